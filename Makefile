@@ -1,0 +1,95 @@
+# Targets:
+#   make demo     set everything up, then train six jobs of three tenants and show it live
+#   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
+#   make up       run the service on 127.0.0.1:8000 until Ctrl-C
+#   make check    format, lint, types, architecture
+#   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
+#   make cluster  the service on this machine's Docker engine (SCALE="--scale rollout=3 --scale env=4 --scale trainer=2")
+#   make cluster-test   jobs against that cluster, while it is scaled and a worker is killed
+#   make cluster-down   stop it (ARGS=-v: and forget what Redis holds)
+#   make model    make the base model `tiny` again
+#   make clean    remove the virtual environment, caches and what demo and up keep
+#
+# PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test up check bench model clean cluster cluster-test cluster-down docker
+SHELL := /bin/bash
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH := torch==2.13.0
+BIN := .venv/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS)
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+CLUSTER = $(COMPOSE) --env-file .env.cluster
+RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: .venv/.ready
+	@$(RUN) -m examples.demo
+
+up: .venv/.ready
+	@$(BIN)/marlaas up
+
+test: .venv/.ready-dev
+	@$(RUN) -m pytest -m "not slow" $(ARGS)
+	@$(RUN) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+
+check: .venv/.ready-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(RUN) -m pytest -q tests/test_architecture.py
+
+bench: .venv/.ready-dev
+	@for file in benchmarks/[!_]*$(PATTERN)*.py; do \
+		name=$$(basename $$file .py); echo "== $$name"; $(RUN) -m benchmarks.$$name || exit 1; done
+
+cluster: docker
+	@$(PYTHON) -m deploy.make_secrets
+	$(CLUSTER) build --build-arg PIP_ARGS="$(PIP_ARGS)" --build-arg TORCH_ARGS="$(TORCH_ARGS)"
+	$(CLUSTER) up -d $(SCALE)
+	@echo "the API is at http://$$($(CLUSTER) port manager 8000), keys are in .cluster/keys; stop with: make cluster-down"
+
+cluster-test: cluster .venv/.ready-dev
+	@COMPOSE="$(COMPOSE)" PYTHONPATH=.:tests $(BIN)/python tests/cluster_test.py
+
+cluster-down: docker
+	$(CLUSTER) down $(ARGS)
+
+docker:
+	@docker info >/dev/null 2>&1 || { echo "error: no Docker engine answers here (docker info fails): install or start one," \
+		"and make sure that this user may use it" >&2; exit 1; }
+	@$(COMPOSE) version >/dev/null 2>&1 || { echo "error: neither \`docker compose\` nor docker-compose is installed" >&2; exit 1; }
+
+model: .venv/.ready-dev
+	$(BIN)/python models/make_tiny.py
+
+clean:
+	rm -rf .venv .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment in three stamps, so that a change of pyproject.toml does not install torch again.
+
+.venv/.torch:
+	@test -n "$(PYTHON)" || { echo "error: MARLaaS needs Python 3.11 or newer with the modules venv and ensurepip" \
+		"(on Debian and Ubuntu: apt install python3-venv); name one with: make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: $(PYTHON) is older than Python 3.11" >&2; exit 1; }
+	@echo "[1/2] a virtual environment in .venv, and $(TORCH) (a minute or two, once)"
+	@"$(PYTHON)" -m venv .venv
+	@start=$$SECONDS; $(PIP) $(TORCH_ARGS) $(TORCH) && echo "      done in $$((SECONDS - start)) s"
+	@touch $@
+
+.venv/.ready: .venv/.torch pyproject.toml
+	@echo "[2/2] the other packages (about a minute, once)"
+	@start=$$SECONDS; $(PIP) -e . && echo "      done in $$((SECONDS - start)) s"
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready pyproject.toml
+	@echo "[+] what tests and checks need"
+	@start=$$SECONDS; $(PIP) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
+	@touch $@

@@ -1,0 +1,114 @@
+"""LoRA weights of one adapter version: shapes, deterministic initial values, PEFT's file layout.
+
+LoRA: Hu et al. 2021, arXiv 2106.09685. y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]; B starts at 0.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from base_model.decoder import LINEAR_LAYERS
+from common.errors import CorruptObject, InvalidInput
+from common.messages import LoraSpec
+from common.rng import uniform
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+PEFT_PREFIX = "base_model.model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One version's weights, float32. `a[name]` is [rank, in], `b[name]` [out, rank]; name as `layers.3.mlp.up_proj`."""
+
+    spec: LoraSpec
+    a: Mapping[str, Tensor]
+    b: Mapping[str, Tensor]
+
+    @property
+    def scale(self) -> float:
+        return self.spec.alpha / self.spec.rank
+
+    def names(self) -> list[str]:
+        """Targeted modules in a fixed order."""
+        return sorted(self.a)
+
+
+def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """The modules that `spec` targets. Raises InvalidInput for a target that the base does not have."""
+    leaves = spec.targets or LINEAR_LAYERS
+    unknown = set(leaves) - {name.rsplit(".", 1)[-1] for name in shapes}
+    if unknown:
+        raise InvalidInput(f"lora_targets: the base model has no layer {', '.join(sorted(unknown))}")
+    return sorted(name for name in shapes if name.rsplit(".", 1)[-1] in leaves)
+
+
+def init_adapter(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], seed: int) -> Adapter:
+    """Version 0: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero. A pure function of its arguments."""
+    a: dict[str, Tensor] = {}
+    b: dict[str, Tensor] = {}
+    for index, name in enumerate(target_names(spec, shapes)):
+        out, width = shapes[name]
+        draws = uniform(seed, "lora_init", index, np.arange(spec.rank * width))
+        bound = 1.0 / math.sqrt(width)
+        values = ((2.0 * draws - 1.0) * bound).astype(np.float32).reshape(spec.rank, width)
+        a[name], b[name] = torch.from_numpy(values), torch.zeros(out, spec.rank)
+    return Adapter(spec, a, b)
+
+
+def save_adapter(adapter: Adapter, base_model: str) -> dict[str, bytes]:
+    """File name -> content, in PEFT's layout: `PeftModel.from_pretrained` and vLLM load it as it is."""
+    tensors: dict[str, Tensor] = {}
+    for name in adapter.names():
+        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = adapter.a[name].detach().cpu().contiguous()
+        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = adapter.b[name].detach().cpu().contiguous()
+    weights = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    return {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(_peft_config(adapter, base_model), indent=2).encode()}
+
+
+def load_adapter(files: Mapping[str, bytes]) -> Adapter:
+    """The inverse of `save_adapter`. Raises CorruptObject if the files are not such an adapter."""
+    try:
+        config: dict[str, Any] = json.loads(files[CONFIG_FILE])
+        tensors = safetensors.torch.load(files[WEIGHTS_FILE])
+        spec = LoraSpec(config["r"], float(config["lora_alpha"]), tuple(sorted(config["target_modules"])))
+    except (KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise CorruptObject(f"not an adapter in PEFT layout: {error}") from error
+    a = _factors(tensors, ".lora_A.weight")
+    b = _factors(tensors, ".lora_B.weight")
+    if a.keys() != b.keys() or any(t.shape[0] != spec.rank for t in a.values()):
+        raise CorruptObject("adapter factors do not match each other or the rank in adapter_config.json")
+    if not all(bool(torch.isfinite(t).all()) for t in (*a.values(), *b.values())):
+        raise CorruptObject("adapter holds values that are not finite numbers")
+    return Adapter(spec, a, b)
+
+
+def _factors(tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(PEFT_PREFIX).removesuffix(suffix): tensor.float()
+        for name, tensor in tensors.items()
+        if name.endswith(suffix)
+    }
+
+
+def _peft_config(adapter: Adapter, base_model: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": adapter.spec.rank,
+        "lora_alpha": adapter.spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.a}),
+    }

@@ -1,0 +1,184 @@
+"""A decoder-only transformer (Qwen3, Qwen2, Llama) as one function of its weights.
+
+What differs between rollout and training is passed in: `attend` (a cache, or a whole causal sequence) and `project` (the
+linear layers, with or without adapters). So both services run the very same arithmetic on the base model.
+
+Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.errors import InvalidInput
+
+SUPPORTED = ("qwen3", "qwen2", "llama")
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Project(Protocol):
+    """A linear layer: x [..., in] -> [..., out]. `name` is the module's name, `layers.3.self_attn.q_proj`."""
+
+    def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+class Attend(Protocol):
+    """Attention of one layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. Caching is its business."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    model_type: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+
+    @classmethod
+    def load(cls, folder: Path) -> "DecoderConfig":
+        """Raises InvalidInput for an architecture that this decoder does not compute exactly."""
+        raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        _refuse_unsupported(raw, folder)
+        rope = raw.get("rope_parameters") or {}
+        return cls(
+            model_type=raw["model_type"],
+            num_layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            vocab=raw["vocab_size"],
+            context=raw["max_position_embeddings"],
+            rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
+            norm_eps=raw["rms_norm_eps"],
+            tied=raw.get("tie_word_embeddings", False),
+        )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], folder: Path) -> None:
+    if raw.get("model_type") not in SUPPORTED:
+        kinds = ", ".join(SUPPORTED)
+        raise InvalidInput(f"{folder}: the torch engine computes {kinds}, not {raw.get('model_type')!r}")
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise InvalidInput(f"{folder}: rope type {rope['rope_type']!r} is not supported, only 'default'")
+    if raw.get("use_sliding_window"):
+        raise InvalidInput(f"{folder}: sliding-window attention is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise InvalidInput(f"{folder}: activation {raw['hidden_act']!r} is not supported, only 'silu'")
+
+
+def plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer without adapters."""
+    return F.linear(x, weight, bias)
+
+
+class Decoder:
+    """The base model's frozen weights. Holds no state of a sequence; safe to call from one thread at a time."""
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.weights = dict(weights)
+        self.embedding = self.weights["embed_tokens.weight"]
+        self.head = self.embedding if config.tied else self.weights["lm_head.weight"]
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+        angles = torch.outer(torch.arange(config.context, dtype=torch.float32), config.rope_theta**-exponent)
+        angles = torch.cat([angles, angles], dim=-1)
+        self.cos = angles.cos().to(self.embedding)  # [context, D]
+        self.sin = angles.sin().to(self.embedding)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
+        """From a local folder in Hugging Face layout. Raises InvalidInput if it is not one that we compute exactly."""
+        folder = Path(folder)
+        config = DecoderConfig.load(folder)
+        shards = sorted(folder.glob("*.safetensors"))
+        if not shards:
+            raise InvalidInput(f"{folder}: no .safetensors file")
+        weights: dict[str, Tensor] = {}
+        for shard in shards:
+            loaded = load_file(shard, device=device)
+            weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
+        return cls(config, weights)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Module name -> (out, in), for every layer that an adapter may target."""
+        return {
+            name.removesuffix(".weight"): (weight.shape[0], weight.shape[1])
+            for name, weight in self.weights.items()
+            if name.endswith(".weight") and name.split(".")[-2] in LINEAR_LAYERS
+        }
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, project: Project = plain) -> Tensor:
+        """tokens, positions [B, T] -> hidden states [B, T, E] after the last norm. `logits` makes them scores."""
+        x = F.embedding(tokens, self.embedding)
+        cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+        for layer in range(self.config.num_layers):
+            x = x + self._attention(layer, x, cos, sin, attend, project)
+            x = x + self._mlp(layer, x, project)
+        return self._norm("norm", x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., V]"""
+        return F.linear(hidden, self.head)
+
+    def _attention(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, project: Project) -> Tensor:
+        at, c = f"layers.{layer}.self_attn", self.config
+        x = self._norm(f"layers.{layer}.input_layernorm", x)
+        q = self._linear(f"{at}.q_proj", x, project).unflatten(-1, (c.num_heads, c.head_dim))
+        k = self._linear(f"{at}.k_proj", x, project).unflatten(-1, (c.num_kv_heads, c.head_dim))
+        v = self._linear(f"{at}.v_proj", x, project).unflatten(-1, (c.num_kv_heads, c.head_dim))
+        if f"{at}.q_norm.weight" in self.weights:
+            q, k = self._norm(f"{at}.q_norm", q), self._norm(f"{at}.k_norm", k)
+        out = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self._linear(f"{at}.o_proj", out.flatten(-2), project)
+
+    def _mlp(self, layer: int, x: Tensor, project: Project) -> Tensor:
+        at = f"layers.{layer}.mlp"
+        x = self._norm(f"layers.{layer}.post_attention_layernorm", x)
+        gate = self._linear(f"{at}.gate_proj", x, project)
+        up = self._linear(f"{at}.up_proj", x, project)
+        return self._linear(f"{at}.down_proj", F.silu(gate) * up, project)
+
+    def _linear(self, name: str, x: Tensor, project: Project) -> Tensor:
+        return project(name, x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        return F.rms_norm(x, (weight.shape[0],), weight, self.config.norm_eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves layout. x [B, T, H, D], cos [B, T, 1, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def causal_attend(num_groups: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Attention over a whole sequence, each position on itself and what stands before. `num_groups`: H / K."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_groups > 1)
+        return out.transpose(1, 2)
+
+    return attend

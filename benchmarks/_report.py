@@ -1,0 +1,77 @@
+"""What all benchmarks have in common: options, tables, goals, and the state of the machine beside the figures."""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from manager_service.cli.output import table
+
+console = Console(highlight=False)
+if not console.is_terminal:
+    console = Console(highlight=False, width=140)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure that was promised. `limit` is the least good value; `more_is_better` says on which side."""
+
+    what: str
+    measured: float
+    limit: float
+    unit: str = ""
+    more_is_better: bool = True
+
+    @property
+    def reached(self) -> bool:
+        return self.measured >= self.limit if self.more_is_better else self.measured <= self.limit
+
+    def __str__(self) -> str:
+        side = "at least" if self.more_is_better else "at most"
+        verdict = "[green]reached[/]" if self.reached else "[red]missed[/]"
+        shown = f"{number(self.measured)}{self.unit} ({side} {number(self.limit)}{self.unit})"
+        return f"{self.what}: {shown} {verdict}"
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A benchmark's options: its docstring as help, and `--json`."""
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    return result
+
+
+def make_table(title: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    result = table(*columns, right=columns[1:])
+    result.title, result.title_justify, result.title_style = title, "left", "bold"
+    for row in values:
+        result.add_row(*(value if isinstance(value, str) else number(value) for value in row))
+    return result
+
+
+def show(tables: Iterable[Table], figures: Any, goals: Sequence[Goal], to: Path | None) -> None:
+    """Print it, and write the figures to a file if one is given."""
+    load = os.getloadavg()
+    for each in tables:
+        console.print(each)
+    for goal in goals:
+        console.print(f"goal  {goal}")
+    console.print(f"{os.cpu_count()} cores, load average {load[0]:.1f} over the last minute, {load[1]:.1f} over five\n")
+    if to:
+        machine = {"cores": os.cpu_count(), "load_average": load, "python": platform.python_version()}
+        shown = [{**asdict(goal), "reached": goal.reached} for goal in goals]
+        to.write_text(json.dumps({"figures": figures, "goals": shown, "machine": machine}, indent=2) + "\n")
+
+
+def number(value: float | None) -> str:
+    """Three digits that count, thousands apart."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,0 +1,205 @@
+"""What a hand-over through the bus costs: processor time of one core, and wall time.
+
+    python -m benchmarks.bus [--rounds 5] [--json FILE]
+
+A hand-over is one message taken and answered: read from a stream, decoded, one message of the same size encoded and
+published, and the first acknowledged and deleted, in one script. The message is a TurnRequest of 64 tokens with their
+log-probs. Redis is a real server with the settings of `marlaas up` (append-only file, `appendfsync always`).
+
+    bus     read → settle alone, in batches. The messages run in a ring: what is published is what is read next
+    worker  the same through the worker loop (common/worker.py) and a handler that only answers, by number of slots
+
+Python is the processor time of this process, Redis that of the server: other processes on the machine hardly matter to
+them, as they do to wall time. Hand-overs per second and core are the inverse of Python's share. Every figure is the
+median over rounds, in which the kinds take turns.
+"""
+
+import asyncio
+import logging
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+
+from benchmarks import _redis
+from benchmarks._report import Goal, make_table, parser, show
+from common.bus import Bus, Out, Settlement
+from common.messages import AdapterRef, Failure, Message, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.telemetry import Reporter
+from common.worker import Beat, Inbox, Worker
+
+BATCHES = (1, 8, 32, 128)
+WORKER_SLOTS = (8, 64, 256)
+NUM_TOKENS = 64
+IN_RING = 256
+"""Messages in the ring; at least the largest batch, so that every read is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one hand-over, in microseconds."""
+
+    python_us: float
+    redis_us: float
+    wall_us: float
+
+    @property
+    def per_s_and_core(self) -> float:
+        return 1e6 / self.python_us
+
+    @property
+    def per_s_on_one_core(self) -> float:
+        """If this process and Redis had to share a single core."""
+        return 1e6 / (self.python_us + self.redis_us)
+
+
+def message(n: int) -> TurnRequest:
+    adapter = AdapterRef("tenant-a", "ftjob-0123456789abcdef", 7)
+    return TurnRequest(
+        id=f"{adapter.job}/{n // 8}/{n % 8}/0/0",
+        tenant=adapter.tenant,
+        job=adapter.job,
+        partition=3,
+        adapter=adapter,
+        trajectory=TrajectoryRef("train", 1, n // 8, n % 8),
+        turn=0,
+        tokens=i32(np.arange(NUM_TOKENS)),
+        logprobs=f32(np.linspace(-2, 0, NUM_TOKENS)),
+        written=u8(np.zeros(NUM_TOKENS)),
+        sampling=Sampling(),
+    )
+
+
+async def measured(server: _redis.Server, work: Callable[[], Awaitable[int]]) -> Cost:
+    """`work` returns how many hand-overs it made."""
+    redis_s, python_s, wall_s = server.cpu_s(), time.process_time(), time.perf_counter()
+    num = await work()
+    python_s, wall_s = time.process_time() - python_s, time.perf_counter() - wall_s
+    return Cost(*(1e6 * s / num for s in (python_s, server.cpu_s() - redis_s, wall_s)))
+
+
+# ---- the bus alone --------------------------------------------------------------------------------------------------
+
+
+async def ring(bus: Bus, batch: int, num: int) -> int:
+    """So many hand-overs in batches."""
+    done = 0
+    while done < num:
+        found = await bus.read([bus.cell.rollout], "rollout", "bench", count=batch)
+        assert len(found) == batch
+        await bus.settle([Settlement(d, [(bus.cell.rollout, known(d.message))]) for d in found])
+        done += len(found)
+    return done
+
+
+def known(found: Any) -> Message:
+    assert isinstance(found, Message)
+    return found
+
+
+async def fill(bus: Bus, stream: str, group: str, num: int) -> None:
+    await bus.client.delete(stream)
+    await bus.ensure_group(stream, group)
+    await bus.publish([(stream, message(n)) for n in range(num)])
+
+
+async def bus_cost(server: _redis.Server, batch: int) -> Cost:
+    bus = server.bus()
+    await fill(bus, bus.cell.rollout, "rollout", IN_RING)
+    await ring(bus, batch, 4 * batch)
+    cost = await measured(server, lambda: ring(bus, batch, 512 if batch == 1 else 4096))
+    await bus.close()
+    return cost
+
+
+# ---- the worker loop ------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """A handler that computes nothing: the message goes back into the ring until enough were seen."""
+
+    def __init__(self, stream: str, num: int) -> None:
+        self._stream = stream
+        self._left = num
+        self.enough = asyncio.Event()
+
+    async def __call__(self, message: Message, beat: Beat) -> list[Out]:
+        self._left -= 1
+        if self._left <= 0:
+            self.enough.set()
+        return [(self._stream, message)]
+
+    def park(self, message: Message) -> list[Out]:
+        return []
+
+    def hand_back(self, message: Message) -> list[Out] | None:
+        return None
+
+    def failed(self, message: Message, failure: Failure) -> list[Out]:
+        return []
+
+
+async def worker_cost(server: _redis.Server, slots: int) -> Cost:
+    bus = server.bus()
+    stream = bus.cell.rollout
+    await fill(bus, stream, "rollout", 2 * slots)
+    handler = Answer(stream, 4096)
+    reporter = Reporter("bench", "rollout", "bench", slots=slots)
+    worker = Worker(bus, handler, inboxes=[Inbox(stream, "rollout")], reporter=reporter)
+
+    async def work() -> int:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(worker.run(handler.enough))
+        return int(reporter.counters["settled"])
+
+    cost = await measured(server, work)
+    await bus.close()
+    return cost
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+async def measure(rounds: int) -> dict[str, list[Cost]]:
+    found: dict[str, list[Cost]] = {}
+    async with _redis.running() as server:
+        for _ in range(rounds):
+            for batch in BATCHES:
+                found.setdefault(bus_name(batch), []).append(await bus_cost(server, batch))
+            for slots in WORKER_SLOTS:
+                found.setdefault(f"worker, {slots} slots", []).append(await worker_cost(server, slots))
+    return found
+
+
+def bus_name(batch: int) -> str:
+    return "bus, one by one" if batch == 1 else f"bus, batches of {batch}"
+
+
+def median(costs: Sequence[Cost]) -> Cost:
+    return Cost(*(statistics.median(values) for values in zip(*map(astuple, costs), strict=True)))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    given = options.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    costs = {name: median(found) for name, found in asyncio.run(measure(given.rounds)).items()}
+    columns = ("hand-over", "per s and core", "Redis on the same core", "Python µs", "Redis µs", "wall µs")
+    lines = [(name, c.per_s_and_core, c.per_s_on_one_core, *astuple(c)) for name, c in costs.items()]
+    goal = Goal("hand-overs per second and core in batches of 32", costs[bus_name(32)].per_s_and_core, 15_000)
+    figures = {name: {**asdict(cost), "per_s_and_core": cost.per_s_and_core} for name, cost in costs.items()}
+    show(
+        [make_table(f"A message of {NUM_TOKENS} tokens, read and answered", columns, lines)],
+        figures,
+        [goal],
+        given.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Memory of each process of a cluster on one machine, idle and while it trains six jobs.
+
+    python -m benchmarks.memory [--steps 12] [--json FILE]
+
+The cluster of `make demo` (Redis, the manager, one rollout, one env, one trainer, and the process that supervises them,
+which is this one) trains one job of each skill of the base model at once, default hyperparameters, evaluations included.
+
+    PSS  proportional set size: a page that n processes share counts 1/n in each, so that a sum counts it once
+    RSS  resident set size: shared pages count in every process
+
+Both are those of a process and its children (the env's sandboxes). `idle` is some seconds after the start; `training` is
+the most seen in one look a second. The goal is about the largest sum of all processes' PSS in one look.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks import _cluster
+from benchmarks._report import Goal, make_table, parser, show
+from common.skills import SKILLS
+from manager_service.supervisor import LocalCluster
+
+LIMIT_MB = 3000
+IDLE_AFTER_S = 3.0
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In MB of a million bytes."""
+
+    pss_mb: float = 0.0
+    rss_mb: float = 0.0
+
+    def __add__(self, other: "Memory") -> "Memory":
+        return Memory(self.pss_mb + other.pss_mb, self.rss_mb + other.rss_mb)
+
+
+Look = Mapping[str, Memory]
+"""Process → its memory at one moment."""
+
+
+def look(cluster: LocalCluster) -> Look:
+    children = {name: with_children(pid) for name, pid in cluster.pids.items()}
+    return {**children, "supervisor": memory(os.getpid())}
+
+
+def with_children(pid: int) -> Memory:
+    total = Memory()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            total += memory(process.pid)
+    return total
+
+
+def memory(pid: int) -> Memory:
+    """Nothing if the process has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except (FileNotFoundError, ProcessLookupError):
+        return Memory()
+    kb = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return Memory(kb["Pss"] * 1024 / 1e6, kb["Rss"] * 1024 / 1e6)
+
+
+async def measure(steps: int) -> tuple[Look, list[Look]]:
+    """Idle, and every look while it trained."""
+    async with _cluster.running() as (cluster, api):
+        await asyncio.sleep(IDLE_AFTER_S)
+        idle, busy = look(cluster), list[Look]()
+        jobs = [await api.submit(s, max_steps=steps, evaluate=True, **_cluster.DEFAULT_JOB) for s in SKILLS]
+        training = asyncio.create_task(api.until_done(*jobs, seconds=900))
+        while not training.done():
+            busy.append(look(cluster))
+            await asyncio.wait([training], timeout=LOOK_EVERY_S)
+        assert all(job["status"] == "succeeded" for job in await training)
+    return idle, busy
+
+
+def total(found: Look) -> Memory:
+    return sum(found.values(), Memory())
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=12, help="of each job")
+    given = options.parse_args()
+    idle, busy = asyncio.run(measure(given.steps))
+    peak = {name: max((each[name] for each in busy), key=lambda m: m.pss_mb) for name in idle}
+    fullest = max(map(total, busy), key=lambda m: m.pss_mb)
+    columns = ("process", "idle PSS MB", "idle RSS MB", "training PSS MB", "training RSS MB")
+    lines = [(name, *each(idle[name]), *each(peak[name])) for name in idle]
+    lines.append(("all together, at one moment", *each(total(idle)), *each(fullest)))
+    figures = {
+        "idle": {name: asdict(m) for name, m in idle.items()},
+        "training": {name: asdict(m) for name, m in peak.items()},
+        "all_idle": asdict(total(idle)),
+        "all_training": asdict(fullest),
+    }
+    goal = Goal("all processes together, training", fullest.pss_mb, LIMIT_MB, " MB", more_is_better=False)
+    show([make_table("Memory", columns, lines)], figures, [goal], given.json)
+
+
+def each(memory: Memory) -> tuple[float, float]:
+    return memory.pss_mb, memory.rss_mb
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Rollout speed: the torch engine against transformers' `model.generate`, at equal batch size, on one thread.
+
+    python -m benchmarks.rollout [--rows 64] [--tokens 48] [--rounds 7] [--json FILE]
+
+Every round measures, one after the other: `model.generate` with one PEFT adapter; the engine with one adapter; the engine
+with eight adapters mixed in the batch. All sample at temperature 1, the same prompts, exactly `--tokens` tokens a row. The
+ratios are of the same round, and the medians over the rounds are printed. The engine does more than `model.generate`:
+it records log-probs, and a row's tokens and bits do not depend on its neighbours.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from base_model.adapter import Adapter, init_adapter, save_adapter
+from base_model.decoder import Decoder
+from benchmarks._report import Goal, make_table, parser, show
+from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from rollout_service.torch_engine import TorchEngine
+
+TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+NUM_ADAPTERS = 8
+GROUP_SIZE = 8
+
+
+class NoEnd:
+    """Turns end by length alone, so that all measure the same number of tokens."""
+
+    end_of_turn_ids: tuple[int, ...] = ()
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return ""
+
+
+def adapter_files(decoder: Decoder, seed: int) -> dict[str, bytes]:
+    initial = init_adapter(LoraSpec(8, 16.0), decoder.linear_shapes(), seed)
+    random = torch.Generator().manual_seed(seed)
+    b = {name: torch.randn(t.shape, generator=random) * 0.02 for name, t in initial.b.items()}
+    return save_adapter(Adapter(initial.spec, initial.a, b), "tiny")
+
+
+def prompts(rows: int) -> np.ndarray:
+    """One prompt a group, all of 16 tokens: [rows, 16]."""
+    groups = -(-rows // GROUP_SIZE)
+    tokens = np.random.default_rng(0).integers(97, 122, (groups, 16))
+    return tokens.repeat(GROUP_SIZE, axis=0)[:rows]
+
+
+def peft_generate(folder: Path, rows: int, num_tokens: int) -> Callable[[], int]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(folder)).eval()
+    model.generation_config.eos_token_id = None
+    given = torch.from_numpy(prompts(rows))
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+
+    def run() -> int:
+        with torch.inference_mode():
+            mask = torch.ones_like(given)
+            out = model.generate(given, attention_mask=mask, max_new_tokens=num_tokens, **options)
+        return out.numel() - given.numel()
+
+    return run
+
+
+def request(adapter: AdapterRef, tokens: np.ndarray, sample: int, num_tokens: int) -> TurnRequest:
+    num = len(tokens)
+    return TurnRequest(
+        id=f"{adapter}/{sample}",
+        tenant=adapter.tenant,
+        job=adapter.job,
+        partition=0,
+        adapter=adapter,
+        trajectory=TrajectoryRef("train", 1, sample // GROUP_SIZE, sample % GROUP_SIZE),
+        turn=0,
+        tokens=i32(tokens),
+        logprobs=f32(np.zeros(num)),
+        written=u8(np.zeros(num)),
+        sampling=Sampling(max_tokens=num_tokens),
+    )
+
+
+async def engine_generate(engine: TorchEngine, refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> int:
+    """Each adapter has as many rows as the others; a group's rows are of one adapter."""
+    asked = [
+        request(refs[i // GROUP_SIZE % len(refs)], tokens, i, num_tokens) for i, tokens in enumerate(prompts(rows))
+    ]
+    done = await asyncio.gather(*[engine.generate(r, beat=lambda: None) for r in asked])
+    return sum(len(g.tokens) for g in done)
+
+
+def timed(run: Callable[[], int]) -> float:
+    """Tokens per second."""
+    started = time.perf_counter()
+    return run() / (time.perf_counter() - started)
+
+
+async def timed_async(engine: TorchEngine, refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> float:
+    started = time.perf_counter()
+    return await engine_generate(engine, refs, rows, num_tokens) / (time.perf_counter() - started)
+
+
+async def measure(rows: int, num_tokens: int, rounds: int) -> dict[str, float]:
+    decoder = Decoder.load(TINY)
+    files = [adapter_files(decoder, i) for i in range(NUM_ADAPTERS)]
+    refs = [AdapterRef("bench", f"job{i}", 1) for i in range(NUM_ADAPTERS)]
+    engine = TorchEngine(decoder, NoEnd())
+    await engine.start()
+    for ref, content in zip(refs, files, strict=True):
+        await engine.load_files(ref, content)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files[0].items():
+            (Path(folder) / name).write_bytes(data)
+        generate = peft_generate(Path(folder), rows, num_tokens)
+    speeds: list[tuple[float, float, float]] = []
+    for _ in range(rounds + 1):
+        speeds.append(
+            (
+                timed(generate),
+                await timed_async(engine, refs[:1], rows, num_tokens),
+                await timed_async(engine, refs, rows, num_tokens),
+            )
+        )
+    await engine.stop()
+    return summary(speeds[1:])
+
+
+def summary(speeds: Sequence[tuple[float, float, float]]) -> dict[str, float]:
+    """Medians; each ratio is taken within its round."""
+    return {
+        "generate_tokens_per_s": statistics.median(s[0] for s in speeds),
+        "engine_1_adapter_tokens_per_s": statistics.median(s[1] for s in speeds),
+        "engine_8_adapters_tokens_per_s": statistics.median(s[2] for s in speeds),
+        "engine_1_over_generate": statistics.median(s[1] / s[0] for s in speeds),
+        "engine_8_over_generate": statistics.median(s[2] / s[0] for s in speeds),
+        "engine_8_over_engine_1": statistics.median(s[2] / s[1] for s in speeds),
+    }
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=64)
+    options.add_argument("--tokens", type=int, default=48)
+    options.add_argument("--rounds", type=int, default=7)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    found = asyncio.run(measure(given.rows, given.tokens, given.rounds))
+    one, eight = found["engine_1_over_generate"], found["engine_8_over_generate"]
+    lines = [
+        ("model.generate, one adapter", found["generate_tokens_per_s"], 1.0),
+        ("engine, one adapter", found["engine_1_adapter_tokens_per_s"], one),
+        (f"engine, {NUM_ADAPTERS} adapters mixed", found["engine_8_adapters_tokens_per_s"], eight),
+    ]
+    goals = [
+        Goal(f"{NUM_ADAPTERS} adapters against model.generate with one", eight, 1.0, " x"),
+        Goal(f"{NUM_ADAPTERS} adapters against the engine with one", found["engine_8_over_engine_1"], 0.85, " x"),
+    ]
+    title = f"Rollout, {given.rows} rows of {given.tokens} tokens"
+    show([make_table(title, ("", "tokens/s", "x generate"), lines)], found, goals, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Training tokens/s against a plain PEFT loop: the same model, rows, loss, clipping and AdamW, one thread.
+
+    python -m benchmarks.training [--repetitions 7] [--json FILE]
+
+Contenders take turns, and every figure is the median over turns of the ratio within one turn, so that a noisy machine
+harms all alike. Tokens are those of the rows (prompt and answer, once a row, no padding), the same count for all.
+The PEFT loop is what one would write: sorted, right-padded micro-batches of the same token budget, the full logits,
+`clip_grad_norm_`, `torch.optim.AdamW`.
+
+Axes: B rows of a micro-batch, T positions.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from base_model.decoder import Decoder
+from benchmarks._report import Goal, make_table, parser, show
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
+from trainer_service.batch import Batch, parse_rows
+from trainer_service.losses import row_terms
+from trainer_service.training import Trainer
+
+TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+BUDGET = 4096
+LORA = LoraSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    num_groups: int
+    group_size: int
+    num_prompt: tuple[int, int]  # from, to (exclusive)
+    num_written: tuple[int, int]
+
+
+WORKLOADS = (
+    Workload("short answers", 16, 8, (30, 50), (4, 24)),
+    Workload("long answers", 4, 8, (40, 80), (100, 300)),
+    Workload("long prompts", 4, 8, (250, 350), (10, 40)),
+)
+
+
+def make_step(work: Workload, seed: int = 0) -> Step:
+    """One training batch; every group has a signal."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    written: list[int] = []
+    lengths: list[int] = []
+    for _ in range(work.num_groups):
+        prompt = rng.integers(0, 250, rng.integers(*work.num_prompt)).tolist()
+        for _ in range(work.group_size):
+            answer = rng.integers(0, 250, rng.integers(*work.num_written)).tolist()
+            tokens += prompt + answer
+            written += [0] * len(prompt) + [1] * len(answer)
+            lengths.append(len(prompt) + len(answer))
+    num_rows = work.num_groups * work.group_size
+    rows = Rows(
+        tokens=i32(tokens),
+        logprobs=f32(np.array(written) * -5.6),
+        written=u8(written),
+        lengths=i32(lengths),
+        groups=i32(np.arange(num_rows) // work.group_size),
+        samples=i32(np.arange(num_rows) % work.group_size),
+        rewards=f32(np.arange(num_rows) % 3),
+        versions=i32([0] * num_rows),
+        truncated=u8([0] * num_rows),
+    )
+    ids: dict[str, Any] = {"id": "s", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
+    return Step(**ids, seed=0, lora=LORA, loss=LossSpec(), optim=OptimSpec(1e-4), rows=rows, next_group=0)
+
+
+class PeftLoop:
+    """A plain PEFT training loop."""
+
+    def __init__(self) -> None:
+        base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        config = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules="all-linear", lora_dropout=0.0)
+        self.model: Any = get_peft_model(base, config)
+        self.model.train()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.adamw = torch.optim.AdamW(self.parameters, 1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, batch: Batch) -> None:
+        terms = row_terms(batch, LossSpec())
+        for rows in padded_micro_batches(batch):
+            tokens_BT, mask_BT, written_BT, sampled_BT = (torch.from_numpy(x) for x in padded(batch, rows))
+            logits = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
+            logprobs_BT = logits[:, :-1].log_softmax(-1).gather(2, tokens_BT[:, 1:, None]).squeeze(2)
+            advantages_B = torch.from_numpy(terms.advantages_R[rows]).float()[:, None]
+            weights_B = torch.from_numpy(terms.weights_R[rows]).float()[:, None]
+            ratio_BT = (logprobs_BT - sampled_BT[:, 1:]).exp()
+            gain_BT = torch.minimum(ratio_BT * advantages_B, ratio_BT.clamp(0.8, 1.2) * advantages_B)
+            loss: Tensor = -(gain_BT * weights_B * written_BT[:, 1:]).sum()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+
+def padded_micro_batches(batch: Batch) -> list[list[int]]:
+    """Rows sorted by length, filled up to BUDGET tokens with padding."""
+    parts: list[list[int]] = [[]]
+    for row in np.argsort([len(tokens) for tokens in batch.tokens], kind="stable").tolist():
+        if parts[-1] and (len(parts[-1]) + 1) * len(batch.tokens[row]) > BUDGET:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+def padded(batch: Batch, rows: list[int]) -> tuple[np.ndarray, ...]:
+    """tokens, attention mask, written (float) and log-probs at sampling, each [B, T]."""
+    shape = (len(rows), max(len(batch.tokens[row]) for row in rows))
+    tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    written, sampled = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for i, row in enumerate(rows):
+        n = len(batch.tokens[row])
+        tokens[i, :n], mask[i, :n] = batch.tokens[row], 1
+        written[i, :n], sampled[i, :n] = batch.written[row], batch.logprobs[row]
+    return tokens, mask, written, sampled
+
+
+def contenders(step: Step) -> dict[str, Callable[[], object]]:
+    decoder = Decoder.load(TINY)
+    batch = parse_rows(step.rows, version=0, vocab=decoder.config.vocab, context=decoder.config.context)
+    peft, ids = PeftLoop(), {"id": "i", "tenant": "t", "job": "j", "partition": 0}
+    shared, plain = Trainer(decoder, BUDGET), Trainer(decoder, BUDGET, share_prefixes=False)
+    exact = Trainer(decoder, BUDGET, deterministic=True)
+    state = shared.init(Init(**ids, adapter=AdapterRef("t", "j", 0), seed=0, lora=LORA))  # pyright: ignore
+    return {
+        "peft": lambda: peft.step(batch),
+        "trainer": lambda: shared.step(step, state, lambda: None),
+        "trainer, prompts not shared": lambda: plain.step(step, state, lambda: None),
+        "trainer, deterministic": lambda: exact.step(step, state, lambda: None),
+    }
+
+
+def measure(work: Workload, repetitions: int) -> dict[str, Any]:
+    """Median tokens/s of each contender, and the median of its ratio to PEFT within a turn."""
+    step = make_step(work)
+    runs = contenders(step)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(-1, repetitions):  # turn -1 warms up
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    num_tokens = len(step.rows.tokens)
+    return {
+        "workload": work.name,
+        "tokens": num_tokens,
+        "tokens_per_s": {name: num_tokens / statistics.median(times) for name, times in seconds.items()},
+        "ratio_to_peft": {
+            name: statistics.median(p / t for p, t in zip(seconds["peft"], times, strict=True))
+            for name, times in seconds.items()
+        },
+    }
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--repetitions", type=int, default=7)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    results = [measure(work, given.repetitions) for work in WORKLOADS]
+    tables = [
+        make_table(
+            f"Training, {result['workload']} ({result['tokens']:,} tokens a step)",
+            ("", "tokens/s", "x PEFT"),
+            [(name, speed, result["ratio_to_peft"][name]) for name, speed in result["tokens_per_s"].items()],
+        )
+        for result in results
+    ]
+    goals = [
+        Goal(f"trainer against plain PEFT, {result['workload']}", result["ratio_to_peft"]["trainer"], 0.9, " x")
+        for result in results
+    ]
+    show(tables, results, goals, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Who may do what in Redis: one user a service, with the commands and keys that its work needs and no others.
+
+    user       reads and settles        appends to                                              besides
+    manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
+    env        env                      rollout, rollout:first, scored:*, reply:*, dead         follows control
+    rollout    rollout, rollout:first   env, scored:*, reply:*, dead                            follows control, adapters:new
+    trainer    train                    adapters:<p>, dead                                      follows control
+    scaler     looks at the length of the work streams (autoscalers)
+    health     PING
+    operator   everything; no service uses it
+
+Every worker also appends to `telemetry`. The user `default` is off. Redis checks each call of a script like any other
+command, so EVALSHA gives no more than this. Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys,
+so there a worker may also read what it appends to.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from common.streams import NUM_PARTITIONS, Cell
+
+SERVICES = ("manager", "env", "rollout", "trainer")
+USERS = (*SERVICES, "scaler", "health", "operator")
+NOBODY = "user default off resetpass ~* &* +@all"
+"""Nobody can log in as `default`, but Redis 7 replays transactions of its append-only file under that name: without rights
+it would leave them out, and lose at a restart what scripts wrote."""
+
+_WORKER = """
+    ping time eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
+"""
+_MANAGER = """
+    multi exec info xlen xrange xrevrange xtrim del exists expire get mget set hdel hget hgetall hincrby hincrbyfloat
+    hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zmscore zrange zrem
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What one user may do. Keys are glob patterns."""
+
+    commands: tuple[str, ...] = ()
+    settles: tuple[str, ...] = ()  # keys that it reads and changes
+    reads: tuple[str, ...] = ()
+    appends: tuple[str, ...] = ()
+
+
+def rights(user: str, base_models: Iterable[str]) -> Rights:
+    """Raises KeyError for a name that is not in `USERS`."""
+    cells = [_Keys(Cell(_literally(base))) for base in base_models]
+    everything = {
+        "manager": Rights(commands=tuple(f"{_WORKER} {_MANAGER}".split()), settles=("marlaas:*",)),
+        "env": _worker([keys.env for keys in cells]),
+        "rollout": _worker([keys.rollout for keys in cells]),
+        "trainer": _worker([keys.trainer for keys in cells]),
+        "scaler": Rights(("ping", "xlen", "xpending"), reads=tuple(key for keys in cells for key in keys.work)),
+        "health": Rights(("ping",)),
+        "operator": Rights(("@all",), settles=("*",)),
+    }
+    return everything[user]
+
+
+def acl_file(passwords: Mapping[str, Iterable[str]], base_models: Iterable[str], *, redis_version: int = 7) -> str:
+    """Redis' `aclfile` for these users. Several passwords of one user are all valid: so they are rotated.
+
+    It holds hashes, not passwords.
+    """
+    bases = list(base_models)
+    lines = [NOBODY]
+    for user, valid in passwords.items():
+        hashes = [f"#{hashlib.sha256(password.encode()).hexdigest()}" for password in valid]
+        lines.append(" ".join(["user", user, "on", *hashes, *_rules(rights(user, bases), redis_version)]))
+    return "\n".join(lines) + "\n"
+
+
+def _rules(granted: Rights, redis_version: int) -> list[str]:
+    split = redis_version >= 7
+    keys = [f"~{key}" for key in granted.settles]
+    keys += [f"{'%R~' if split else '~'}{key}" for key in granted.reads]
+    keys += [f"{'%W~' if split else '~'}{key}" for key in granted.appends]
+    channels = "allchannels" if "@all" in granted.commands else "resetchannels"
+    return [channels, "-@all", *(f"+{command}" for command in granted.commands), *dict.fromkeys(keys)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The streams of one cell, by service."""
+
+    cell: Cell
+
+    @property
+    def env(self) -> Rights:
+        cell = self.cell
+        outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
+        return Rights(settles=(cell.env,), reads=(cell.control,), appends=outputs + self._always)
+
+    @property
+    def rollout(self) -> Rights:
+        cell = self.cell
+        return Rights(
+            settles=(cell.rollout, cell.rollout_first),
+            reads=(cell.control, cell.adapters_new),
+            appends=(cell.env, *self._scored, cell.reply("*"), *self._always),
+        )
+
+    @property
+    def trainer(self) -> Rights:
+        cell = self.cell
+        updates = tuple(cell.adapters(partition) for partition in range(NUM_PARTITIONS))
+        return Rights(settles=(cell.train,), reads=(cell.control,), appends=updates + self._always)
+
+    @property
+    def work(self) -> tuple[str, ...]:
+        return (self.cell.env, self.cell.rollout, self.cell.rollout_first, self.cell.train)
+
+    @property
+    def _scored(self) -> tuple[str, ...]:
+        return tuple(self.cell.scored(partition) for partition in range(NUM_PARTITIONS))
+
+    @property
+    def _always(self) -> tuple[str, ...]:
+        return (self.cell.dead, self.cell.telemetry)
+
+
+def _worker(cells: list[Rights]) -> Rights:
+    """A worker's rights in several cells."""
+    return Rights(
+        commands=tuple(_WORKER.split()),
+        settles=tuple(key for cell in cells for key in cell.settles),
+        reads=tuple(key for cell in cells for key in cell.reads),
+        appends=tuple(key for cell in cells for key in cell.appends),
+    )
+
+
+def _literally(name: str) -> str:
+    """A base model's name as a glob pattern that matches it alone."""
+    return "".join(f"\\{char}" if char in "*?[]\\" else char for char in name)

@@ -1,0 +1,123 @@
+"""The adapter store: versioned LoRA weights in object storage.
+
+    adapters/{tenant}/{job}/{version:08d}/manifest.json            create-only: the commit of version and batch
+    adapters/{tenant}/{job}/{version:08d}/{attempt}/<file>         written before, under a name of their own
+
+A version exists if and only if its manifest does. Two trainers that make the same version race for the manifest; the
+loser deletes its own folder. Only the trainer service writes here.
+"""
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from uuid import uuid4
+
+import msgspec
+
+from common.errors import AlreadyExists, CorruptObject, NotFound, Unavailable
+from common.messages import AdapterRef, Usage
+from common.objects import Objects
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    sha256: str
+    size: int  # bytes
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The commit record of one version."""
+
+    adapter: AdapterRef
+    base_model: str
+    attempt: str  # folder of the winning attempt
+    files: dict[str, StoredFile]
+    parent: int | None  # version that this one was trained from
+    batch: str  # id of the Init or Step that made it
+    seed: int  # all random numbers are functions of it: with `next_group` this is the RNG's whole state
+    next_group: int  # data cursor
+    trajectories: tuple[str, ...] = ()
+    metrics: dict[str, float | None] = {}
+    usage: Usage = Usage()
+    created_at: float = 0.0  # seconds since 1970, the trainer's clock
+
+
+class AdapterStore:
+    """Reads and commits versions."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    async def manifest(self, adapter: AdapterRef) -> Manifest | None:
+        """The commit record, or None if the version does not exist. Raises CorruptObject."""
+        try:
+            data = await self._objects.get(f"{adapter.path()}/manifest.json")
+        except NotFound:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Manifest)
+        except msgspec.DecodeError as error:
+            raise CorruptObject(f"{adapter}: manifest: {error}") from error
+
+    async def read(self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES) -> dict[str, bytes]:
+        """File contents, checked against the manifest's sha256. Raises NotFound or CorruptObject."""
+        manifest = await self.manifest(adapter)
+        if manifest is None:
+            raise NotFound(f"adapter {adapter} does not exist")
+        return {name: await self._read_file(manifest, name) for name in names}
+
+    async def _read_file(self, manifest: Manifest, name: str) -> bytes:
+        if name not in manifest.files:
+            raise NotFound(f"adapter {manifest.adapter} has no file {name}")
+        try:
+            data = await self._objects.get(f"{manifest.adapter.path()}/{manifest.attempt}/{name}")
+        except NotFound as error:
+            raise CorruptObject(f"adapter {manifest.adapter}: {name} is gone") from error
+        if hashlib.sha256(data).hexdigest() != manifest.files[name].sha256:
+            raise CorruptObject(f"adapter {manifest.adapter}: {name} does not match its sha256")
+        return data
+
+    async def commit(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
+        """Write the files, then the manifest. Raises AlreadyExists if another attempt was first; its files are gone then.
+
+        `manifest.attempt`, `.files` and `.created_at` are filled in here.
+        """
+        folder, attempt = manifest.adapter.path(), uuid4().hex
+        await self._write(f"{folder}/{attempt}", files)
+        record = msgspec.structs.replace(
+            manifest,
+            attempt=attempt,
+            files={name: StoredFile(hashlib.sha256(data).hexdigest(), len(data)) for name, data in files.items()},
+            created_at=time.time(),
+        )
+        try:
+            await self._objects.create(f"{folder}/manifest.json", msgspec.json.encode(record))
+        except AlreadyExists:
+            existing = await self.manifest(manifest.adapter)
+            # It may be our own: a request that was retried after its reply was lost.
+            if existing is None or existing.attempt != attempt:
+                await self._objects.delete_folder(f"{folder}/{attempt}")
+                raise
+        return record
+
+    async def _write(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """All files of an attempt, or as few as can be helped."""
+        try:
+            for name, data in files.items():
+                await self._objects.write(f"{folder}/{name}", data)
+        except Unavailable:
+            with contextlib.suppress(Unavailable):
+                await self._objects.delete_folder(folder)
+            raise
+
+    async def drop_optimizer(self, adapter: AdapterRef) -> None:
+        """Forget a version's optimiser state; the adapter itself stays for ever."""
+        manifest = await self.manifest(adapter)
+        if manifest is not None and OPTIMIZER_FILE in manifest.files:
+            await self._objects.delete(f"{adapter.path()}/{manifest.attempt}/{OPTIMIZER_FILE}")
+
+    async def delete_job(self, tenant: str, job: str) -> None:
+        await self._objects.delete_folder(f"adapters/{tenant}/{job}")

@@ -1,0 +1,45 @@
+"""A base model's chat template, compiled with the surroundings that transformers gives it."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def compile_template(template: str) -> jinja2.Template:
+    """A template with the surroundings that transformers gives it. Raises ValueError if it does not parse."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    surroundings: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    template_globals: Any = environment.globals  # jinja's own type names its built-in globals alone
+    template_globals.update(surroundings)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template does not parse: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Unlike jinja's own, neither escapes HTML nor sorts keys."""
+    chosen: dict[str, Any] = {"ensure_ascii": False, "indent": indent} | options
+    return json.dumps(value, **chosen)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def token_variables(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """`eos_token` and the like, which templates may name."""
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+    tokens = {name: tokenizer_config.get(name) for name in names}
+    texts = {name: token["content"] if isinstance(token, Mapping) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,0 +1,159 @@
+"""Environments as data: the names and arguments that users give, and their validation. Running them is the env service's.
+
+    single_turn     one answer, one grader
+    calculator      the tool `calculator`; makes its own items if it is given none
+    search          the tool `search` over a text collection
+    python          the tool `python`, in the sandbox
+
+Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
+two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environments.py`), built with the user's args as
+keyword arguments; a ValueError from it is shown to the user. The class may have an attribute `Args`, a pydantic model,
+by which the args are checked before any work is queued.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, Field, model_validator
+
+from common.errors import InvalidInput
+from common.graders import Declared, Grader, nearest, parse, validate_grader
+from common.messages import EnvSpec
+
+ENTRY_POINTS = "marlaas.environments"
+
+MAX_INLINE_CHARACTERS = 64 * 1024
+"""Documents given in the arguments travel in every message; larger collections belong into a folder."""
+
+GraderArgs = dict[str, Any]
+
+
+class SingleTurnArgs(Declared):
+    grader: GraderArgs
+
+
+class CalculatorArgs(Declared):
+    grader: GraderArgs | None = None
+    """None: the answer must be exactly the item's `answer`."""
+    skill: Literal["calc", "add", "max"] = "calc"
+    """Which questions it makes when the job has no training file."""
+
+
+class Document(Declared):
+    text: str
+    id: str = ""
+    """Shown before the text, if it is not empty."""
+
+
+class SearchArgs(Declared):
+    grader: GraderArgs | None = None
+    """None: the `math` grader, which also compares words, against the item's `answer`."""
+    collection: str = ""
+    """A file (.jsonl with `text` and `id`, or .txt) or a folder of such files, below the operator's collections folder."""
+    documents: tuple[Document, ...] = Field((), strict=False)
+    """The collection itself, if it is small."""
+    top_k: int = Field(3, ge=1, le=20)
+    max_characters: int = Field(200, ge=20, le=4000)
+    """Of each result."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SearchArgs":
+        if bool(self.collection) == bool(self.documents):
+            raise ValueError("give either collection or documents")
+        if sum(len(document.text) for document in self.documents) > MAX_INLINE_CHARACTERS:
+            raise ValueError(f"documents have more than {MAX_INLINE_CHARACTERS} characters; use a collection")
+        return self
+
+
+class PythonArgs(Declared):
+    grader: GraderArgs | None = None
+    """None: the `math` grader against the item's `answer`."""
+    max_output_characters: int = Field(2000, ge=20, le=20000)
+
+
+BUILT_IN: dict[str, type[Declared]] = {
+    "single_turn": SingleTurnArgs,
+    "calculator": CalculatorArgs,
+    "search": SearchArgs,
+    "python": PythonArgs,
+}
+
+DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
+    "calculator": {
+        "type": "string_check",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}}",
+        "operation": "eq",
+    },
+    "search": {"type": "math"},
+    "python": {"type": "math"},
+}
+
+MULTI_TURN = ("calculator", "search", "python")
+"""Refused for a base model whose template is not prefix-stable; installed environments are, too."""
+
+MAKES_ITEMS = ("calculator",)
+"""These can do without a training file."""
+
+
+def validate_environment(spec: EnvSpec, *, param: str = "environment") -> None:
+    """Raises InvalidInput naming the unknown environment or field and the nearest valid one."""
+    if spec.name not in BUILT_IN:
+        _validate_installed(spec, param)
+        return
+    parse_args(spec, param=param)
+    grader_of(spec, param=param)
+
+
+def parse_args(spec: EnvSpec, *, param: str = "environment") -> Declared:
+    """The arguments of a built-in environment. Raises InvalidInput."""
+    return parse(BUILT_IN[spec.name], spec.args, param=f"{param}.args")
+
+
+def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
+    """The grader of a built-in environment, its default included; None for an installed one. Raises InvalidInput."""
+    if spec.name not in BUILT_IN:
+        return None
+    grader: Any = spec.args.get("grader") or DEFAULT_GRADERS.get(spec.name)
+    where = f"{param}.args.grader"
+    if not isinstance(grader, Mapping):
+        raise InvalidInput(f"{where} is missing", param=where)
+    return validate_grader(cast(Mapping[str, Any], grader), param=where)
+
+
+def is_multi_turn(spec: EnvSpec) -> bool:
+    return spec.name != "single_turn"
+
+
+def makes_items(spec: EnvSpec) -> bool:
+    """True if the environment can make its own items, so that the job needs no training file."""
+    if spec.name in BUILT_IN:
+        return spec.name in MAKES_ITEMS
+    return hasattr(load_installed(spec.name), "make_item")
+
+
+def installed() -> dict[str, EntryPoint]:
+    """What operators installed, by name; a built-in name cannot be taken over."""
+    return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in BUILT_IN}
+
+
+def load_installed(name: str) -> Any:
+    """The class behind an entry point. Raises InvalidInput if there is none, or if it cannot be imported."""
+    found = installed()
+    if name not in found:
+        known = [*BUILT_IN, *found]
+        raise InvalidInput(
+            f"unknown environment {name!r}{nearest(name, known)}; known: {', '.join(known)}",
+            param="environment.name",
+        )
+    try:
+        return found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(f"the installed environment {name!r} cannot be loaded: {error}") from error
+
+
+def _validate_installed(spec: EnvSpec, param: str) -> None:
+    model: Any = getattr(load_installed(spec.name), "Args", None)
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        parse(model, spec.args, param=f"{param}.args")

@@ -1,0 +1,58 @@
+"""The error tree. Foreign errors are translated into it where the foreign library is called.
+
+MarlaasError
+├── Permanent              will fail again in the same way: a value, a dead letter or a refusal
+│   ├── InvalidInput       what a user gave is wrong; the message says what to do
+│   ├── NotFound           no such object, record or adapter
+│   ├── CorruptObject      bytes do not match their sha256, or do not parse
+│   └── TrainingFailed     NaN loss, non-finite gradients: the step must not be committed
+├── Retryable              the same call may succeed later
+│   └── Unavailable        Redis, the object store or a worker is away, loading, or full
+├── AlreadyExists          a create-only write lost: somebody else was first
+└── Fenced                 this process no longer holds the partition's lease
+"""
+
+
+class MarlaasError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class Permanent(MarlaasError):
+    """Will fail again in the same way."""
+
+
+class InvalidInput(Permanent):
+    """What a user gave is wrong. `param` names the offending field where there is one."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class NotFound(Permanent):
+    """No such object, record or adapter."""
+
+
+class CorruptObject(Permanent):
+    """Bytes do not match their sha256, or do not parse."""
+
+
+class TrainingFailed(Permanent):
+    """A step whose result must not be committed, for example a loss that is not a number."""
+
+
+class Retryable(MarlaasError):
+    """The same call may succeed later."""
+
+
+class Unavailable(Retryable):
+    """Redis, the object store or a worker is away, loading, or full."""
+
+
+class AlreadyExists(MarlaasError):
+    """A create-only write lost: somebody else was first."""
+
+
+class Fenced(MarlaasError):
+    """This process no longer holds the lease under which it wanted to write."""

@@ -1,0 +1,265 @@
+"""Graders as data: the shapes that users give, and their validation. Running them is the env service's.
+
+string_check, text_similarity, python, multi     as in OpenAI's reinforcement fine-tuning
+math, endpoint                                   ours
+"""
+
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from common import formula, templates
+from common.errors import InvalidInput
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_SOURCE_CHARACTERS = 256 * 1024
+
+METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
+REFUSED_METRICS = ("cosine", "meteor")
+REFUSED_GRADERS = ("score_model", "label_model")
+
+
+class Declared(BaseModel):
+    """What a user declares: unknown fields are refused, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _template(text: str) -> str:
+    try:
+        templates.variables(text)
+    except InvalidInput as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+class StringCheck(Declared):
+    """1 if the comparison holds, else 0."""
+
+    type: Literal["string_check"]
+    name: str = ""
+    input: str
+    reference: str
+    operation: Literal["eq", "ne", "like", "ilike"]
+    """`like`: the input contains the reference; `ilike`: the same, whatever the case."""
+
+    _templates = field_validator("input", "reference")(_template)
+
+
+class TextSimilarity(Declared):
+    """How alike two texts are, from 0 to 1."""
+
+    type: Literal["text_similarity"]
+    name: str = ""
+    input: str
+    reference: str
+    evaluation_metric: Literal[
+        "fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
+    ]
+    pass_threshold: float | None = Field(None, allow_inf_nan=False)
+    """Reported as the part `passed`; the reward is the similarity itself."""
+
+    _templates = field_validator("input", "reference")(_template)
+
+    @field_validator("evaluation_metric", mode="before")
+    @classmethod
+    def _without_downloads(cls, value: Any) -> Any:
+        if value in REFUSED_METRICS:
+            raise ValueError(
+                f"{value} needs a download, which this service does not make; use one of {', '.join(METRICS)}"
+            )
+        return value
+
+
+class PythonGrader(Declared):
+    """`source` defines `grade(sample, item)`, which returns a finite number. Runs in the sandbox."""
+
+    type: Literal["python"]
+    name: str = ""
+    source: str = Field(max_length=MAX_SOURCE_CHARACTERS)
+
+    @field_validator("source")
+    @classmethod
+    def _parses(cls, source: str) -> str:
+        if "def grade(" not in source and "grade =" not in source:
+            raise ValueError("the source must define grade(sample, item)")
+        return source
+
+
+class MathGrader(Declared):
+    r"""1 if the final answers are mathematically equal, else 0. The final answer: after `####`, in `\boxed{}`, or the
+    last number or expression."""
+
+    type: Literal["math"]
+    name: str = ""
+    input: str = "{{sample.output_text}}"
+    reference: str = "{{item.answer}}"
+
+    _templates = field_validator("input", "reference")(_template)
+
+
+class EndpointGrader(Declared):
+    """POST of `{"item", "sample"}` to the user's own URL, which answers `{"reward": number}`."""
+
+    type: Literal["endpoint"]
+    name: str = ""
+    url: str
+    headers: dict[str, str] = {}
+    pass_threshold: float | None = Field(None, allow_inf_nan=False)
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must be an http:// or https:// URL")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("must not carry a user name or password; use headers")
+        parts.port  # noqa: B018 - raises ValueError for a bad port
+        return url
+
+    @field_validator("headers")
+    @classmethod
+    def _are_plain(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not name.isascii() or any(c in name + value for c in "\r\n\0") or name.lower() in _OWN_HEADERS:
+                raise ValueError(f"header {name!r} cannot be set")
+        return headers
+
+
+_OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection")
+
+SingleGrader = StringCheck | TextSimilarity | PythonGrader | MathGrader | EndpointGrader
+_Single = Annotated[SingleGrader, Field(discriminator="type")]
+
+
+class MultiGrader(Declared):
+    """A formula over the rewards of named graders."""
+
+    type: Literal["multi"]
+    name: str = ""
+    graders: dict[str, _Single] = Field(min_length=1, max_length=20)
+    calculate_output: str
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> "MultiGrader":
+        for name in self.graders:
+            if not name.isidentifier():
+                raise ValueError(f"the grader name {name!r} cannot stand in a formula: use letters, digits and _")
+        try:
+            used = formula.names_of(self.calculate_output)
+        except InvalidInput as error:
+            raise ValueError(f"calculate_output: {error}") from error
+        for name in sorted(used - set(self.graders)):
+            raise ValueError(f"calculate_output names {name!r}, which is no grader{nearest(name, self.graders)}")
+        return self
+
+
+Grader = SingleGrader | MultiGrader
+
+GRADERS: dict[str, type[Declared]] = {
+    "string_check": StringCheck,
+    "text_similarity": TextSimilarity,
+    "python": PythonGrader,
+    "multi": MultiGrader,
+    "math": MathGrader,
+    "endpoint": EndpointGrader,
+}
+
+
+def validate_grader(grader: Mapping[str, Any], *, param: str = "grader") -> Grader:
+    """The grader as a model. Raises InvalidInput naming the field, and the nearest valid name where one is unknown."""
+    kind = grader.get("type")
+    _check_type(kind, f"{param}.type")
+    for name, part in _sub_graders(grader):
+        _check_type(part.get("type"), f"{param}.graders.{name}.type")
+    model: Any = parse(GRADERS[str(kind)], grader, param=param)
+    return model
+
+
+def item_fields(grader: Grader) -> set[str]:
+    """The fields of an item that the grader's templates name, such as `answer` or `meta.answer`."""
+    parts = grader.graders.values() if isinstance(grader, MultiGrader) else (grader,)
+    texts = [text for part in parts for text in (getattr(part, "input", ""), getattr(part, "reference", ""))]
+    names = [name for text in texts for name in templates.variables(text)]
+    return {name.removeprefix("item.") for name in names if name.startswith("item.")}
+
+
+def check_item(grader: Grader, item: Mapping[str, Any], *, param: str = "grader") -> None:
+    """Raises InvalidInput if a template names a field that this row of the training file does not have."""
+    for field in sorted(item_fields(grader)):
+        try:
+            templates.lookup(f"item.{field}", item, {})
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}{nearest(field, [str(key) for key in item])}", param=param) from error
+
+
+def _check_type(kind: Any, param: str) -> None:
+    if isinstance(kind, str) and kind in GRADERS:
+        return
+    if isinstance(kind, str) and kind in REFUSED_GRADERS:
+        raise InvalidInput(f"graders of type {kind} need a second model and are not available", param=param)
+    known = ", ".join(GRADERS)
+    raise InvalidInput(f"unknown grader type {kind!r}{nearest(str(kind), GRADERS)}; known: {known}", param=param)
+
+
+def _sub_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    parts: Any = grader.get("graders")
+    if grader.get("type") != "multi" or not isinstance(parts, Mapping):
+        return []
+    named = cast(Mapping[str, Any], parts)
+    return [(name, part) for name, part in named.items() if isinstance(part, Mapping)]
+
+
+# ------------------------------------------------------------------------------- shared with environments.py
+
+
+def parse(model: type[T], value: Mapping[str, Any], *, param: str) -> T:
+    """`value` as `model`. Raises InvalidInput about the first thing that is wrong."""
+    try:
+        return model.model_validate(dict(value))
+    except ValidationError as error:
+        raise _translate(error, model, param) from error
+
+
+def nearest(word: str, known: Any) -> str:
+    """`; did you mean 'x'?`, or nothing if nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _translate(error: ValidationError, model: type[BaseModel], param: str) -> InvalidInput:
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    path = [str(key) for key in first["loc"]]
+    if "graders" in path:
+        path = [key for i, key in enumerate(path) if not (i == path.index("graders") + 2 and key in GRADERS)]
+    where = ".".join([param, *path])
+    if first["type"] == "extra_forbidden":
+        hint = nearest(path[-1], _field_names(model))
+        return InvalidInput(f"unknown field {path[-1]!r} in {'.'.join([param, *path[:-1]])}{hint}", param=where)
+    if first["type"] == "missing":
+        return InvalidInput(f"{where} is missing", param=where)
+    return InvalidInput(f"{where}: {first['msg'].removeprefix('Value error, ')}", param=where)
+
+
+def _field_names(model: type[BaseModel]) -> set[str]:
+    """Names of the fields of a model and of the models in it, to suggest from."""
+    names: set[str] = set()
+    for name, field in model.model_fields.items():
+        names |= {name}.union(*(_field_names(part) for part in _models_in(field.annotation)))
+    return names
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (None, Literal):
+        return []
+    if get_origin(annotation) in (Union, types.UnionType, Annotated, dict, list, tuple):
+        return [model for part in get_args(annotation) for model in _models_in(part)]
+    return []

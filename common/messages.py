@@ -1,0 +1,445 @@
+"""The message types: everything that one service says to another.
+
+A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
+take their default, so that old and new workers can run side by side; a change of meaning needs a new class name.
+Arrays travel as raw little-endian bytes with dtype and shape. `tests/test_messages.py` pins the wire format.
+
+    Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
+    manager ─► Init | Step ─► trainer ─► AdapterUpdate ─► manager
+
+Axes: T tokens of one trajectory, N tokens of one turn, R rows of a batch.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+Purpose = Literal["train", "eval", "eval_greedy", "chat"]
+StopReason = Literal["stop", "length", "context", "max_turns", "tool_error", "failed", "cancelled"]
+FailureKind = Literal[
+    "grader",  # the grader raised, hung, or gave something that is not a number
+    "tool",  # a tool's process failed (a tool that answers with an error message has not failed)
+    "environment",  # the environment's own code raised
+    "infrastructure",  # a wall-clock limit, a lost worker, a full disk
+    "dead_letter",  # delivered too often without a result
+    "corrupt_adapter",  # an adapter's files do not match their manifest
+    "non_finite",  # loss or gradient is not a number
+    "invalid",  # the message asks for something that cannot be done
+    "cancelled",
+]
+
+DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """A numpy array on the wire. `data` is C order, little-endian."""
+
+    dtype: Literal["i4", "f4", "u1"]
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        expected = math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        if expected != len(self.data):
+            raise ValueError(f"array of {self.dtype} {self.shape} needs {expected} bytes, got {len(self.data)}")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numpy(self) -> np.ndarray:
+        """A read-only view of the bytes."""
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+
+def i32(values: Any) -> Array:
+    return _array("i4", values)
+
+
+def f32(values: Any) -> Array:
+    return _array("f4", values)
+
+
+def u8(values: Any) -> Array:
+    return _array("u1", values)
+
+
+def _array(dtype: Literal["i4", "f4", "u1"], values: Any) -> Array:
+    array = np.ascontiguousarray(values, DTYPES[dtype])
+    return Array(dtype, array.shape, array.tobytes())
+
+
+MAX_REWARD = 1e6
+"""Rewards are finite numbers of at most this size: squares and sums of them stay exact enough, in float32 too."""
+
+EMPTY_I32, EMPTY_F32, EMPTY_U8 = i32([]), f32([]), u8([])
+
+
+class AdapterRef(msgspec.Struct, frozen=True, order=True):
+    """One version of one job's adapter. Every generation names one, and the engine echoes it."""
+
+    tenant: str
+    job: str
+    version: int
+
+    @property
+    def is_base(self) -> bool:
+        return self == BASE
+
+    def path(self) -> str:
+        """Its folder in the adapter store."""
+        return f"adapters/{self.tenant}/{self.job}/{self.version:08d}"
+
+    def next(self) -> "AdapterRef":
+        return AdapterRef(self.tenant, self.job, self.version + 1)
+
+    def __str__(self) -> str:
+        return "base" if self.is_base else f"{self.job}@{self.version}"
+
+
+BASE = AdapterRef("-", "base", 0)
+"""The bare base model, which must be named like any adapter: there is no default."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    kind: FailureKind
+    reason: str  # one line for the job's owner; never another tenant's data
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a piece of work cost; counted when its result settles."""
+
+    prompt_tokens: int = 0  # tokens prefilled that the model did not write
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    rollout_s: float = 0.0  # engine busy seconds, split between the rows of a forward by their tokens
+    env_s: float = 0.0
+    train_s: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return Usage(*(a + b for a, b in pairs))
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    temperature: float = 1.0  # 0 is greedy: evaluation and inference only
+    max_tokens: int = 64  # bounds each turn
+    top_p: float = 1.0  # inference only
+    stop: tuple[str, ...] = ()  # strings; the tokens that complete one are kept, text is cut by the reader
+    num_top_logprobs: int = 0  # inference only
+
+
+class EnvSpec(msgspec.Struct, frozen=True):
+    """Which environment a job uses. A grader alone is the environment `single_turn` with args {"grader": …}."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+
+class LoraSpec(msgspec.Struct, frozen=True):
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()  # leaf module names such as "q_proj"; empty: all linear layers but lm_head
+
+
+class LossSpec(msgspec.Struct, frozen=True):
+    """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"] = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    is_clip: float = 2.0  # truncated importance sampling, for losses without a ratio
+    kl_coef: float = 0.0
+    mask_truncated: bool = False
+    max_tokens: int = 64  # dr_grpo's denominator
+    temperature: float = 1.0
+
+
+class OptimSpec(msgspec.Struct, frozen=True):
+    learning_rate: float
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
+    """Plain fields of every message; they also stand beside the payload in the stream entry."""
+
+    id: str  # derived from its cause, so that a repeat has the same id
+    tenant: str
+    job: str  # for inference an id of the request, `chat-…`, so that it can be cancelled like a job
+    partition: int
+    epoch: int = 0  # raised by pause, resume and cancel
+
+    def about(self) -> dict[str, Any]:
+        """Whose work this is: the fields that a message which follows from this one takes over."""
+        return {"tenant": self.tenant, "job": self.job, "partition": self.partition, "epoch": self.epoch}
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------
+
+
+class TrajectoryRef(msgspec.Struct, frozen=True):
+    """Which trajectory of a job. All of its random numbers are functions of these and `seed`, never of `attempt`."""
+
+    purpose: Purpose
+    seed: int  # the job's
+    group: int  # over the job's life; for evaluations the index of the item
+    sample: int  # in [0, group_size)
+    attempt: int = 0
+
+    def key(self, version: int = 0) -> str:
+        """`group/sample`, the field in `open:<job>`; evaluations say which version they measure: `eval@3.17/0`."""
+        group = str(self.group) if self.purpose == "train" else f"{self.purpose}@{version}.{self.group}"
+        return f"{group}/{self.sample}"
+
+
+def turn_id(job: str, ref: TrajectoryRef, version: int, turn: int) -> str:
+    """`job/group/sample/turn/attempt`."""
+    return f"{job}/{ref.key(version)}/{turn}/{ref.attempt}"
+
+
+class Start(Message, frozen=True, kw_only=True):
+    """Begin the trajectories `samples` of one group. manager → env."""
+
+    adapter: AdapterRef
+    purpose: Purpose
+    seed: int
+    group: int
+    samples: tuple[int, ...]
+    attempt: int = 0
+    item: dict[str, Any] | None  # a row of the training file; None: the environment makes its own from (seed, group)
+    env: EnvSpec
+    sampling: Sampling
+    max_turns: int = 8
+    tool_timeout_s: float = 10.0
+
+
+class TurnRequest(Message, frozen=True, kw_only=True):
+    """Continue a trajectory by one model turn. env or API → rollout.
+
+    It holds all that is needed: any rollout worker can take it, and a half-sampled turn continues from `num_partial`.
+    """
+
+    adapter: AdapterRef
+    trajectory: TrajectoryRef
+    turn: int
+    tokens: Array  # i4 [T] prompt, earlier turns, and the tokens of this turn sampled so far
+    logprobs: Array  # f4 [T] at sampling, temperature applied; 0 where the model did not write
+    written: Array  # u1 [T] 1: by the model, 0: prompt or environment
+    num_partial: int = 0  # how many of the last tokens belong to this turn
+    sampling: Sampling
+    context: bytes = b""  # the environment's own, not read by rollout
+    usage: Usage = Usage()
+    reply_to: str = ""  # a reply stream; "": the env stream
+    stream: bool = False  # inference: send TurnDelta as tokens come
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens before this turn."""
+        return len(self.tokens) - self.num_partial
+
+
+class TurnResult(Message, frozen=True, kw_only=True):
+    """One finished turn. rollout → env, or → the API replica that asked."""
+
+    request: TurnRequest
+    adapter: AdapterRef  # the version that sampled every token here, echoed by the engine
+    tokens: Array  # i4 [N] all tokens of this turn, the end-of-turn token included
+    logprobs: Array  # f4 [N]
+    stop_reason: StopReason
+    stop_string: str = ""  # the one that ended the turn, if one did
+    top_logprobs: list[list[tuple[int, float]]] = []  # [N][num_top_logprobs] token, log-prob
+    usage: Usage  # of the trajectory, this turn included
+    failure: Failure | None = None
+
+
+class TurnDelta(Message, frozen=True, kw_only=True):
+    """Tokens of an unfinished inference turn. rollout → API. `offset` is the index in the turn of the first."""
+
+    adapter: AdapterRef
+    offset: int
+    tokens: Array
+    logprobs: Array
+
+
+class ScoredTrajectory(Message, frozen=True, kw_only=True):
+    """A settled trajectory: scored, or failed with a reason. env (or whoever failed) → the partition's owner."""
+
+    adapter: AdapterRef
+    trajectory: TrajectoryRef
+    tokens: Array = EMPTY_I32  # i4 [T]
+    logprobs: Array = EMPTY_F32  # f4 [T]
+    written: Array = EMPTY_U8  # u1 [T]
+    num_prompt: int = 0  # tokens before the first model turn
+    reward: float | None = None  # None if and only if there is a failure
+    reward_parts: dict[str, float] = {}
+    stop_reason: StopReason
+    num_turns: int = 0
+    output_text: str = ""  # the last model turn without special tokens
+    usage: Usage = Usage()
+    failure: Failure | None = None
+
+
+class Parked(Message, frozen=True, kw_only=True):
+    """A trajectory put aside by a pause, at its last finished turn. rollout or env → the partition's owner."""
+
+    request: TurnRequest
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The batch: rows sorted by (group, sample), tokens of all rows end to end."""
+
+    tokens: Array  # i4 [sum of T]
+    logprobs: Array  # f4 [sum of T]
+    written: Array  # u1 [sum of T]
+    lengths: Array  # i4 [R]
+    groups: Array  # i4 [R]
+    samples: Array  # i4 [R]
+    rewards: Array  # f4 [R]
+    versions: Array  # i4 [R] the version that sampled the row
+    truncated: Array  # u1 [R] 1: the last turn ended with `length` or `context`
+
+
+class Init(Message, frozen=True, kw_only=True):
+    """Make version 0 of a job's adapter. owner → trainer."""
+
+    adapter: AdapterRef  # version 0
+    seed: int
+    lora: LoraSpec
+
+
+class Step(Message, frozen=True, kw_only=True):
+    """Train version v (`adapter`) into v+1. owner → trainer."""
+
+    adapter: AdapterRef
+    seed: int
+    lora: LoraSpec
+    loss: LossSpec
+    optim: OptimSpec
+    rows: Rows  # empty: nothing to learn from, the version is committed unchanged (`no_signal`)
+    trajectories: tuple[str, ...] = ()  # ids of the rows
+    next_group: int  # the data cursor, kept in the manifest
+
+
+class AdapterUpdate(Message, frozen=True, kw_only=True):
+    """A version was committed, or the operation refused. trainer → owner."""
+
+    adapter: AdapterRef  # the new version; with a failure, the one that could not be made
+    batch: str  # id of the Init or Step
+    next_group: int = 0
+    metrics: dict[str, float | None] = {}
+    usage: Usage = Usage()
+    failure: Failure | None = None
+
+
+# ---- jobs, graders, control -----------------------------------------------------------------------------------------
+
+
+class JobCommand(Message, frozen=True, kw_only=True):
+    """API replica → the partition's owner. For `create` the job's record is written by the same script."""
+
+    action: Literal["create", "pause", "resume", "cancel"]
+
+
+class GradeRequest(Message, frozen=True, kw_only=True):
+    """Run a grader once on behalf of a user. API → env."""
+
+    env: EnvSpec
+    item: dict[str, Any]
+    output_text: str
+    reply_to: str
+
+
+class GradeResult(Message, frozen=True, kw_only=True):
+    reward: float | None
+    reward_parts: dict[str, float] = {}
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Broadcast: messages of the job up to `epoch` are void. Parked ones come back on resume, others are dropped."""
+
+    park: bool = False
+
+
+class AdapterNew(Message, frozen=True, kw_only=True):
+    """Broadcast hint: a version exists and will soon be named; rollout workers may fetch it."""
+
+    adapter: AdapterRef
+
+
+class DeadLetter(Message, frozen=True, kw_only=True):
+    """A message that could not be worked on. `payload` is the original, msgpack."""
+
+    stream: str
+    entry: str
+    reason: str
+    deliveries: int
+    payload: bytes
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A busy stretch of a worker, for the timeline. Seconds of the wall clock of the worker's host."""
+
+    start_s: float
+    end_s: float
+    tenant: str
+    job: str
+    phase: str  # "rollout", "env", "train", "load"
+
+
+class WorkerReport(Message, frozen=True, kw_only=True):
+    """Broadcast once a second by every worker; also says goodbye with state `stopped`."""
+
+    service: str
+    pid: int
+    host: str
+    state: str  # "starting", "idle", "busy", "draining", "stopped"
+    busy: float  # share of the last period, 0 to 1
+    base_model: str
+    resident: tuple[str, ...] = ()  # adapters in memory, as `job@version`
+    slots: int = 0  # how much it can work on at once
+    in_use: int = 0
+    max_lora_rank: int | None = None
+    spans: tuple[Span, ...] = ()
+    counters: dict[str, float] = {}  # totals since its start, for /metrics
+
+
+AnyMessage = (
+    Start
+    | TurnRequest
+    | TurnResult
+    | TurnDelta
+    | ScoredTrajectory
+    | Parked
+    | Init
+    | Step
+    | AdapterUpdate
+    | JobCommand
+    | GradeRequest
+    | GradeResult
+    | Cancel
+    | AdapterNew
+    | DeadLetter
+    | WorkerReport
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything but a well-formed message."""
+    return _decoder.decode(payload)

@@ -1,0 +1,189 @@
+"""Object storage behind one small set of calls: a local folder, S3, or memory (obstore does the work).
+
+S3's credentials, region and endpoint come from the environment in the usual way: `AWS_ACCESS_KEY_ID`,
+`AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` (`http://` is allowed), or the machine's role.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlparse
+from uuid import uuid4
+
+import obstore
+import structlog
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import LocalStore, S3Store, from_url
+from obstore.store import ObjectStore as Backend
+
+from common.errors import AlreadyExists, InvalidInput, NotFound, Unavailable
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+PART_BYTES = 8 << 20
+"""Larger objects go up in parts of this size, several at a time."""
+S3: Any = {
+    "retry_config": {
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
+        "max_retries": 5,
+        "retry_timeout": timedelta(seconds=5),
+    },
+    "client_options": {
+        "connect_timeout": timedelta(seconds=5),
+        "timeout": timedelta(seconds=30),
+        "allow_http": True,  # the endpoint's scheme says what the operator wants
+    },
+}
+"""Retries within one call end before a lease does: what lasts longer is the caller's to wait for, who can say that he is
+alive."""
+MAX_DELAY_S = 2.0
+
+
+class Objects:
+    """Immutable objects by path. All calls are coroutines; all raise Unavailable when the storage is away or full."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @classmethod
+    def open(cls, url: str) -> "Objects":
+        """`file:///folder` (made if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
+        parts = urlparse(url)
+        if parts.scheme == "file":
+            folder = Path(unquote(parts.path))
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(LocalStore(folder, automatic_cleanup=True))
+        try:
+            return cls(S3Store.from_url(url, **S3) if parts.scheme == "s3" else from_url(url))
+        except (BaseError, ValueError) as error:
+            raise InvalidInput(f"store URL {url!r}: {error}. Use file:///folder or s3://bucket/prefix") from error
+
+    async def create(self, path: str, data: bytes) -> None:
+        """Write an object that must not exist yet; it appears whole or not at all. Raises AlreadyExists.
+
+        One request, so for small objects: S3 checks the condition only there.
+        """
+        call = obstore.put_async(self._backend, path, data, mode="create", use_multipart=False)
+        try:
+            await _translated(call, path)
+        except AlreadyExistsError as error:
+            if not await self.exists(path):  # two writers collided, and S3 let neither win
+                raise Unavailable(f"object storage, {path}: conflicting writers") from error
+            raise AlreadyExists(path) from error
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write an object of any size under a path that nobody else uses, because a part of it is random.
+
+        It appears whole or not at all. Repeatable.
+        """
+        in_parts = len(data) > PART_BYTES
+        call = obstore.put_async(self._backend, path, data, use_multipart=in_parts, chunk_size=PART_BYTES)
+        await _translated(call, path)
+
+    async def get(self, path: str) -> bytes:
+        """Raises NotFound."""
+        result = await _translated(obstore.get_async(self._backend, path), path)
+        return bytes(await _translated(result.bytes_async(), path))
+
+    async def exists(self, path: str) -> bool:
+        try:
+            await _translated(obstore.head_async(self._backend, path), path)
+        except NotFound:
+            return False
+        return True
+
+    async def paths(self, prefix: str) -> list[str]:
+        """Paths below a folder, sorted."""
+        pages = obstore.list(self._backend, prefix).collect_async()
+        return sorted(meta["path"] for meta in await _translated(pages, prefix))
+
+    async def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly below a folder, sorted."""
+        found = await _translated(obstore.list_with_delimiter_async(self._backend, prefix), prefix)
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
+    async def delete(self, *paths: str) -> None:
+        """Delete what is there; a missing object is no error."""
+        for path in paths:
+            try:
+                await _translated(obstore.delete_async(self._backend, path), path)
+            except NotFound:
+                continue
+
+    async def delete_folder(self, prefix: str) -> None:
+        await self.delete(*await self.paths(prefix))
+
+    async def probe(self) -> None:
+        """Write, read and delete a small object below `probe/`, as every service does at its start.
+
+        Raises InvalidInput, which says what to do, for what will not pass by itself; Unavailable for what may.
+        """
+        path, data = f"probe/{uuid4().hex}", b"marlaas"
+        try:
+            await self.create(path, data)
+            try:
+                await self.create(path, data)
+            except AlreadyExists:
+                pass
+            else:
+                raise InvalidInput(
+                    "object storage: it overwrites in spite of `If-None-Match: *`; use one that honours it"
+                )
+            if await self.get(path) != data:
+                raise InvalidInput("object storage: it returns other bytes than were written")
+            await self.delete(path)
+        except (NotFound, Unavailable) as error:
+            if advice := _advice(error):
+                raise InvalidInput(f"object storage: {advice} ({_first_line(error.__cause__ or error)})") from error
+            raise
+
+
+async def patiently(call: Callable[[], Awaitable[T]], *, meanwhile: Callable[[], Awaitable[object]] | None = None) -> T:
+    """Await `call()` until the storage answers. `meanwhile` is called before each repeat, to say that one is alive."""
+    delay_s = 0.2
+    while True:
+        try:
+            return await call()
+        except Unavailable as error:
+            log.warning("store_unavailable", reason=str(error), retry_s=delay_s)
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, MAX_DELAY_S)
+        if meanwhile is not None:
+            await meanwhile()
+
+
+async def _translated(call: Awaitable[T], path: str) -> T:
+    """Foreign errors become ours here and nowhere else."""
+    try:
+        return await call
+    except FileNotFoundError as error:
+        raise NotFound(path) from error
+    except AlreadyExistsError:
+        raise
+    except (BaseError, OSError) as error:
+        raise Unavailable(f"object storage, {path}: {_first_line(error)}") from error
+
+
+def _advice(error: NotFound | Unavailable) -> str:
+    """What to do about an error that waiting will not heal; empty for others."""
+    text = str(error.__cause__ or error)
+    if isinstance(error, NotFound) or "NoSuchBucket" in text:
+        return "the bucket of MARLAAS_STORE_URL does not exist; create it, or name another"
+    if "169.254.169.254" in text:
+        return "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"
+    if "AuthorizationHeaderMalformed" in text or "redirect" in text.lower() or "IllegalLocationConstraint" in text:
+        return "the bucket is in another region; set AWS_REGION to it"
+    if isinstance(error.__cause__, PermissionDeniedError | UnauthenticatedError):
+        return (
+            "access denied; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY must be right, and may list, read, write and"
+            " delete below MARLAAS_STORE_URL"
+        )
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    """Without obstore's account of its own insides."""
+    return str(error).strip().partition("\n")[0][:300]

@@ -1,0 +1,122 @@
+"""What the three worker services' `__main__` have in common: settings in, a running worker until SIGTERM."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from common import log
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.errors import MarlaasError
+from common.messages import AdapterNew
+from common.objects import Objects, patiently
+from common.settings import Settings, refuse_unknown
+from common.streams import Cell
+from common.tasks import cancel_all
+from common.telemetry import Reporter
+from common.worker import Handler, Inbox, Worker, worker_id
+
+S = TypeVar("S", bound=Settings)
+HEARTBEAT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a service is built from."""
+
+    cell: Cell
+    bus: Bus
+    objects: Objects
+    store: AdapterStore
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A built service: what the worker loop needs to know of it."""
+
+    handler: Handler
+    inboxes: list[Inbox]
+    slots: int
+    drain_s: float = 0.0
+    max_lora_rank: int | None = None
+    resident: Callable[[], list[str]] = field(default=list)
+    counters: Callable[[], dict[str, float]] = field(default=dict)
+    on_adapter_new: Callable[[AdapterNew], None] | None = None
+    close: Sequence[Callable[[], Awaitable[None]]] = ()
+
+
+def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable[Service]]) -> None:
+    """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do."""
+    try:
+        refuse_unknown()
+        settings = settings_type()
+        log.configure(name, level=settings.log_level)
+        asyncio.run(_run(name, settings, build))
+    except (MarlaasError, ValueError) as error:
+        sys.exit(f"{name}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a computation that was handed back may still run in its thread: nobody waits for its result
+
+
+async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Service]]) -> None:
+    async with heartbeat(settings.heartbeat_file):
+        objects = Objects.open(settings.store)
+        await patiently(objects.probe)
+        await _serve(name, settings, build, objects)
+
+
+async def _serve(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Service]], objects: Objects) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    cell = Cell(settings.model_name)
+    bus = Bus.connect(settings.redis_url, cell, objects)
+    service = await build(settings, Parts(cell, bus, objects, AdapterStore(objects)))
+    reporter = Reporter(
+        worker_id(name),
+        name,
+        cell.base_model,
+        slots=service.slots,
+        max_lora_rank=service.max_lora_rank,
+        resident=service.resident,
+        measured=service.counters,
+    )
+    worker = Worker(
+        bus,
+        service.handler,
+        inboxes=service.inboxes,
+        reporter=reporter,
+        lease_s=settings.lease_s,
+        max_deliveries=settings.max_deliveries,
+        drain_s=service.drain_s,
+        on_adapter_new=service.on_adapter_new,
+    )
+    try:
+        await worker.run(stop)
+    finally:
+        for close in service.close:
+            await close()
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def heartbeat(file: Path | None) -> AsyncGenerator[None]:
+    """While the block runs, a file's time of change says that this process's event loop turns."""
+
+    async def beat(path: Path) -> None:
+        while True:
+            path.touch()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    beating = [asyncio.create_task(beat(file))] if file else []
+    try:
+        yield
+    finally:
+        await cancel_all(beating)

@@ -1,0 +1,122 @@
+"""Settings that all services read: `MARLAAS_*` variables, once, in `__main__`; passed on by argument."""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from common.errors import InvalidInput
+
+PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
+
+_KNOWN = (
+    # all services
+    "redis_url data_dir store_url base_models base_model lease_s max_deliveries deterministic log_level heartbeat_file "
+    # the manager
+    "host port max_file_bytes max_line_bytes max_body_bytes inference_share inference_silence_s inference_timeout_s "
+    "command_wait_s keep_alive_s idempotency_s grader_timeout_s "
+    # env workers
+    "env_slots sandbox_processes sandbox_memory_mb step_timeout_s endpoint_hosts endpoint_proxy collections_dir "
+    # rollout workers
+    "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes "
+    "rollout_idle_adapter_bytes "
+    # trainers
+    "trainer_device trainer_dtype trainer_threads trainer_micro_batch_tokens trainer_cached_states "
+    # the command line
+    "url api_key"
+)
+KNOWN = frozenset(_KNOWN.split())
+"""The settings of all services, so that each can refuse a misspelt one without importing the others."""
+
+TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+
+
+class Settings(BaseSettings):
+    """The common part. Each service adds its own in its `settings.py`."""
+
+    model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
+
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
+    """May carry a password, so it never prints."""
+    data_dir: Path = Path(".marlaas")
+    """Where `marlaas up` keeps Redis' files, the store, keys and logs."""
+    store_url: str = ""
+    """`file:///folder` or `s3://bucket/prefix`. Empty: the folder `store` in `data_dir`."""
+    base_models: str = "tiny"
+    """name=path or name=hub/name, comma-separated; the name `tiny` alone is the one that ships."""
+    base_model: str = ""
+    """Which of `base_models` this worker serves. Empty: the first."""
+    lease_s: float = Field(default=10.0, gt=0)
+    """Work that did not advance for this long is taken over by another worker."""
+    max_deliveries: int = Field(default=10, ge=1)
+    """An entry that was delivered more often without a result goes to the dead-letter stream."""
+    deterministic: bool = False
+    """Bit-exact mode: section 3 of the design, I8."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    heartbeat_file: Path | None = None
+    """Touched once a second by a worker that is alive, whatever it waits for. None: no such file."""
+
+    @field_validator("base_models")
+    @classmethod
+    def _parses(cls, value: str) -> str:
+        parse_base_models(value)
+        return value
+
+    @property
+    def store(self) -> str:
+        return self.store_url or (self.data_dir.resolve() / "store").as_uri()
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Base model name -> local path or hub name."""
+        return parse_base_models(self.base_models)
+
+    @property
+    def model_name(self) -> str:
+        """The base model that this worker serves. Raises InvalidInput if `base_model` is not among `base_models`."""
+        name = self.base_model or next(iter(self.models))
+        if name not in self.models:
+            raise InvalidInput(f"MARLAAS_BASE_MODEL={name} is not among MARLAAS_BASE_MODELS={self.base_models}")
+        return name
+
+
+def parse_base_models(value: str) -> dict[str, str]:
+    """`a=path,b=hub/name` -> {"a": "path", "b": "hub/name"}. Raises ValueError."""
+    models: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in value.split(","))):
+        name, equals, where = part.partition("=")
+        if not equals and name != "tiny":
+            raise ValueError(f"base model {part!r}: write name=path or name=hub/name (only `tiny` stands alone)")
+        if not name or set(name) & set("{}:@/ "):
+            raise ValueError(f"base model name {name!r}: letters, digits, '.', '_' and '-' only")
+        models[name] = where or str(TINY)
+    if not models:
+        raise ValueError("MARLAAS_BASE_MODELS names no base model")
+    return models
+
+
+def resolve_model(where: str) -> Path:
+    """A local folder with the model's files; a hub name is downloaded into Hugging Face's cache. Raises InvalidInput."""
+    folder = Path(where)
+    if folder.is_dir():
+        return folder
+    if where.startswith((".", "/", "~")) or where.count("/") != 1:
+        raise InvalidInput(f"base model: {where} is neither a folder nor a hub name (owner/name)")
+    from huggingface_hub import snapshot_download  # imported here: only workers that load from a hub need it
+
+    return Path(snapshot_download(where, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"]))
+
+
+def refuse_unknown() -> None:
+    """Raises InvalidInput for a `MARLAAS_*` variable that no service knows, with the nearest that one does."""
+    for variable in sorted(os.environ):
+        name = variable.upper()
+        setting = name.removeprefix(PREFIX).lower()
+        if not name.startswith(PREFIX) or name.startswith(TEST_PREFIX) or setting in KNOWN:
+            continue
+        near = difflib.get_close_matches(setting, sorted(KNOWN), n=1)
+        hint = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
+        raise InvalidInput(f"unknown setting {variable}{hint}")

@@ -1,0 +1,147 @@
+"""Names of every key of a cell (all that belongs to one base model), and their types.
+
+    key `marlaas:{<base>}:…`   type     content
+    env                        stream   Start, TurnResult, GradeRequest            group `env`
+    rollout                    stream   TurnRequest, first turns                   group `rollout`
+    rollout:first              stream   TurnRequest, later turns and inference     group `rollout`
+    train                      stream   Init, Step                                 group `trainer`
+    scored:<p>                 stream   ScoredTrajectory, Parked                   group `manager`, consumer `owner`
+    adapters:<p>               stream   AdapterUpdate                              group `manager`, consumer `owner`
+    jobs:<p>                   stream   JobCommand                                 group `manager`, consumer `owner`
+    reply:<api>                stream   TurnResult, TurnDelta, GradeResult         no group, has a time to live
+    control, adapters:new,
+    telemetry                  stream   broadcasts, trimmed by age                 no group
+    dead                       stream   DeadLetter                                 no group
+    lease:<p>                  string   the owner's random token, expires
+    rev:<p>                    string   number of the owner's last write
+    weights                    hash     partition -> weight of its active tenants
+    active:<p>                 set      ids of the partition's unfinished jobs
+    job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
+    tenant-jobs:<tenant>       zset     job id by creation time
+    jobs-all                   zset     job id by creation time
+    ledger:<job>               hash     the conservation counts
+    open:<job>                 hash     unsettled trajectories
+    events:<job>               stream   the job's event log; entry id is `<sequence>-0`
+    checkpoints:<job>          hash     version -> checkpoint record, JSON
+    samples:<job>              hash     version -> samples shown to the user, JSON
+    evals:<job>                hash     unsettled trajectories of evaluations
+    usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
+    idempotency:<tenant>:<key> string   job id, expires
+
+The braces are literal: Redis Cluster hashes only what stands between them, so one script may touch any key of a cell.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+NUM_PARTITIONS = 16
+
+
+def partition_of(tenant: str) -> int:
+    """The partition that owns a tenant's jobs, in [0, NUM_PARTITIONS)."""
+    return zlib.crc32(tenant.encode()) % NUM_PARTITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Key names of one base model's cell."""
+
+    base_model: str
+
+    def key(self, name: str) -> str:
+        return f"marlaas:{{{self.base_model}}}:{name}"
+
+    @property
+    def env(self) -> str:
+        return self.key("env")
+
+    @property
+    def rollout(self) -> str:
+        return self.key("rollout")
+
+    @property
+    def rollout_first(self) -> str:
+        return self.key("rollout:first")
+
+    @property
+    def train(self) -> str:
+        return self.key("train")
+
+    @property
+    def control(self) -> str:
+        return self.key("control")
+
+    @property
+    def adapters_new(self) -> str:
+        return self.key("adapters:new")
+
+    @property
+    def telemetry(self) -> str:
+        return self.key("telemetry")
+
+    @property
+    def dead(self) -> str:
+        return self.key("dead")
+
+    def scored(self, partition: int) -> str:
+        return self.key(f"scored:{partition}")
+
+    def adapters(self, partition: int) -> str:
+        return self.key(f"adapters:{partition}")
+
+    def jobs(self, partition: int) -> str:
+        return self.key(f"jobs:{partition}")
+
+    def reply(self, api: str) -> str:
+        return self.key(f"reply:{api}")
+
+    def lease(self, partition: int) -> str:
+        return self.key(f"lease:{partition}")
+
+    def rev(self, partition: int) -> str:
+        return self.key(f"rev:{partition}")
+
+    def active(self, partition: int) -> str:
+        return self.key(f"active:{partition}")
+
+    def job(self, job: str) -> str:
+        return self.key(f"job:{job}")
+
+    def ledger(self, job: str) -> str:
+        return self.key(f"ledger:{job}")
+
+    def open(self, job: str) -> str:
+        return self.key(f"open:{job}")
+
+    def evals(self, job: str) -> str:
+        return self.key(f"evals:{job}")
+
+    def events(self, job: str) -> str:
+        return self.key(f"events:{job}")
+
+    def checkpoints(self, job: str) -> str:
+        return self.key(f"checkpoints:{job}")
+
+    def samples(self, job: str) -> str:
+        return self.key(f"samples:{job}")
+
+    def usage(self, tenant: str) -> str:
+        return self.key(f"usage:{tenant}")
+
+    def tenant_jobs(self, tenant: str) -> str:
+        return self.key(f"tenant-jobs:{tenant}")
+
+    @property
+    def jobs_all(self) -> str:
+        return self.key("jobs-all")
+
+    @property
+    def weights(self) -> str:
+        return self.key("weights")
+
+
+GROUP_ENV = "env"
+GROUP_ROLLOUT = "rollout"
+GROUP_TRAINER = "trainer"
+GROUP_MANAGER = "manager"
+OWNER = "owner"

@@ -1,0 +1,112 @@
+"""What a worker says of itself once a second: state, busy share, and who it worked for when."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.messages import Span, WorkerReport
+
+KEEP_S = 3600.0
+"""How long reports stay in the telemetry stream."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Busy stretches of this worker since the last report; overlapping ones of one job are merged."""
+
+    _open: dict[tuple[str, str, str], tuple[int, float]] = field(default_factory=dict)  # -> (running, since)
+    _closed: list[Span] = field(default_factory=list)
+    _busy_since: float | None = None
+    _busy_s: float = 0.0
+
+    def begin(self, tenant: str, job: str, phase: str) -> None:
+        now = time.time()
+        running, since = self._open.get((tenant, job, phase), (0, now))
+        self._open[tenant, job, phase] = (running + 1, since)
+        if self._busy_since is None:
+            self._busy_since = now
+
+    def end(self, tenant: str, job: str, phase: str) -> None:
+        now = time.time()
+        running, since = self._open.pop((tenant, job, phase))
+        if running > 1:
+            self._open[tenant, job, phase] = (running - 1, since)
+        else:
+            self._closed.append(Span(since, now, tenant, job, phase))
+        if not self._open and self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+            self._busy_since = None
+
+    def take(self) -> tuple[tuple[Span, ...], float]:
+        """Spans and busy seconds since the last call; stretches that go on are cut here."""
+        now = time.time()
+        for (tenant, job, phase), (running, since) in self._open.items():
+            self._closed.append(Span(since, now, tenant, job, phase))
+            self._open[tenant, job, phase] = (running, now)
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
+        spans, busy = tuple(merged(self._closed)), self._busy_s
+        self._closed, self._busy_s = [], 0.0
+        return spans, busy
+
+
+def merged(spans: list[Span], gap_s: float = 0.02) -> list[Span]:
+    """Spans of the same tenant, job and phase that touch within `gap_s` become one."""
+    result: list[Span] = []
+    last: dict[tuple[str, str, str], int] = {}
+    for span in sorted(spans, key=lambda s: s.start_s):
+        key = (span.tenant, span.job, span.phase)
+        at = last.get(key)
+        if at is not None and span.start_s <= result[at].end_s + gap_s:
+            before = result[at]
+            result[at] = Span(before.start_s, max(before.end_s, span.end_s), *key)
+        else:
+            last[key] = len(result)
+            result.append(span)
+    return result
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Builds this worker's reports."""
+
+    worker: str
+    service: str
+    base_model: str
+    slots: int
+    max_lora_rank: int | None = None
+    resident: Callable[[], list[str]] = field(default=list)
+    measured: Callable[[], dict[str, float]] = field(default=dict)
+    """Totals that the service counts itself, such as `busy_s`."""
+    timeline: Timeline = field(default_factory=Timeline)
+    counters: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.monotonic)
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + amount
+
+    def report(self, state: str, in_use: int) -> WorkerReport:
+        now = time.monotonic()
+        spans, busy_s = self.timeline.take()
+        period, self._last = max(now - self._last, 1e-6), now
+        return WorkerReport(
+            id=self.worker,
+            tenant="",
+            job="",
+            partition=0,
+            service=self.service,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state=state,
+            busy=min(1.0, busy_s / period),
+            base_model=self.base_model,
+            resident=tuple(self.resident()),
+            slots=self.slots,
+            in_use=in_use,
+            max_lora_rank=self.max_lora_rank,
+            spans=spans,
+            counters={**self.counters, **self.measured(), "cpu_s": time.process_time()},
+        )

@@ -1,0 +1,286 @@
+"""Chat messages to token ids and back: the only renderer of the project. No torch, no transformers.
+
+    ChatTokenizer.load(folder)
+      render(messages, tools)      -> ids of a whole conversation
+      tool_reply(tool messages)    -> ids to append after a model turn that ended with its end-of-turn token
+      parse_tool_calls(text)       -> what a model turn says, and what it calls
+      stream_decoder()             -> text from ids as they come, whole characters only
+
+Special tokens come from the chat template alone. In every string that a caller gives, a mark that occurs in
+none of them is set into whatever could become part of a special token; the template is rendered with the
+marked strings, and its output is split at the special tokens that carry no mark. The pieces between lose
+their marks and are encoded by a tokenizer that knows no special tokens. So `<|end|>` in a user's text stays
+seven bytes, and for a conversation without such text the ids are exactly those of Hugging Face's
+`apply_chat_template` (checked when a folder is loaded).
+
+Limits: a template that itself looks for special tokens in contents does not find them (Qwen3's removes
+`<think>` parts of earlier assistant turns: they stay, as text); text parts only; a template that measures or
+cuts contents sees marks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer
+
+from common.chat_messages import (
+    DUMMY_TOOL,
+    Message,
+    check_messages,
+    dummy_turn,
+    normal_message,
+    normal_tool,
+    valid_text,
+)
+from common.chat_template import compile_template, token_variables
+from common.model_folder import positive, read_json, read_template, read_text, tool_format
+from common.special_tokens import Specials, unused_mark, without_added_tokens
+from common.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
+
+__all__ = ["DEFAULT_LEARNING_RATE", "ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
+
+DEFAULT_LEARNING_RATE = 1e-4
+"""The RL rate of a base model without `marlaas.json`."""
+
+
+class ChatTokenizer:
+    """The tokenizer and the chat template of one base model. Immutable, so threads may share it."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ChatTokenizer":
+        """Reads a base model's folder.
+
+        It holds `tokenizer.json`, `tokenizer_config.json`, `config.json`, the template
+        (`chat_template.jinja`, or `chat_template` in the tokenizer's configuration) and, optionally,
+        `generation_config.json` and `marlaas.json` (`{"learning_rate": 1e-3, "tool_format": "compact"}`).
+
+        Raises ValueError, naming the file, for whatever is missing or unusable.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ValueError(f"no base model at {folder}: not a folder")
+        tokenizer = cls(
+            tokenizer_json=read_text(folder / "tokenizer.json"),
+            tokenizer_config=read_json(folder / "tokenizer_config.json"),
+            template=read_template(folder),
+            config=read_json(folder / "config.json"),
+            generation_config=read_json(folder / "generation_config.json", optional=True),
+            own=read_json(folder / "marlaas.json", optional=True),
+        )
+        tokenizer._check_against_plain_rendering()
+        return tokenizer
+
+    def __init__(
+        self,
+        *,
+        tokenizer_json: str,
+        tokenizer_config: Mapping[str, Any],
+        template: str,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        own: Mapping[str, Any],
+    ) -> None:
+        """From the contents of the files that `load` names; raises ValueError."""
+        self._full = Tokenizer.from_str(tokenizer_json)
+        self._plain = without_added_tokens(tokenizer_json)
+        self._specials = Specials(self._full)
+        self._template = compile_template(template)
+        self._variables = token_variables(tokenizer_config)
+        text_config = config.get("text_config", config)
+        self.context: int = positive(text_config, "max_position_embeddings")
+        """The most tokens that a conversation may have, the model's included."""
+        self.vocab_size: int = positive(text_config, "vocab_size")
+        self.end_of_turn_ids: tuple[int, ...] = self._end_ids(generation_config)
+        """Tokens that end a model's turn."""
+        self.learning_rate: float = float(own.get("learning_rate", DEFAULT_LEARNING_RATE))
+        """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
+        self.tool_format: ToolFormat = tool_format(own.get("tool_format", "hermes"))
+
+    # ------------------------------------------------------------------------------------------ text to ids
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The ids of a conversation in OpenAI's form, ready for the model's turn.
+
+        Contents are strings or lists of text parts; `developer` is rendered as `system`; `tools` have
+        OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`).
+
+        Raises ValueError, naming the message, for anything else, and for what the template refuses.
+        """
+        plain = [normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        plain_tools = [normal_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        mark = unused_mark([plain, plain_tools])
+        marked = [self._mark_message(message, mark) for message in plain]
+        text = self._render_text(marked, self._specials.mark(plain_tools, mark), add_generation_prompt)
+        return self._encode_marked(text, mark)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of plain text; nothing in it becomes a special token, and none is added."""
+        return self._plain.encode(valid_text(text, "text"), add_special_tokens=False).ids
+
+    def tool_reply(self, replies: Sequence[Message]) -> list[int]:
+        """What to append after a model turn that ended with its end-of-turn token.
+
+        That is the tools' messages and the opening of the model's next turn. It does not depend on the
+        conversation; see `is_prefix_stable`.
+
+        Raises ValueError for a message that is not of role `tool`, or if the template is not prefix-stable.
+        """
+        if not replies or any(reply.get("role") != "tool" for reply in replies):
+            raise ValueError("replies must be one or more messages of role 'tool'")
+        suffix = self._suffix(dummy_turn(len(replies)), replies)
+        if suffix is None:
+            raise ValueError("this base model's chat template is not prefix-stable: it cannot have multi-turn jobs")
+        return suffix
+
+    def is_prefix_stable(self) -> bool:
+        """True if tool messages can be appended to a conversation without changing the ids before them.
+
+        A base for which this is False is refused for multi-turn.
+        """
+        reply = {"role": "tool", "tool_call_id": "call_0", "content": "a reply"}
+        call = dummy_turn(1)
+        conversations = [call, [*call, reply, *call[1:]]]
+        tools: tuple[list[Message], ...] = ([], [DUMMY_TOOL])
+        try:
+            suffixes = [self._suffix(talk, [reply], tool) for talk in conversations for tool in tools]
+        except ValueError:
+            return False
+        told = "" if suffixes[0] is None else self.decode(suffixes[0])
+        return "a reply" in told and all(suffix == suffixes[0] for suffix in suffixes)
+
+    # ------------------------------------------------------------------------------------------ ids to text
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of some ids; bytes that are no UTF-8 become U+FFFD.
+
+        The tags of tool calls are kept where the tokenizer does not call them special.
+        """
+        return self._full.decode(list(ids), skip_special_tokens=skip_special)
+
+    def stream_decoder(self, *, skip_special: bool = True) -> "StreamDecoder":
+        """A decoder for one stream of ids."""
+        return StreamDecoder(lambda ids: self.decode(ids, skip_special=skip_special))
+
+    def parse_tool_calls(self, text: str, tools: Sequence[Message] = ()) -> tuple[str, list[ToolCall]]:
+        """Splits a model turn, decoded with `skip_special=False`, into its content and its calls.
+
+        `tools` are those that were rendered: the compact format takes the name of the argument from their
+        schema ("input" without it). Never raises: a malformed call is a ToolCall with an error.
+        """
+        content, *parts = text.split(OPEN)
+        calls = []
+        for part in parts:
+            inside, closed, after = part.partition(CLOSE)
+            calls.append(self._parse_call(inside, tools) if closed else self._unclosed(inside))
+            content += after
+        content = self._specials.remove(content)
+        return content.strip() if calls else content, calls
+
+    def _parse_call(self, text: str, tools: Sequence[Message]) -> ToolCall:
+        return parse_compact(text, tools) if self.tool_format == "compact" else parse_hermes(text)
+
+    def _unclosed(self, text: str) -> ToolCall:
+        return malformed("", self._specials.remove(text), f"the call is not closed with {CLOSE}")
+
+    # --------------------------------------------------------------------------------------------- internal
+
+    def _end_ids(self, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+        eos = generation_config.get("eos_token_id") or []
+        ids = [eos] if isinstance(eos, int) else list(eos)
+        own = self._full.token_to_id(self._variables.get("eos_token", ""))
+        if own is not None and own not in ids:
+            ids.append(own)
+        if not ids:
+            raise ValueError(
+                "no end-of-turn token: generation_config.json has no eos_token_id, the tokenizer no eos_token"
+            )
+        return tuple(ids)
+
+    def _mark_message(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
+        """Marks all strings but the role, by which templates decide."""
+        return self._specials.mark(message, mark) | {"role": message["role"]}
+
+    def _render_text(self, messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        ids: list[int] = []
+        for special, piece in self._specials.split(text):
+            if special is None:
+                ids += self.encode(piece.replace(mark, ""))
+            else:
+                ids.append(special)
+        return ids
+
+    def _suffix(
+        self, talk: Sequence[Message], replies: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> list[int] | None:
+        """render(talk + replies) minus render(talk) up to its last end-of-turn token; None if no prefix."""
+        before = self.render(talk, tools, add_generation_prompt=False)
+        after = self.render([*talk, *replies], tools)
+        ends = [i for i, token in enumerate(before) if token in self.end_of_turn_ids]
+        if not ends:
+            return None
+        cut = ends[-1] + 1
+        return after[cut:] if after[:cut] == before[:cut] else None
+
+    def _check_against_plain_rendering(self) -> None:
+        """Raises ValueError if a harmless conversation gets other ids than Hugging Face's tokenizer gives."""
+        messages = [
+            {"role": "user", "content": "What is 347*86? Ünï 中 🙂"},
+            {"role": "assistant", "content": "29842"},
+            {"role": "user", "content": "Thank you.\n\n  Bye"},
+        ]
+        expected = self._full.encode(self._render_text(messages, [], True), add_special_tokens=False).ids
+        if self.render(messages) != expected:
+            raise ValueError(
+                "this base model's tokenizer cannot be rendered safely: its special tokens depend on context"
+            )
+
+
+class StreamDecoder:
+    """Text from ids as they come. The pieces, `finish` included, join to the decoding of all ids."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """`decode` gives the text of a list of ids."""
+        self._decode = decode
+        self._ids: list[int] = []
+        """Ids from the last emitted piece on: some decoders need the one before to place a space."""
+        self._num_read = 0
+        """How many of them were emitted."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; empty while a character is unfinished."""
+        self._ids += ids
+        piece = self._unread()
+        if piece.endswith("\ufffd"):
+            return ""
+        if piece:
+            self._ids = self._ids[self._num_read :]
+            self._num_read = len(self._ids)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back, an unfinished character as U+FFFD."""
+        piece = self._unread()
+        self._ids, self._num_read = [], 0
+        return piece
+
+    def _unread(self) -> str:
+        return self._decode(self._ids)[len(self._decode(self._ids[: self._num_read])) :]

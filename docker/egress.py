@@ -1,0 +1,59 @@
+"""Configures and runs squid as the one way out of the env workers' network.
+
+MARLAAS_ENDPOINT_HOSTS is the same list that the workers check: names, `*.` names, addresses and networks. A name that
+leads to a private address is refused unless that address, or its network, is in the list too. Nothing is cached.
+"""
+
+import ipaddress
+import os
+from pathlib import Path
+
+CONFIG = Path("/tmp/squid.conf")
+PRIVATE = (
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.168.0.0/16 "
+    "198.18.0.0/15 224.0.0.0/3 ::/128 ::1/128 64:ff9b::/96 fc00::/7 fe80::/10 ff00::/8"
+)
+
+
+def is_network(entry: str) -> bool:
+    try:
+        ipaddress.ip_network(entry)
+    except ValueError:
+        return False
+    return True
+
+
+def configuration(hosts: str) -> str:
+    """squid.conf for the operator's list."""
+    entries = [entry.strip().strip("[]").lower() for entry in hosts.split(",") if entry.strip()]
+    networks = [entry for entry in entries if is_network(entry)]
+    names = [entry.removeprefix("*") for entry in entries if not is_network(entry)]
+    lines = ["http_port 3128", f"acl private dst {PRIVATE}", "acl encrypted method CONNECT", "acl tls port 443"]
+    lines += [f"acl named dstdomain {name}" for name in names] + [f"acl listed dst {network}" for network in networks]
+    if networks:
+        lines.append("http_access allow listed")
+    lines.append("http_access deny private")
+    lines.append("http_access deny encrypted !tls")
+    if names:
+        lines.append("http_access allow named")
+    lines += [
+        "http_access deny all",
+        "pinger_enable off",
+        "via off",
+        "forwarded_for delete",
+        "cache deny all",
+        "cache_mem 0 MB",
+        "pid_filename none",
+        "cache_log stdio:/dev/stderr",
+        "access_log stdio:/dev/stdout",
+        "logfile_rotate 0",
+        "shutdown_lifetime 1 second",
+        "coredump_dir none",
+        "visible_hostname egress",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    CONFIG.write_text(configuration(os.environ.get("MARLAAS_ENDPOINT_HOSTS", "")))
+    os.execvp("squid", ["squid", "-N", "-f", str(CONFIG)])

@@ -1,0 +1,1 @@
+"""Environments, graders and the sandbox for tenants' code: messages in, messages out."""

@@ -1,0 +1,42 @@
+"""Starts one env worker. Wiring only."""
+
+import structlog
+
+from common.service import Parts, Service, run
+from common.settings import resolve_model
+from common.streams import GROUP_ENV
+from common.tokens import ChatTokenizer
+from common.worker import Inbox
+from env_service.environments import Catalogue
+from env_service.grade_endpoint import Endpoints
+from env_service.grade_math import MathChecker
+from env_service.graders import GraderRunner
+from env_service.handler import EnvHandler
+from env_service.sandbox import Limits, Sandbox
+from env_service.settings import EnvSettings
+
+DRAIN_S = 1.0
+"""Most work of an env worker is short; tools that take longer are handed back."""
+
+
+async def build(settings: EnvSettings, parts: Parts) -> Service:
+    tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]))
+    limits = Limits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
+    sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
+    structlog.get_logger().info("sandbox", layers=await sandbox.probe())
+    endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
+    math_checker = MathChecker()
+    graders = GraderRunner(
+        sandbox=sandbox, endpoints=endpoints, math_checker=math_checker, timeout_s=settings.grader_timeout_s
+    )
+    environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
+    handler = EnvHandler(
+        cell=parts.cell, tokenizer=tokenizer, environments=environments, step_timeout_s=settings.step_timeout_s
+    )
+    inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
+    close = [math_checker.close, endpoints.close]
+    return Service(handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, close=close)
+
+
+if __name__ == "__main__":
+    run("env", EnvSettings, build)

@@ -1,0 +1,48 @@
+"""The environment `calculator`: arithmetic that is too hard without the tool of that name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common import formula, skills
+from common.environments import CalculatorArgs
+from common.errors import InvalidInput
+from common.graders import Grader
+from env_service.environment import Step, Turn, item_messages
+from env_service.graders import GraderRunner
+from env_service.tool_loop import Tool, ToolLoop
+
+MAX_REPLY_CHARACTERS = 200
+
+
+async def calculate(expression: str, timeout_s: float) -> str:
+    """The value of an expression and nothing else, or `error: ` and why there is none. Bounded, so it needs no limit."""
+    try:
+        value = formula.show(formula.evaluate(expression))
+    except InvalidInput as error:
+        return f"error: {error}"
+    return value if len(value) <= MAX_REPLY_CHARACTERS else "error: the number is too large"
+
+
+CALCULATOR = Tool(
+    name="calculator",
+    description="Evaluates an arithmetic expression such as 347*86.",
+    argument="expression",
+    run=calculate,
+)
+
+
+class Calculator:
+    def __init__(self, args: CalculatorArgs, grader: Grader, graders: GraderRunner) -> None:
+        self.tools: Sequence[Mapping[str, Any]] = (CALCULATOR.definition,)
+        self._skill = args.skill
+        self._loop = ToolLoop(CALCULATOR, grader, graders)
+
+    def make_item(self, seed: int, held_out: bool) -> dict[str, Any]:
+        """One question, the same for the same seed."""
+        return skills.generate(self._skill, seed, 1, "held_out" if held_out else "train")[0]
+
+    def reset(self, item: dict[str, Any], seed: int) -> tuple[None, Sequence[Mapping[str, Any]]]:
+        return None, item_messages(item)
+
+    async def step(self, state: None, turn: Turn) -> Step:
+        return await self._loop.step(state, turn)

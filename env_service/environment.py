@@ -1,0 +1,64 @@
+"""What an environment is.
+
+    reset(item, seed) -> (state, messages)      how a trajectory begins
+    await step(state, turn) -> Step             what the model's turn leads to: messages, or the end and a reward
+
+An environment object holds arguments and caches, never a trajectory: its state travels in the messages, and the next
+turn may be worked on elsewhere. A step may be repeated. What an environment raises masks the trajectory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from common.errors import InvalidInput
+from common.messages import StopReason
+from common.tokens import ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of the model, as an environment sees it."""
+
+    item: dict[str, Any]
+    text: str
+    """Without special tokens: `{{sample.output_text}}`."""
+    calls: tuple[ToolCall, ...] = ()
+    """Tool calls in order; one with an `error` is malformed."""
+    index: int = 0
+    stop_reason: StopReason = "stop"
+    last: bool = False
+    """There will be no further turn, whatever the step says: it must give the reward. Set after `length` or `context`,
+    on the last turn allowed, and when a step is repeated because its messages do not fit into the context."""
+    tool_timeout_s: float = 10.0
+    key: str = ""
+    """Names this step; a repeat has the same. For tools with effects outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    state: Any
+    """msgpack-able, at most 64 KiB."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Of role `tool`, shown to the model; none if done."""
+    done: bool
+    reward: float | None = None
+    """The trajectory's reward is the sum of those of its steps; at its end there must be one."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Environment(Protocol):
+    """May also have `tools`, a sequence of tool definitions in OpenAI's form, and `make_item(seed, held_out)`, which makes
+    an item for jobs without a training file."""
+
+    def reset(self, item: dict[str, Any], seed: int) -> tuple[Any, Sequence[Mapping[str, Any]]]: ...
+
+    async def step(self, state: Any, turn: Turn) -> Step: ...
+
+
+def item_messages(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The conversation that a row of a training file begins with. Raises InvalidInput."""
+    messages: Any = item.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidInput("the item has no messages")
+    return cast(list[Mapping[str, Any]], messages)

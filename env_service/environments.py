@@ -1,0 +1,70 @@
+"""How a worker comes by the environment that a message names: the table of the built-in ones, and the installed ones."""
+
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+
+from common.environments import (
+    BUILT_IN,
+    CalculatorArgs,
+    PythonArgs,
+    SearchArgs,
+    grader_of,
+    load_installed,
+    parse_args,
+)
+from common.errors import InvalidInput
+from common.messages import EnvSpec
+from env_service.calculator import Calculator
+from env_service.environment import Environment
+from env_service.graders import GraderRunner
+from env_service.python_tool import Python
+from env_service.sandbox import Sandbox
+from env_service.search import Search
+from env_service.single_turn import SingleTurn
+
+MAX_CACHED = 64
+
+
+class Catalogue:
+    """Makes environments, and keeps those in use."""
+
+    def __init__(self, *, graders: GraderRunner, sandbox: Sandbox, collections_dir: Path | None = None) -> None:
+        self._graders = graders
+        self._sandbox = sandbox
+        self._collections_dir = collections_dir
+        self._made: OrderedDict[bytes, Environment] = OrderedDict()
+
+    def get(self, spec: EnvSpec) -> Environment:
+        """Raises InvalidInput if there is no such environment, or if it refuses its arguments."""
+        key = msgspec.msgpack.encode(spec)
+        if key not in self._made:
+            self._made[key] = self._make(spec)
+        self._made.move_to_end(key)
+        while len(self._made) > MAX_CACHED:
+            self._made.popitem(last=False)
+        return self._made[key]
+
+    def _make(self, spec: EnvSpec) -> Environment:
+        if spec.name not in BUILT_IN:
+            return _make_installed(spec)
+        grader, args = grader_of(spec), parse_args(spec)
+        assert grader is not None
+        match args:
+            case CalculatorArgs():
+                return Calculator(args, grader, self._graders)
+            case SearchArgs():
+                return Search(args, grader, self._graders, self._collections_dir)
+            case PythonArgs():
+                return Python(args, grader, self._graders, self._sandbox)
+            case _:
+                return SingleTurn(grader, self._graders)
+
+
+def _make_installed(spec: EnvSpec) -> Environment:
+    cls = load_installed(spec.name)
+    try:
+        return cls(**spec.args)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"the environment {spec.name} refuses its args: {error}") from error

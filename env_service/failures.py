@@ -1,0 +1,28 @@
+"""Why a trajectory has no reward. Each becomes a Failure value at one place, in `handler.py`.
+
+TrajectoryFailed
+├── GraderFailed         the grader raised, hung, or gave something that is not a number
+├── ToolFailed           a tool's process failed, or took too long
+└── EnvironmentFailed    the environment broke its own contract
+"""
+
+from typing import ClassVar
+
+from common.errors import Permanent
+from common.messages import FailureKind
+
+
+class TrajectoryFailed(Permanent):
+    kind: ClassVar[FailureKind] = "environment"
+
+
+class GraderFailed(TrajectoryFailed):
+    kind: ClassVar[FailureKind] = "grader"
+
+
+class ToolFailed(TrajectoryFailed):
+    kind: ClassVar[FailureKind] = "tool"
+
+
+class EnvironmentFailed(TrajectoryFailed):
+    kind: ClassVar[FailureKind] = "environment"

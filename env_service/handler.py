@@ -1,0 +1,363 @@
+"""The meaning of the env service: a message in, messages out.
+
+    Start        -> a TurnRequest for each sample, to `rollout`
+    TurnResult   -> the next TurnRequest, to `rollout:first`, or a ScoredTrajectory, to `scored:<p>`
+    GradeRequest -> a GradeResult, to the reply stream that it names
+
+Whatever an environment, a tool or a grader does wrong becomes a ScoredTrajectory without a reward and with a reason.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from common.environments import BUILT_IN, is_multi_turn
+from common.errors import InvalidInput, Permanent, Retryable
+from common.messages import (
+    Failure,
+    FailureKind,
+    GradeRequest,
+    GradeResult,
+    Message,
+    Parked,
+    ScoredTrajectory,
+    Start,
+    StopReason,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from common.streams import Cell
+from common.tokens import ChatTokenizer
+from env_service import work
+from env_service.environment import Environment, Step, Turn
+from env_service.environments import Catalogue
+from env_service.failures import EnvironmentFailed, TrajectoryFailed
+from env_service.graders import as_reward
+from env_service.requests import Written, first_request, made_item, seed_of
+from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state
+
+Out = tuple[str, Message]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a trajectory ends with."""
+
+    stop_reason: StopReason
+    reward: float | None = None
+    parts: Mapping[str, float] | None = None
+    failure: Failure | None = None
+
+
+class EnvHandler:
+    """Any replica can take any message. Same message, same messages out, but for time and tools with effects."""
+
+    def __init__(
+        self, *, cell: Cell, tokenizer: ChatTokenizer, environments: Catalogue, step_timeout_s: float = 900.0
+    ) -> None:
+        self._cell = cell
+        self._tokenizer = tokenizer
+        self._environments = environments
+        self._step_timeout_s = step_timeout_s
+        self._can_multi_turn = tokenizer.is_prefix_stable()
+
+    async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
+        doing = work.begin(beat)
+        match message:
+            case Start():
+                return await self._start(message, doing)
+            case TurnResult():
+                return await self._turn(message, doing)
+            case GradeRequest():
+                return await self._grade(message)
+            case _:
+                raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
+
+    def park(self, message: Message) -> list[Out]:
+        """A Start is issued again by its owner; a turn is sampled again from its request, to the same tokens."""
+        if not isinstance(message, TurnResult):
+            return []
+        request = msgspec.structs.replace(message.request, usage=message.usage)
+        parked = Parked(**message.about(), id=request.id, request=request)
+        return [(self._cell.scored(message.partition), parked)]
+
+    def drop(self, message: Message) -> list[Out]:
+        """The owner hears what the trajectory of an ended job had cost."""
+        if not isinstance(message, TurnResult):
+            return []
+        return self.failed(message, Failure("cancelled", "the job has ended"))
+
+    def hand_back(self, message: Message) -> list[Out] | None:
+        """As it was: this service holds no progress."""
+        return None
+
+    def failed(self, message: Message, failure: Failure) -> list[Out]:
+        match message:
+            case Start():
+                return self._failed_start(message, failure)
+            case TurnResult():
+                return self._settled(message, None, Ending("failed", failure=failure), Usage())
+            case GradeRequest():
+                result = GradeResult(**message.about(), id=message.id, reward=None, failure=failure)
+                return [(message.reply_to, result)]
+            case _:
+                return []
+
+    # ------------------------------------------------------------------------------------------------ beginning
+
+    async def _start(self, start: Start, doing: work.Work) -> list[Out]:
+        prepared = await self._guarded(self._prepare(start))
+        if isinstance(prepared, Failure):
+            return self._failed_start(start, prepared)
+        tokens, context = prepared
+        doing.beat()
+        usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
+        return [(self._cell.rollout, first_request(start, s, tokens, context, usage)) for s in start.samples]
+
+    async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
+        """The prompt and the context of a group. Raises what the environment raises, and Permanent errors."""
+        if is_multi_turn(start.env) and not self._can_multi_turn:
+            raise InvalidInput("this base model's chat template allows single-turn environments only")
+        environment = self._environments.get(start.env)
+        item = start.item if start.item is not None else made_item(environment, start)
+        state, messages = environment.reset(item, seed_of(start, "environment"))
+        tokens = self._render(messages, _tools(environment))
+        if len(tokens) + 1 > self._tokenizer.context:
+            raise InvalidInput(
+                f"the prompt has {len(tokens)} tokens; the model's context of {self._tokenizer.context} leaves no room"
+            )
+        context = Context(
+            env=start.env,
+            item=item,
+            state=encode_state(state),
+            num_prompt=len(tokens),
+            max_turns=start.max_turns,
+            tool_timeout_s=start.tool_timeout_s,
+        )
+        return tokens, encode_context(context)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        try:
+            return self._tokenizer.render(messages, tools)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
+
+    def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
+        ending = Ending("failed", failure=failure)
+        requests = [first_request(start, sample, [], b"", Usage()) for sample in start.samples]
+        return [self._scored(request, Written(request, None), ending, num_turns=0) for request in requests]
+
+    # ------------------------------------------------------------------------------------------------ a turn
+
+    async def _turn(self, result: TurnResult, doing: work.Work) -> list[Out]:
+        if (failure := _failure_of(result)) is not None:
+            reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
+            return self._settled(result, None, Ending(reason, failure=failure), Usage())
+        outcome = await self._guarded(self._advance(result))
+        usage = Usage(env_s=doing.busy_s)
+        if isinstance(outcome, Failure):
+            reason = "tool_error" if outcome.kind == "tool" else "failed"
+            return self._settled(result, None, Ending(reason, failure=outcome), usage)
+        context, ending, reply = outcome
+        if ending is not None:
+            return self._settled(result, context, ending, usage)
+        return [(self._cell.rollout_first, self._next_request(result, context, reply, result.usage + usage))]
+
+    async def _advance(self, result: TurnResult) -> tuple[Context, Ending | None, list[int]]:
+        """One step of the environment: how the trajectory ends, or the tokens that follow the turn."""
+        context = decode_context(result.request.context)
+        environment = self._environments.get(context.env)
+        turn = self._read_turn(result, context, environment)
+        step = await environment.step(decode_state(context.state), turn)
+        work.beat()
+        if step.done or turn.last:
+            stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
+            return context, _ending(stop, context, step), []
+        reply = self._reply_tokens(result, step)
+        written = Written(result.request, result)
+        if len(written.tokens) + len(reply) + 1 > self._tokenizer.context:
+            step = await environment.step(decode_state(context.state), replace(turn, last=True))
+            return context, _ending("context", context, step), []
+        return _advanced(context, step), None, reply
+
+    def _read_turn(self, result: TurnResult, context: Context, environment: Environment) -> Turn:
+        ids = result.tokens.numpy().tolist()
+        marked = _cut(self._tokenizer.decode(ids, skip_special=False), result.stop_string)
+        _, calls = self._tokenizer.parse_tool_calls(marked, _tools(environment))
+        cut_off = result.stop_reason != "stop"
+        return Turn(
+            item=context.item,
+            text=self._text(result),
+            calls=tuple(calls),
+            index=result.request.turn,
+            stop_reason=result.stop_reason,
+            last=cut_off or result.request.turn + 1 >= context.max_turns,
+            tool_timeout_s=context.tool_timeout_s,
+            key=result.request.id,
+        )
+
+    def _text(self, result: TurnResult) -> str:
+        return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
+
+    def _reply_tokens(self, result: TurnResult, step: Step) -> list[int]:
+        """The environment's tokens; they close the model's turn where a stop string, and no token, has ended it."""
+        try:
+            reply = self._tokenizer.tool_reply(step.messages)
+        except ValueError as error:
+            raise EnvironmentFailed(f"the environment's messages cannot be shown to the model: {error}") from error
+        ends = self._tokenizer.end_of_turn_ids
+        closed = len(result.tokens) > 0 and int(result.tokens.numpy()[-1]) in ends
+        return reply if closed else [ends[0], *reply]
+
+    def _next_request(self, result: TurnResult, context: Context, reply: list[int], usage: Usage) -> TurnRequest:
+        request, written = result.request, Written(result.request, result)
+        zeros = np.zeros(len(reply))
+        turn = request.turn + 1
+        return msgspec.structs.replace(
+            request,
+            id=turn_id(request.job, request.trajectory, request.adapter.version, turn),
+            turn=turn,
+            tokens=i32(np.concatenate([written.tokens, np.asarray(reply, np.int32)])),
+            logprobs=f32(np.concatenate([written.logprobs, zeros])),
+            written=u8(np.concatenate([written.written, zeros])),
+            num_partial=0,
+            context=encode_context(context),
+            usage=usage,
+        )
+
+    def _settled(self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage) -> list[Out]:
+        written = Written(result.request, result)
+        request = msgspec.structs.replace(result.request, usage=result.usage + usage)
+        text = self._text(result) if len(result.tokens) else ""
+        num_turns = request.turn + (1 if len(result.tokens) else 0)
+        num_prompt = context.num_prompt if context else written.num_prompt
+        return [self._scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)]
+
+    def _scored(
+        self,
+        request: TurnRequest,
+        written: Written,
+        ending: Ending,
+        *,
+        num_turns: int,
+        text: str = "",
+        num_prompt: int = 0,
+    ) -> Out:
+        scored = ScoredTrajectory(
+            **request.about(),
+            id=request.id,
+            adapter=request.adapter,
+            trajectory=request.trajectory,
+            tokens=i32(written.tokens),
+            logprobs=f32(written.logprobs),
+            written=u8(written.written),
+            num_prompt=num_prompt,
+            reward=ending.reward,
+            reward_parts=dict(ending.parts or {}),
+            stop_reason=ending.stop_reason,
+            num_turns=num_turns,
+            output_text=text,
+            usage=request.usage,
+            failure=ending.failure,
+        )
+        return self._cell.scored(request.partition), scored
+
+    # ------------------------------------------------------------------------------------------------ grading
+
+    async def _grade(self, request: GradeRequest) -> list[Out]:
+        started = time.monotonic()
+        outcome = await self._guarded(self._grade_once(request))
+        seconds = time.monotonic() - started
+        if isinstance(outcome, Failure):
+            result = GradeResult(**request.about(), id=request.id, reward=None, seconds=seconds, failure=outcome)
+        else:
+            result = GradeResult(
+                **request.about(),
+                id=request.id,
+                reward=outcome.reward,
+                reward_parts=dict(outcome.parts or {}),
+                seconds=seconds,
+            )
+        return [(request.reply_to, result)]
+
+    async def _grade_once(self, request: GradeRequest) -> Ending:
+        environment = self._environments.get(request.env)
+        state = None if request.env.name in BUILT_IN else environment.reset(request.item, 0)[0]
+        turn = Turn(item=request.item, text=request.output_text, last=True, key=request.id)
+        step = await environment.step(state, turn)
+        return _ending("stop", None, step)
+
+    async def _guarded(self, steps: Coroutine[Any, Any, T]) -> T | Failure:
+        """The boundary at which what foreign code raises becomes a value. Retryable errors are the worker loop's."""
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                return await work.Metered(steps)
+        except Retryable:
+            raise
+        except TrajectoryFailed as error:
+            return Failure(error.kind, _one_line(error))
+        except Permanent as error:
+            return Failure("invalid", _one_line(error))
+        except TimeoutError:
+            return Failure("infrastructure", f"the environment took longer than {self._step_timeout_s:g} seconds")
+        except Exception as error:
+            return Failure("environment", f"{type(error).__name__}: {_one_line(error)}")
+
+
+def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
+    return getattr(environment, "tools", ())
+
+
+def _failure_of(result: TurnResult) -> Failure | None:
+    """A turn that did not come to its end is a failure, even if nobody said why."""
+    if result.failure is not None:
+        return result.failure
+    kinds: dict[str, FailureKind] = {"cancelled": "cancelled", "failed": "infrastructure"}
+    if (kind := kinds.get(result.stop_reason)) is not None:
+        return Failure(kind, f"the turn was {result.stop_reason}")
+    if result.adapter != result.request.adapter:
+        return Failure("infrastructure", f"sampled with {result.adapter} instead of {result.request.adapter}")
+    return None
+
+
+def _ending(stop: StopReason, context: Context | None, step: Step) -> Ending:
+    reward = step.reward
+    if context is not None and context.reward is not None:
+        reward = context.reward + (0.0 if reward is None else _step_reward(reward))
+    if reward is None:
+        raise EnvironmentFailed("the environment ended without a reward")
+    parts = dict(context.reward_parts if context else {}) | dict(step.parts)
+    return Ending(stop, _step_reward(reward), parts)
+
+
+def _advanced(context: Context, step: Step) -> Context:
+    reward = context.reward
+    if step.reward is not None:
+        reward = (reward or 0.0) + _step_reward(step.reward)
+    parts = context.reward_parts | dict(step.parts)
+    return msgspec.structs.replace(context, state=encode_state(step.state), reward=reward, reward_parts=parts)
+
+
+def _step_reward(value: Any) -> float:
+    """Raises GraderFailed if an environment's reward is not a finite number."""
+    return as_reward(value, "environment")
+
+
+def _cut(text: str, stop_string: str) -> str:
+    """Text up to the stop string that ended the turn."""
+    return text.rpartition(stop_string)[0] if stop_string and stop_string in text else text
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

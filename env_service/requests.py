@@ -1,0 +1,67 @@
+"""Parts of the handler's messages: pure functions of the messages that it was given."""
+
+from typing import Any
+
+import numpy as np
+
+from common import rng
+from common.errors import InvalidInput
+from common.messages import (
+    EMPTY_I32,
+    Start,
+    TrajectoryRef,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from env_service.environment import Environment
+
+
+class Written:
+    """The tokens of a trajectory with those of its newest turn."""
+
+    def __init__(self, request: TurnRequest, result: TurnResult | None) -> None:
+        """What was sampled of this turn before is part of the result, not of the request."""
+        keep = request.num_prompt if result and len(result.tokens) else len(request.tokens)
+        new = result.tokens.numpy() if result else EMPTY_I32.numpy()
+        new_logprobs = result.logprobs.numpy() if result else np.zeros(0, np.float32)
+        self.tokens = np.concatenate([request.tokens.numpy()[:keep], new])
+        self.logprobs = np.concatenate([request.logprobs.numpy()[:keep], new_logprobs])
+        self.written = np.concatenate([request.written.numpy()[:keep], np.ones(len(new), np.uint8)])
+        model = np.flatnonzero(self.written)
+        self.num_prompt = int(model[0]) if len(model) else len(self.tokens)
+
+
+def first_request(start: Start, sample: int, tokens: list[int], context: bytes, usage: Usage) -> TurnRequest:
+    ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
+    zeros = np.zeros(len(tokens))
+    return TurnRequest(
+        **start.about(),
+        id=turn_id(start.job, ref, start.adapter.version, 0),
+        adapter=start.adapter,
+        trajectory=ref,
+        turn=0,
+        tokens=i32(tokens),
+        logprobs=f32(zeros),
+        written=u8(zeros),
+        sampling=start.sampling,
+        context=context,
+        usage=usage,
+    )
+
+
+def seed_of(start: Start, purpose: str) -> int:
+    """A function of the job's seed and the group alone. Both kinds of evaluation see the same."""
+    split = "train" if start.purpose == "train" else "held_out"
+    return int(rng.bits(start.seed, f"{purpose}/{split}", start.group))
+
+
+def made_item(environment: Environment, start: Start) -> dict[str, Any]:
+    make_item = getattr(environment, "make_item", None)
+    if make_item is None:
+        raise InvalidInput(f"the environment {start.env.name} does not make items: the job needs a training file")
+    return make_item(seed_of(start, "item"), start.purpose != "train")

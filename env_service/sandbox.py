@@ -1,0 +1,262 @@
+"""Runs tenants' Python code: each call in a process of its own that has given up what it could do harm with.
+
+What it protects, from the strongest means that the machine allows to the weakest (`Sandbox.probe` says which hold):
+
+    the network      a network namespace without interfaces; seccomp refuses sockets; without both, a Python audit
+                     hook, which code that tries can get around
+    other work       a process namespace and a uid of its own; no signals, no new processes (seccomp); the environment
+                     is empty, no descriptor of the worker is inherited, the worker's environment cannot be read
+    files            a file system that holds Python's library, read-only, and an empty folder that vanishes with the
+                     process; landlock, also where there are no namespaces
+    the machine      limits on CPU seconds, memory, file size, open files and processes; the output is cut off and
+                     the process killed when it exceeds its limit; a wall-clock limit, then a kill of the whole group
+
+What it does not protect:
+
+    - against bugs of the kernel: code runs on it directly, there is no virtual machine
+    - the total of all calls: each has its limits, and `max_processes` of them run at a time, but no cgroup bounds
+      their sum, and nothing bounds memory bandwidth or caches (side channels)
+    - a grader against itself: code that a tenant's grader executes in its own process, for example a model's answer
+      given to `exec`, can bring about any reward; prints and stray writes cannot, for they do not know the nonce
+    - where there are neither namespaces nor landlock: files that the call's user may read, and without root that user
+      is the worker's own, so its environment in /proc is among them
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from env_service import work
+
+CHILD = Path(__file__).with_name("sandbox_child.py")
+LAYERS = ("namespaces", "landlock", "seccomp")
+
+Ending = Literal["ok", "raised", "output", "timeout", "crashed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    memory_bytes: int = 512 * 1024 * 1024
+    """Address space of the process."""
+    file_bytes: int = 8 * 1024 * 1024
+    """Of each file that it writes."""
+    output_bytes: int = 64 * 1024
+    """What it may print; more, and it is killed."""
+    result_bytes: int = 64 * 1024
+    input_bytes: int = 4 * 1024 * 1024
+    """Source and arguments, as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a call ended."""
+
+    ending: Ending
+    value: Any = None
+    """What the function returned: None, a bool, a number, or a string (`nan` and `inf` arrive as strings)."""
+    output: str = ""
+    """What it printed, at most `output_bytes`."""
+    reason: str = ""
+    """One line, unless it ended well."""
+    layers: tuple[str, ...] = ()
+    """What held: see the table in `sandbox_child.py`."""
+    seconds: float = 0.0
+    """Wall-clock seconds, waiting for a free place not included."""
+
+
+class Reply(msgspec.Struct):
+    """The line that the child writes at its end."""
+
+    nonce: str
+    layers: tuple[str, ...]
+    value: str | int | float | bool | None = None
+    error: str = ""
+    raised: str = ""
+
+
+class Sandbox:
+    """Runs calls, at most `max_processes` at a time."""
+
+    def __init__(self, *, max_processes: int = 4, limits: Limits | None = None, layers: Sequence[str] = LAYERS) -> None:
+        self._limits = limits or Limits()
+        self._layers = tuple(layers)
+        self._places = asyncio.Semaphore(max_processes)
+        self._waiting: set[Callable[[], None]] = set()
+        """Beats of the calls that wait for a place: they advance whenever another call ends."""
+
+    async def run(
+        self, source: str, *, call: str | None = None, arguments: Sequence[Any] = (), timeout_s: float
+    ) -> Outcome:
+        """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does.
+
+        The time limit begins when a place is free.
+        """
+        job = self._job(source, call, arguments, timeout_s)
+        if len(job) > self._limits.input_bytes:
+            return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
+        async with self._place():
+            started = time.monotonic()
+            outcome = await self._run(job, timeout_s)
+        seconds = time.monotonic() - started
+        work.charge(seconds)
+        work.beat()
+        return replace(outcome, seconds=seconds)
+
+    async def probe(self) -> tuple[str, ...]:
+        """The layers that hold on this machine. Raises RuntimeError if the sandbox does not work at all."""
+        outcome = await self.run("", timeout_s=30)
+        if outcome.ending != "ok":
+            raise RuntimeError(f"the sandbox does not work on this machine: {outcome.reason}")
+        return outcome.layers
+
+    def _job(self, source: str, call: str | None, arguments: Sequence[Any], timeout_s: float) -> bytes:
+        limits = {
+            "cpu_s": math.ceil(timeout_s) + 1,
+            "memory_bytes": self._limits.memory_bytes,
+            "file_bytes": self._limits.file_bytes,
+        }
+        job = {
+            "source": source,
+            "call": call,
+            "arguments": list(arguments),
+            "limits": limits,
+            "layers": self._layers,
+        }
+        return json.dumps(job).encode()
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None, None]:
+        beat = work.current_beat()
+        self._waiting.add(beat)
+        try:
+            await self._places.acquire()
+        finally:
+            self._waiting.discard(beat)
+        try:
+            yield
+        finally:
+            self._places.release()
+            for waiting in list(self._waiting):
+                waiting()
+
+    async def _run(self, job: bytes, timeout_s: float) -> Outcome:
+        nonce = secrets.token_hex(16)
+        job = b'{"nonce": "' + nonce.encode() + b'", ' + job[1:]
+        directory = tempfile.mkdtemp(prefix="marlaas-sandbox-")
+        try:
+            process = await self._spawn(directory)
+            try:
+                return await self._converse(process, job, nonce, timeout_s)
+            finally:
+                await _end(process)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def _spawn(self, directory: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", "-B", str(CHILD),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": "", "LANG": "C.UTF-8"},
+            cwd=directory,
+            start_new_session=True,
+        )  # fmt: skip
+
+    async def _converse(self, process: asyncio.subprocess.Process, job: bytes, nonce: str, timeout_s: float) -> Outcome:
+        """Gives the job and collects what comes back, each stream up to its limit."""
+        assert process.stdout and process.stderr
+        result, output = bytearray(), bytearray()
+        timed_out = False
+        try:
+            async with work.time_limit(timeout_s):
+                await asyncio.gather(
+                    _give(process, job),
+                    _read(process.stdout, result, limit=self._limits.result_bytes, process=process),
+                    _read(process.stderr, output, limit=self._limits.output_bytes, process=process),
+                )
+                await process.wait()
+        except TimeoutError:
+            timed_out = True
+        text = output[: self._limits.output_bytes].decode(errors="replace")
+        if len(output) > self._limits.output_bytes:
+            return Outcome(ending="output", output=text, reason=f"printed more than {self._limits.output_bytes} bytes")
+        if timed_out:
+            return Outcome(ending="timeout", output=text, reason=f"took longer than {timeout_s:g} seconds")
+        return _outcome(process.returncode, bytes(result), text, nonce)
+
+
+def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcome:
+    reply = _parse(result, nonce)
+    if reply is None:
+        return Outcome(ending="crashed", output=text, reason=_how_it_died(status, text))
+    ending: Ending = "raised" if reply.error else "ok"
+    return Outcome(ending=ending, value=reply.value, output=text, reason=reply.error, layers=reply.layers)
+
+
+def _parse(result: bytes, nonce: str) -> Reply | None:
+    """The child's line; None if there is none, or if it is not the child's own."""
+    try:
+        reply = msgspec.json.decode(result, type=Reply)
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return reply if secrets.compare_digest(reply.nonce, nonce) else None
+
+
+def _how_it_died(status: int | None, output: str) -> str:
+    code = status or 0
+    number = -code if code < 0 else code - 128
+    if number == signal.SIGXCPU:
+        return "used more CPU time than allowed"
+    if 0 < number < 65 and code not in (0, 1):
+        return f"killed by signal {number}"
+    last = output.strip().rpartition("\n")[2][:200]
+    return f"ended without a result (status {code}){f': {last}' if last else ''}"
+
+
+async def _give(process: asyncio.subprocess.Process, job: bytes) -> None:
+    assert process.stdin
+    with contextlib.suppress(ConnectionError):  # it died before it read all: its end says why
+        process.stdin.write(job)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(
+    stream: asyncio.StreamReader, into: bytearray, *, limit: int, process: asyncio.subprocess.Process
+) -> None:
+    """Reads to the end. Kills the process if it writes more than `limit` bytes; `into` is then longer than that."""
+    while chunk := await stream.read(16384):
+        into += chunk
+        work.beat()
+        if len(into) > limit:
+            _kill_group(process)
+            return
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kills what is left of the group, and waits until its streams are closed."""
+    _kill_group(process)
+    for stream in filter(None, (process.stdout, process.stderr)):
+        while await stream.read(65536):
+            pass
+    await process.wait()

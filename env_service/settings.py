@@ -1,0 +1,27 @@
+"""Settings of the env service, beside the common ones."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from common.settings import Settings
+
+
+class EnvSettings(Settings):
+    env_slots: int = Field(default=64, ge=1)
+    """Messages worked on at once; most of them wait for a tool or an endpoint."""
+    sandbox_processes: int = Field(default=4, ge=1)
+    """Sandboxed calls that run at once in this worker."""
+    sandbox_memory_mb: int = Field(default=512, ge=64)
+    """Address space of one sandboxed call."""
+    grader_timeout_s: float = Field(default=10.0, gt=0)
+    """Of one grader; tools have their job's own limit."""
+    step_timeout_s: float = Field(default=900.0, gt=0)
+    """Of all that an environment does for one message, waiting for a free place in the sandbox included."""
+    endpoint_hosts: str = ""
+    """Hosts that `endpoint` graders may call, comma-separated: `api.example.org`, `*.example.org`. A private address is
+    called only if the address itself, or its network (`10.1.0.0/16`), is in the list as well."""
+    endpoint_proxy: str = ""
+    """`http://host:port` of the proxy that `endpoint` graders' calls go through. Empty: they go out directly."""
+    collections_dir: Path | None = None
+    """Folder of the text collections that the `search` environment may name. None: only documents in its arguments."""

@@ -1,0 +1,84 @@
+"""What the environments with tools have in common: run the calls of a turn, or grade the turn that calls nothing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from common.graders import Grader
+from common.tokens import ToolCall
+from env_service import work
+from env_service.environment import Step, Turn
+from env_service.failures import ToolFailed
+from env_service.graders import GraderRunner, make_sample
+
+MAX_CALLS = 8
+"""Of one turn; further calls are answered with an error message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function of one text. What it returns is shown to the model, error messages included."""
+
+    name: str
+    description: str
+    argument: str
+    run: Callable[[str, float], Awaitable[str]]
+    """(argument, time limit in seconds) -> reply. Raises ToolFailed if the tool itself fails; what takes longer than the
+    limit has failed as well."""
+    waits_s: float = 0.0
+    """How long it may wait for its turn on top of the limit, if it keeps the limit itself."""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        properties = {self.argument: {"type": "string"}}
+        parameters = {"type": "object", "properties": properties, "required": [self.argument]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolLoop:
+    """The steps of a conversation with one tool. A turn without a call is the answer."""
+
+    def __init__(self, tool: Tool, grader: Grader, graders: GraderRunner) -> None:
+        self._tool = tool
+        self._grader = grader
+        self._graders = graders
+
+    async def step(self, state: None, turn: Turn) -> Step:
+        """Calls run concurrently. Raises ToolFailed and GraderFailed."""
+        if not turn.calls or turn.last:
+            sample = make_sample(turn.text, turn.calls)
+            grade = await self._graders.grade(self._grader, turn.item, sample, key=turn.key)
+            return Step(state=None, done=not turn.calls, reward=grade.reward, parts=grade.parts)
+        replies = await asyncio.gather(*(self._reply(i, call, turn) for i, call in enumerate(turn.calls)))
+        return Step(state=None, done=False, messages=replies)
+
+    async def _reply(self, index: int, call: ToolCall, turn: Turn) -> Mapping[str, Any]:
+        content = self._refusal(index, call) or await self._run(call, turn.tool_timeout_s)
+        work.beat()
+        return {"role": "tool", "tool_call_id": f"call_{index}", "content": content}
+
+    def _refusal(self, index: int, call: ToolCall) -> str:
+        if index >= MAX_CALLS:
+            return "error: too many calls"
+        if call.error is not None:
+            return f"error: {call.error}"
+        if call.name != self._tool.name:
+            return f"error: no tool {call.name[:40]}"
+        if not isinstance(call.arguments.get(self._tool.argument), str):
+            return f"error: the argument is {self._tool.argument}, a string"
+        return ""
+
+    async def _run(self, call: ToolCall, timeout_s: float) -> str:
+        try:
+            async with _limit(self._tool, timeout_s):
+                return await self._tool.run(call.arguments[self._tool.argument], timeout_s)
+        except TimeoutError as error:
+            raise ToolFailed(f"the tool {self._tool.name} took longer than {timeout_s:g} seconds") from error
+
+
+def _limit(tool: Tool, timeout_s: float) -> AbstractAsyncContextManager[Any]:
+    return asyncio.timeout(timeout_s + tool.waits_s) if tool.waits_s else work.time_limit(timeout_s)

@@ -1,0 +1,58 @@
+"""What the env service remembers of a trajectory between its turns: it travels in `TurnRequest.context`."""
+
+from typing import Any, cast
+
+import msgpack
+import msgspec
+
+from common.errors import CorruptObject
+from common.messages import EnvSpec
+from env_service.failures import EnvironmentFailed
+
+MAX_STATE_BYTES = 64 * 1024
+
+
+class Context(msgspec.Struct, frozen=True):
+    env: EnvSpec
+    item: dict[str, Any]
+    state: bytes  # the environment's own, msgpack
+    num_prompt: int  # tokens before the first model turn
+    max_turns: int
+    tool_timeout_s: float
+    reward: float | None = None  # sum of the steps so far that gave one
+    reward_parts: dict[str, float] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Context)
+
+
+def encode_context(context: Context) -> bytes:
+    return _encoder.encode(context)
+
+
+def decode_context(data: bytes) -> Context:
+    """Raises CorruptObject."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise CorruptObject(f"the trajectory's context cannot be read: {error}") from error
+
+
+def encode_state(state: Any) -> bytes:
+    """Raises EnvironmentFailed if an environment's state is not msgpack-able or too large."""
+    try:
+        data = cast(bytes, msgpack.packb(state))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise EnvironmentFailed(f"the environment's state cannot be packed: {error}") from error
+    if len(data) > MAX_STATE_BYTES:
+        raise EnvironmentFailed(f"the environment's state has {len(data)} bytes, more than {MAX_STATE_BYTES}")
+    return data
+
+
+def decode_state(data: bytes) -> Any:
+    """Plain values only; no length in it may exceed the bytes that are there. Raises CorruptObject."""
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except (msgpack.UnpackException, ValueError) as error:
+        raise CorruptObject(f"the environment's state cannot be read: {error}") from error

@@ -1,0 +1,103 @@
+"""What is known about the piece of work at hand: how long it kept this worker busy, and that it advances.
+
+Tools and graders are called from foreign code with fixed signatures, so this travels in a context variable; tasks
+that are started for one piece of work share its object.
+"""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+BEAT_EVERY_S = 1.0
+
+
+class Work:
+    """One message being handled."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self.beat = beat
+        """Says that the work advanced, so that no other worker takes it over."""
+        self.busy_s = 0.0
+        """Seconds that the event loop, and helpers charged by `charge`, spent on it; waiting is not counted."""
+
+
+_current: ContextVar[Work | None] = ContextVar("work", default=None)
+
+
+def begin(beat: Callable[[], None]) -> Work:
+    """Makes a new Work the current one of this task."""
+    work = Work(beat)
+    _current.set(work)
+    return work
+
+
+def beat() -> None:
+    if work := _current.get():
+        work.beat()
+
+
+def current_beat() -> Callable[[], None]:
+    work = _current.get()
+    return work.beat if work else lambda: None
+
+
+def charge(seconds: float) -> None:
+    """Counts the time that a thread or a process spent on the current work."""
+    if work := _current.get():
+        work.busy_s += seconds
+
+
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float) -> AsyncGenerator[None, None]:
+    """A wall-clock limit. Within it the work counts as advancing, beyond it nothing does: raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    timer: asyncio.TimerHandle | None = None
+
+    def tick() -> None:
+        nonlocal timer
+        beat()
+        if loop.time() + BEAT_EVERY_S < end:
+            timer = loop.call_later(BEAT_EVERY_S, tick)
+
+    tick()
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    finally:
+        if timer:
+            timer.cancel()
+
+
+class Metered(Generic[T]):
+    """Awaits a coroutine and charges the current work for the time in which it ran, not for that in which it waited."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        send: Callable[[], Any] = functools.partial(self._coroutine.send, None)
+        while True:
+            started = time.monotonic()
+            try:
+                waits_for = send()
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                charge(time.monotonic() - started)
+            send = yield from self._wait(waits_for)
+
+    def _wait(self, waits_for: Any) -> Generator[Any, Any, Callable[[], Any]]:
+        """How to go on: with the value, or with the error (a cancellation) that the loop threw in."""
+        try:
+            value = yield waits_for
+        except BaseException as error:
+            thrown = error
+            return lambda: self._coroutine.throw(thrown)
+        return lambda: self._coroutine.send(value)

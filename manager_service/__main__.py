@@ -1,0 +1,45 @@
+"""Starts one manager: the HTTP API, and an owner for each base model's cell."""
+
+import asyncio
+import signal
+import sys
+
+from common import log
+from common.errors import MarlaasError
+from common.settings import refuse_unknown
+from common.tasks import cancel_all
+from manager_service.api.context import Api, Base
+from manager_service.api.server import keep_keys, make_api, serve
+from manager_service.owner import Owner
+from manager_service.settings import ManagerSettings
+
+
+async def main() -> None:
+    settings = ManagerSettings()
+    log.configure("manager", level=settings.log_level)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with make_api(settings) as api, asyncio.TaskGroup() as group:
+        bases = api.bases.values()
+        loops = [group.create_task(loop) for base in bases for loop in (base.cluster.run(), base.inference.run())]
+        loops.append(group.create_task(keep_keys(api)))
+        owners = [group.create_task(make_owner(api, base).run(stop)) for base in bases]
+        await serve(api, stop)
+        stop.set()
+        await asyncio.wait(owners)
+        await cancel_all(loops)
+
+
+def make_owner(api: Api, base: Base) -> Owner:
+    return Owner(
+        bus=base.bus, cluster=base.cluster, store=api.adapters, objects=api.objects, lease_s=api.settings.lease_s
+    )
+
+
+if __name__ == "__main__":
+    try:
+        refuse_unknown()
+        asyncio.run(main())
+    except (MarlaasError, ValueError) as error:  # wrong settings end it with one line that says what to do
+        sys.exit(f"manager: {error}")

@@ -1,0 +1,58 @@
+"""The application: routers, error handlers, limits, and an OpenAPI document that says what really happens."""
+
+from functools import cache, partial
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from manager_service.api import (
+    admin,
+    chat,
+    cluster,
+    completions,
+    errors,
+    events,
+    files,
+    graders,
+    health,
+    jobs,
+    metrics,
+    models,
+    results,
+    usage,
+)
+from manager_service.api.body_limit import BodyLimit
+from manager_service.api.context import Api, check_json_body
+
+TITLE = "MARLaaS"
+DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.
+The `openai` client works unchanged with `base_url=http://host:port/v1`."""
+
+ROUTERS = (files, jobs, events, results, models, chat, completions, graders, usage, cluster, admin, health, metrics)
+
+
+def create_app(api: Api) -> FastAPI:
+    """The HTTP API over these parts. Whoever calls this also runs the cells' loops."""
+    app = FastAPI(
+        title=TITLE, description=DESCRIPTION, version="0.1.0", redoc_url=None, separate_input_output_schemas=False
+    )
+    app.state.api = api
+    for noun in ROUTERS:
+        app.include_router(noun.router, dependencies=[Depends(check_json_body)])
+    errors.install(app)
+    settings = api.settings
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_file_bytes=settings.max_file_bytes)
+    app.openapi = cache(partial(_openapi, app))
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, without the 422 that this API never answers."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    return document

@@ -1,0 +1,141 @@
+"""/v1/cluster: workers, the timeline of who used them, and dead letters. Other tenants' share reads `other`."""
+
+import time
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query
+
+from common.errors import InvalidInput
+from common.messages import DeadLetter, WorkerReport, decode
+from common.streams import Cell
+from manager_service.api.context import Admin, Api, Base, Key, Parts
+from manager_service.api.errors import COMMON
+from manager_service.api.paging import After, Limit, page
+from manager_service.api.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
+from manager_service.cluster import WorkerSpan
+from manager_service.records import KeyRecord
+
+router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
+
+OTHER = "other"
+MAX_SPANS = 50_000
+
+
+@router.get("/workers")
+async def workers(api: Parts, key: Key) -> Page[WorkerObject]:
+    """Who is alive, by service."""
+    found = [(base, worker) for base in api.bases.values() for worker in base.cluster.workers()]
+    shown = [_worker(worker, key, await _own_jobs(api, base, key, worker)) for base, worker in found]
+    return page(shown, has_more=False)
+
+
+async def _own_jobs(api: Api, base: Base, key: KeyRecord, worker: WorkerReport) -> set[str]:
+    """Those of the jobs with adapters in the worker's memory that belong to the caller."""
+    jobs = sorted({name.partition("@")[0] for name in worker.resident})
+    if key.admin or not jobs:
+        return set(jobs)
+    scores = await api.redis.zmscore(base.cell.tenant_jobs(key.tenant), jobs)
+    return {job for job, score in zip(jobs, scores, strict=True) if score is not None}
+
+
+def _worker(worker: WorkerReport, key: KeyRecord, own: set[str]) -> WorkerObject:
+    resident = [name if name.partition("@")[0] in own | {"base"} else OTHER for name in worker.resident]
+    work = {
+        (_mine(key, span.tenant, span.tenant), _mine(key, span.tenant, span.job), span.phase) for span in worker.spans
+    }
+    return WorkerObject(
+        id=worker.id,
+        service=worker.service,
+        pid=worker.pid,
+        host=worker.host,
+        state=worker.state,
+        busy=worker.busy,
+        base_model=worker.base_model,
+        resident=resident,
+        slots=worker.slots,
+        in_use=worker.in_use,
+        max_lora_rank=worker.max_lora_rank,
+        working_for=[dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)],
+        counters=worker.counters,
+    )
+
+
+def _mine(key: KeyRecord, tenant: str, value: str) -> str:
+    return value if key.admin or tenant in (key.tenant, "") else OTHER
+
+
+@router.get("/timeline")
+async def timeline(
+    api: Parts,
+    key: Key,
+    since: Annotated[float | None, Query(description="Seconds since 1970; the last ten minutes if absent")] = None,
+) -> Page[SpanObject]:
+    """Busy stretches of all workers, oldest first, for at most the last hour; never more than the newest 50,000."""
+    since_s = time.time() - 600 if since is None else since
+    spans = sorted((s for base in api.bases.values() for s in base.cluster.timeline(since_s)), key=_start)
+    newest = spans[-MAX_SPANS:]
+    return Page(data=[_span(span, key) for span in newest], has_more=len(spans) > len(newest))
+
+
+def _start(span: WorkerSpan) -> float:
+    return span.span.start_s
+
+
+def _span(one: WorkerSpan, key: KeyRecord) -> SpanObject:
+    span = one.span
+    return SpanObject(
+        worker=one.worker,
+        service=one.service,
+        tenant=_mine(key, span.tenant, span.tenant),
+        job=_mine(key, span.tenant, span.job),
+        phase=span.phase,
+        start=span.start_s,
+        end=span.end_s,
+    )
+
+
+@router.get("/dead")
+async def dead(api: Parts, admin: Admin, after: After = None, limit: Limit = 20) -> Page[DeadLetterObject]:
+    """Messages that could not be worked on, newest first. Needs the admin key."""
+    before = _entry_before(after)
+    found: list[DeadLetterObject] = []
+    for base in api.bases.values():
+        entries = await api.redis.xrevrange(base.cell.dead, max=before, count=limit + 1)
+        found += [_dead(base.cell, entry.decode(), fields) for entry, fields in entries]
+    found.sort(key=lambda letter: letter.created_at, reverse=True)
+    return page(found[:limit], has_more=len(found) > limit)
+
+
+def _entry_before(after: str | None) -> str:
+    """Raises InvalidInput for what is no entry's id."""
+    if after is None:
+        return "+"
+    parts = after.split("-")
+    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 15 for part in parts):
+        raise InvalidInput(f"after: {after!r} is not the id of a dead letter", param="after", code="invalid_cursor")
+    return f"({after}" if after not in ("0-0",) else "0-0"
+
+
+def _dead(cell: Cell, entry: str, fields: dict[bytes, bytes]) -> DeadLetterObject:
+    letter = _decoded(fields)
+    return DeadLetterObject(
+        id=entry,
+        base_model=cell.base_model,
+        created_at=int(entry.split("-")[0]) / 1000,
+        tenant=letter.tenant if letter else "",
+        job=fields.get(b"job", b"").decode(errors="replace"),
+        stream=letter.stream if letter else "",
+        entry=letter.entry if letter else "",
+        reason=letter.reason if letter else "not readable here: a claim check, or no message of ours",
+        deliveries=letter.deliveries if letter else 0,
+        num_bytes=len(letter.payload) if letter else 0,
+    )
+
+
+def _decoded(fields: dict[bytes, bytes]) -> DeadLetter | None:
+    try:
+        message = decode(fields.get(b"payload", b""))
+    except msgspec.MsgspecError:
+        return None
+    return message if isinstance(message, DeadLetter) else None

@@ -1,0 +1,167 @@
+"""Errors as HTTP answers, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from redis import exceptions as redis_errors
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from common.bus import passes
+from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
+
+RETRY_AFTER_S = 2
+log = structlog.get_logger()
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """A refusal with its status. `retry` False tells the `openai` client not to try again."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = True
+    ) -> None:
+        headers = {} if retry else {"x-should-retry": "false"}
+        super().__init__(status, message, headers)
+        self.code = code
+        self.param = param
+
+
+def conflict(message: str, *, code: str = "conflict") -> ApiError:
+    return ApiError(409, message, code=code, retry=False)
+
+
+def unavailable(message: str) -> ApiError:
+    error = ApiError(503, message, code="unavailable")
+    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return error
+
+
+class ErrorResponse(Response):
+    """JSON whatever the message holds: what is not Unicode is escaped."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", errors="backslashreplace")
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": _type(status), "param": param, "code": code}}
+
+
+def _type(status: int) -> str:
+    names = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "insufficient_quota"}
+    return names.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def answer(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    return ErrorResponse(error_body(status, message, param=param, code=code), status, headers)
+
+
+# ---- handlers -------------------------------------------------------------------------------------------------------
+
+
+def translated(error: Exception) -> ApiError:
+    """Any error that is ours or Redis' as an answer."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidInput():
+            return ApiError(400, str(error), code=error.code or "invalid_request", param=error.param)
+        case NotFound():
+            return ApiError(404, str(error), code="not_found")
+        case AlreadyExists():
+            return conflict(str(error), code="already_exists")
+        case MarlaasError():
+            return unavailable(str(error))
+        case redis_errors.RedisError() if passes(error):
+            return unavailable("the service's memory is away or full for a moment; try again")
+        case HTTPException():
+            return _of_framework(error)
+        case _:
+            return ApiError(500, "internal error; the operators' log says more", code="internal_error")
+
+
+def _of_framework(error: HTTPException) -> ApiError:
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+    ours = ApiError(error.status_code, str(error.detail), code=codes.get(error.status_code, "invalid_request"))
+    ours.headers = error.headers
+    return ours
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    ours = translated(error)
+    if ours.status_code == 500:
+        log.error("internal_error", path=request.url.path, exc_info=error)
+    return answer(ours.status_code, ours.detail, param=ours.param, code=ours.code, headers=ours.headers)
+
+
+async def _handle_validation(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, param = sentence(error.errors()[0])
+    return answer(400, message, param=param, code="invalid_request")
+
+
+def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:
+    """One of pydantic's errors as (a readable sentence, the parameter's name)."""
+    path = [str(part) for part in found["loc"] if part not in ("body", "query", "path", "header")]
+    name = ".".join(path)
+    reason = str(found["msg"]).removeprefix("Value error, ")
+    if found["type"] == "missing":
+        return f"{name or 'the body'} is missing", name or None
+    if found["type"] == "extra_forbidden":
+        return f"unknown parameter {name!r}", name
+    if found["type"] == "json_invalid":
+        return "the body is not valid JSON", None
+    return (f"{name}: {reason[:1].lower()}{reason[1:]}" if name else reason), name or None
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(RequestValidationError, _handle_validation)
+    for kind in (HTTPException, MarlaasError, redis_errors.RedisError, Exception):
+        app.add_exception_handler(kind, _handle)
+
+
+def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI declarations of the error answers that a route may give."""
+    texts = {
+        400: "The request is wrong; the message says what to do",
+        401: "No API key, or an unknown one",
+        403: "The key may not do this",
+        404: "No such object, or it belongs to somebody else",
+        409: "The object's state does not allow it",
+        413: "The body is too large",
+        429: "The tenant's quota is used up",
+        503: "Redis, the store or a worker is away; try again",
+    }
+    return {status: {"model": ErrorBody, "description": texts[status]} for status in statuses}
+
+
+COMMON = declared(400, 401, 403, 413, 503)

@@ -1,0 +1,84 @@
+"""/v1/files"""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, File, Form, Query, UploadFile
+from starlette.responses import Response
+
+from common.errors import InvalidInput
+from manager_service.api.context import Parts, Tenant
+from manager_service.api.errors import COMMON, ApiError, conflict, declared
+from manager_service.api.job_store import JobStore
+from manager_service.api.paging import After, FileLimit, page, rest_after
+from manager_service.api.schemas import Deleted, FileObject, Page
+from manager_service.records import FileRecord
+
+router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
+MISSING = declared(404)
+
+
+@router.post("")
+async def upload(
+    api: Parts, tenant: Tenant, file: Annotated[UploadFile, File()], purpose: Annotated[str, Form()]
+) -> FileObject:
+    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`. Every line is checked."""
+    if purpose != "fine-tune":
+        raise InvalidInput(f"purpose {purpose!r} is not offered: use 'fine-tune'", param="purpose")
+    limit = api.settings.max_file_bytes
+    content = await file.read(limit + 1)
+    if len(content) > limit:
+        raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
+    name = (file.filename or "upload.jsonl").encode(errors="replace").decode()[:255]
+    return shown(await api.files.create(tenant.id, name, content))
+
+
+@router.get("")
+async def list_files(
+    api: Parts,
+    tenant: Tenant,
+    after: After = None,
+    limit: FileLimit = 100,
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+    purpose: Annotated[str | None, Query()] = None,
+) -> Page[FileObject]:
+    """The tenant's files, newest first."""
+    ids = await api.files.ids(tenant.id, newest_first=order == "desc") if purpose in (None, "fine-tune") else []
+    rest = rest_after(ids, after) if ids else []
+    records = await api.files.several(list(rest[:limit]))
+    return page([shown(record) for record in records], has_more=len(rest) > limit)
+
+
+@router.get("/{file_id}", responses=MISSING)
+async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
+    return shown(await api.files.get(tenant.id, file_id))
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses={**MISSING, 200: {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded"}},
+)
+async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
+    record = await api.files.get(tenant.id, file_id)
+    return Response(await api.files.content(record), media_type="application/jsonl")
+
+
+@router.delete("/{file_id}", responses={**MISSING, **declared(409)})
+async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
+    """Refused while an unfinished job needs the file."""
+    await api.files.get(tenant.id, file_id)
+    if job := await JobStore(api).unfinished_user(tenant.id, file_id):
+        raise conflict(f"the job {job} needs this file until it has ended", code="file_in_use")
+    await api.files.delete(tenant.id, file_id)
+    return Deleted(id=file_id, object="file")
+
+
+def shown(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.num_bytes,
+        created_at=record.created_at,
+        filename=record.filename,
+        purpose=record.purpose,
+        num_items=record.num_items,
+    )

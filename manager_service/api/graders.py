@@ -1,0 +1,138 @@
+"""/v1/fine_tuning/alpha/graders: try a grader before a job depends on it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.environments import validate_environment
+from common.errors import InvalidInput
+from common.graders import check_item, validate_grader
+from common.messages import EnvSpec, GradeRequest, GradeResult
+from common.streams import partition_of
+from manager_service.api.context import Parts, Tenant
+from manager_service.api.errors import COMMON
+from manager_service.api.submission import find_base
+
+router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON)
+
+PARAM = "grader"
+
+
+class GraderGiven(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    grader: dict[str, Any]
+
+
+class RunGiven(GraderGiven):
+    """A grader, the model's answer, and the item that it answers."""
+
+    model_sample: str = Field(max_length=1 << 20)
+    item: dict[str, Any] | None = None
+    model: str | None = Field(None, description="Which base model's environment workers run it; any if absent")
+
+
+class Validated(BaseModel):
+    grader: dict[str, Any]
+
+
+class RunMetadata(BaseModel):
+    name: str
+    type: str
+    errors: dict[str, bool | str | None]
+    execution_time: float  # seconds
+    scores: dict[str, float]
+    token_usage: int | None = None
+    sampled_model_name: str | None = None
+
+
+class RunResult(BaseModel):
+    """`reward` is 0 where the grader failed: `metadata.errors` and `failure` say so. In training it would be masked."""
+
+    reward: float
+    sub_rewards: dict[str, float]
+    metadata: RunMetadata
+    model_grader_token_usage_per_model: dict[str, Any] = {}
+    failure: dict[str, str] | None = None
+
+
+@router.post("/validate")
+async def validate(tenant: Tenant, body: GraderGiven) -> Validated:
+    """The grader as it was given, if it is valid."""
+    _check(body.grader)
+    return Validated(grader=body.grader)
+
+
+@router.post("/run")
+async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
+    """Run a grader once on an environment worker."""
+    _check(body.grader)
+    item = body.item or {}
+    check_item(validate_grader(body.grader, param=PARAM), item, param=PARAM)
+    base = find_base(api, body.model) if body.model else next(iter(api.bases.values()))
+
+    def make(job: str, reply_to: str) -> GradeRequest:
+        return GradeRequest(
+            id=job,
+            tenant=tenant.id,
+            job=job,
+            partition=partition_of(tenant.id),
+            env=EnvSpec("single_turn", {"grader": body.grader}),
+            item=item,
+            output_text=body.model_sample,
+            reply_to=reply_to,
+        )
+
+    result = await base.inference.grade(make, timeout_s=api.settings.grader_timeout_s)
+    return _shown(body.grader, result)
+
+
+def _check(grader: Mapping[str, Any]) -> None:
+    validate_grader(grader, param=PARAM)
+    try:
+        validate_environment(EnvSpec("single_turn", {"grader": dict(grader)}))
+    except InvalidInput as error:
+        raise InvalidInput(str(error), param=PARAM) from error
+
+
+def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
+    failure = None
+    if result.failure is not None:
+        failure = {"kind": result.failure.kind, "reason": result.failure.reason}
+    kind = str(grader["type"])
+    return RunResult(
+        reward=result.reward or 0.0,
+        sub_rewards=result.reward_parts,
+        failure=failure,
+        metadata=RunMetadata(
+            name=str(grader.get("name") or kind),
+            type=kind,
+            errors=_errors(kind, result),
+            execution_time=result.seconds,
+            scores=result.reward_parts,
+        ),
+    )
+
+
+def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:
+    """OpenAI's flags; ours fail in two ways only, the user's code or anything else."""
+    reason = None if result.failure is None else result.failure.reason
+    in_python = reason is not None and kind == "python"
+    return {
+        "formula_parse_error": False,
+        "invalid_variable_error": False,
+        "model_grader_parse_error": False,
+        "model_grader_refusal_error": False,
+        "model_grader_server_error": False,
+        "model_grader_server_error_details": None,
+        "other_error": reason is not None and not in_python,
+        "python_grader_runtime_error": in_python,
+        "python_grader_runtime_error_details": reason if in_python else None,
+        "python_grader_server_error": False,
+        "python_grader_server_error_type": None,
+        "sample_parse_error": False,
+        "truncated_observation_error": False,
+        "unresponsive_reward_error": False,
+    }

@@ -1,0 +1,50 @@
+"""/healthz, /readyz"""
+
+import asyncio
+
+from fastapi import APIRouter
+from redis.exceptions import RedisError
+from starlette.responses import JSONResponse, Response
+
+from common.errors import MarlaasError
+from manager_service.api.context import Api, Parts
+from manager_service.api.schemas import Health, Readiness
+
+router = APIRouter(tags=["health"])
+
+SERVICES = ("rollout", "env", "trainer")
+PATIENCE_S = 2.0
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """The process answers."""
+    return Health()
+
+
+@router.get(
+    "/readyz",
+    response_model=Readiness,
+    responses={503: {"model": Readiness, "description": "Something that jobs need is missing"}},
+)
+async def readyz(api: Parts) -> Response:
+    """Redis and the store are there, and at least one worker of each service for each base model."""
+    waiting = [name for name, works in await _parts(api) if not works]
+    for base in api.bases.values():
+        alive = {worker.service for worker in base.cluster.workers() if worker.state != "starting"}
+        waiting += [f"{service} ({base.name})" for service in SERVICES if service not in alive]
+    answer = Readiness(status="not_ready" if waiting else "ready", waiting_for=waiting)
+    return JSONResponse(answer.model_dump(), 503 if waiting else 200)
+
+
+async def _parts(api: Api) -> list[tuple[str, bool]]:
+    return [("redis", await _works(api.redis.ping())), ("store", await _works(api.objects.exists("ready")))]
+
+
+async def _works(call: object) -> bool:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await call  # pyright: ignore[reportGeneralTypeIssues]
+    except (RedisError, MarlaasError, TimeoutError, OSError):
+        return False
+    return True

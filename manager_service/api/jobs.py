@@ -1,0 +1,168 @@
+"""/v1/fine_tuning/jobs: create, list, retrieve, cancel, pause, resume."""
+
+import asyncio
+import hashlib
+import json
+import time
+from operator import itemgetter
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Request
+
+from manager_service.api.context import Api, Parts, Tenant
+from manager_service.api.errors import COMMON, ApiError, conflict, declared
+from manager_service.api.job_store import JobStore, Once, Row
+from manager_service.api.paging import After, Limit, page, rest_after
+from manager_service.api.quota import check_quota
+from manager_service.api.schemas import ErrorObject, JobObject, Page
+from manager_service.api.submission import JobGiven, build_spec, find_base
+from manager_service.records import FINAL, Status, TenantRecord
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON)
+
+POLL_S = 0.03
+READ_AHEAD = 100
+"""Jobs read at a time when a list is filtered."""
+
+Action = Literal["cancel", "pause", "resume"]
+ALLOWED: dict[Action, tuple[Status, ...]] = {
+    "cancel": ("validating_files", "queued", "running", "paused"),
+    "pause": ("validating_files", "queued", "running"),
+    "resume": ("paused",),
+}
+
+
+@router.post("", responses=declared(409, 429))
+async def create(
+    api: Parts,
+    tenant: Tenant,
+    body: JobGiven,
+    idempotency_key: Annotated[str | None, Header(max_length=512)] = None,
+) -> JobObject:
+    """Everything is checked before anything is queued. The same Idempotency-Key gives the same job."""
+    store = JobStore(api)
+    once = None if idempotency_key is None else Once(idempotency_key, _fingerprint(body))
+    known = await store.known(tenant.id, once) if once else None
+    if known is None:
+        spec, score = await _checked(api, tenant, body), time.time()
+        known = await store.create(api.bases[spec.base_model], spec, score=score, once=once)
+        if known is None:
+            return shown(await store.find(tenant.id, spec.id))
+    assert once is not None
+    return shown(await _first(store, tenant, known, once))
+
+
+async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
+    spec = await build_spec(api, tenant, body)
+    await check_quota(api.redis, find_base(api, body.model).cell, tenant)
+    return spec
+
+
+async def _first(store: JobStore, tenant: TenantRecord, known: str, once: Once) -> Row:
+    """The job that the first request with this key made. Raises ApiError 409 if that asked for something else."""
+    job, _, fingerprint = known.partition(" ")
+    if fingerprint != once.fingerprint:
+        raise conflict("this Idempotency-Key was used with another body", code="idempotency_key_reused")
+    return await store.find(tenant.id, job)
+
+
+def _fingerprint(body: JobGiven) -> str:
+    return hashlib.sha256(json.dumps(body.model_dump(), sort_keys=True).encode()).hexdigest()
+
+
+@router.get("")
+async def list_jobs(
+    request: Request, api: Parts, tenant: Tenant, after: After = None, limit: Limit = 20
+) -> Page[JobObject]:
+    """Newest first. `metadata[key]=value` lists only jobs that carry it."""
+    store, wanted = JobStore(api), _metadata_filter(request)
+    rest = list(rest_after(await store.ids(tenant.id), after, itemgetter(1)))
+    found: list[Row] = []
+    while rest and len(found) <= limit:
+        rows = await store.several(rest[:READ_AHEAD])
+        found += [row for row in rows if wanted.items() <= row.spec.metadata.items()]
+        rest = rest[READ_AHEAD:]
+    return page([shown(row) for row in found[:limit]], has_more=len(found) > limit)
+
+
+def _metadata_filter(request: Request) -> dict[str, str]:
+    pairs = request.query_params.multi_items()
+    return {key[9:-1]: value for key, value in pairs if key.startswith("metadata[") and key.endswith("]")}
+
+
+@router.get("/{job_id}", responses=declared(404))
+async def retrieve(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
+    return shown(await JobStore(api).find(tenant.id, job_id))
+
+
+@router.post("/{job_id}/cancel", responses=declared(404, 409))
+async def cancel(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
+    """Stops the job; its versions stay."""
+    return await _command(api, tenant, job_id, "cancel")
+
+
+@router.post("/{job_id}/pause", responses=declared(404, 409))
+async def pause(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
+    """Frees the workers; what is half done is kept."""
+    return await _command(api, tenant, job_id, "pause")
+
+
+@router.post("/{job_id}/resume", responses=declared(404, 409))
+async def resume(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
+    """Goes on where the job was paused."""
+    return await _command(api, tenant, job_id, "resume")
+
+
+async def _command(api: Api, tenant: TenantRecord, job: str, action: Action) -> JobObject:
+    """Ask the owner, and wait a little for it to act. Raises ApiError 409 in the wrong state."""
+    store = JobStore(api)
+    row = await store.find(tenant.id, job)
+    if row.state.status not in ALLOWED[action]:
+        raise _wrong_state(row, action)
+    await store.send(row, action)
+    deadline = time.monotonic() + api.settings.command_wait_s
+    while time.monotonic() < deadline:
+        state = await store.state(row)
+        if state.epoch > row.state.epoch or state.status in FINAL:
+            break
+        await asyncio.sleep(POLL_S)
+    return shown(await store.find(tenant.id, job))
+
+
+def _wrong_state(row: Row, action: Action) -> ApiError:
+    possible = " or ".join(ALLOWED[action])
+    return conflict(
+        f"the job is {row.state.status}: {action} is possible while it is {possible}", code="wrong_job_state"
+    )
+
+
+def shown(row: Row) -> JobObject:
+    spec, state = row.spec, row.state
+    tuned = None if state.version < 1 or row.deleted else spec.tuned_model
+    return JobObject(
+        id=spec.id,
+        created_at=spec.created_at,
+        finished_at=state.finished_at,
+        model=spec.base_model,
+        fine_tuned_model=tuned,
+        organization_id=spec.tenant,
+        status=state.status,
+        training_file=spec.training_file,
+        validation_file=spec.validation_file,
+        hyperparameters=spec.method["reinforcement"]["hyperparameters"],
+        method=spec.method,
+        trained_tokens=state.trained_tokens,
+        error=ErrorObject(code=state.error.code, message=state.error.message, param=state.error.param)
+        if state.error
+        else None,
+        seed=spec.seed,
+        user_provided_suffix=spec.suffix or None,
+        metadata=spec.metadata,
+        started_at=state.started_at,
+        version=state.version,
+        num_steps=spec.hyper.num_steps,
+        num_items=spec.num_items,
+        last_reward=state.last_reward,
+        first_eval_reward=state.first_eval,
+        last_eval_reward=state.last_eval,
+    )

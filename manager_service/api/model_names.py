@@ -1,0 +1,45 @@
+"""Which adapter a model's name means: `tiny`, `ft:{base}:{tenant}:{suffix}:{job}`, and `@{version}` after the latter."""
+
+from dataclasses import dataclass
+
+from common.errors import NotFound
+from common.graders import nearest
+from common.messages import BASE, AdapterRef
+from manager_service.api.context import Api, Base
+from manager_service.api.job_store import JobStore, Row
+from manager_service.records import TenantRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A base model, or one version of a tuned one."""
+
+    base: Base
+    adapter: AdapterRef
+    row: Row | None = None  # None: the base model
+
+
+async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
+    """The newest committed version unless one is pinned. Raises NotFound, also for other tenants' models."""
+    if name in api.bases:
+        return Named(api.bases[name], BASE)
+    plain, at, pinned = name.partition("@")
+    parts = plain.split(":")
+    if len(parts) != 5 or parts[0] != "ft":
+        raise NotFound(f"there is no model {name!r}{nearest(name, api.bases)}")
+    try:
+        row = await JobStore(api).find(tenant.id, parts[4])
+    except NotFound as error:
+        raise NotFound(f"there is no model {name!r}") from error
+    if row.spec.tuned_model != plain or row.deleted:
+        raise NotFound(f"there is no model {name!r}")
+    version = _pinned(name, pinned, row.state.version) if at else row.state.version
+    if version < 0:
+        raise NotFound(f"the model {name!r} has no version yet: its job is {row.state.status}")
+    return Named(row.base, AdapterRef(tenant.id, row.spec.id, version), row)
+
+
+def _pinned(name: str, text: str, newest: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 8 and int(text) <= newest):
+        raise NotFound(f"there is no model {name!r}: the newest version is {newest}")
+    return int(text)

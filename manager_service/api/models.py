@@ -1,0 +1,64 @@
+"""/v1/models: base models, and the tenant's tuned ones."""
+
+from fastapi import APIRouter
+
+from common.errors import InvalidInput
+from manager_service.api.context import Base, Parts, Tenant
+from manager_service.api.errors import COMMON, conflict, declared
+from manager_service.api.job_store import JobStore, Row
+from manager_service.api.model_names import find_model
+from manager_service.api.schemas import Deleted, ModelObject, Page
+from manager_service.records import FINAL
+
+router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
+
+OPERATOR = "marlaas"
+READ_AHEAD = 500
+
+
+@router.get("")
+async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
+    """Tuned models with at least one trained version, newest first; then the base models."""
+    store, shown = JobStore(api), list[ModelObject]()
+    ids = await store.ids(tenant.id)
+    for start in range(0, len(ids), READ_AHEAD):
+        rows = await store.several(ids[start : start + READ_AHEAD])
+        shown += [_tuned(row, row.spec.tuned_model) for row in rows if row.state.version >= 1 and not row.deleted]
+    shown += [_base(base) for base in api.bases.values()]
+    return Page(data=shown, first_id=shown[0].id, last_id=shown[-1].id)
+
+
+@router.get("/{model:path}", responses=declared(404))
+async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
+    """`@{version}` behind a tuned model's name asks whether that version exists."""
+    named = await find_model(api, tenant, model)
+    return _base(named.base) if named.row is None else _tuned(named.row, model)
+
+
+@router.delete("/{model:path}", responses=declared(404, 409))
+async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
+    """Delete all versions of a finished job's adapter; the job and its events stay.
+
+    The adapter store is otherwise written by trainers alone. A finished job has no trainer, so nobody races with this.
+    """
+    named = await find_model(api, tenant, model)
+    if named.row is None:
+        raise InvalidInput("a base model cannot be deleted", param="model")
+    if "@" in model:
+        raise InvalidInput("a single version cannot be deleted: name the model without @", param="model")
+    if named.row.state.status not in FINAL:
+        raise conflict(f"the model's job is {named.row.state.status}: cancel it first", code="wrong_job_state")
+    await JobStore(api).mark_deleted(named.row)
+    await api.adapters.delete_job(tenant.id, named.row.spec.id)
+    return Deleted(id=model, object="model")
+
+
+def _base(base: Base) -> ModelObject:
+    return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name)
+
+
+def _tuned(row: Row, name: str) -> ModelObject:
+    spec = row.spec
+    return ModelObject(
+        id=name, created=spec.created_at, owned_by=spec.tenant, root=spec.base_model, version=row.state.version
+    )

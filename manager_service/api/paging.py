@@ -1,0 +1,32 @@
+"""Cursor paging as OpenAI does it: `after` is the id of the last object seen, `limit` how many come next."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Query
+
+from common.errors import InvalidInput
+from manager_service.api.schemas import Identified, Page
+
+After = Annotated[str | None, Query(max_length=256, description="The id of the last object of the page before")]
+Limit = Annotated[int, Query(ge=1, le=100)]
+FileLimit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+T = TypeVar("T")
+Object = TypeVar("Object", bound=Identified)
+
+
+def rest_after(ids: Sequence[T], after: str | None, key: Any = str) -> Sequence[T]:
+    """What follows the cursor. Raises InvalidInput if it is none of the ids."""
+    if after is None:
+        return ids
+    for i, one in enumerate(ids):
+        if key(one) == after:
+            return ids[i + 1 :]
+    raise InvalidInput(f"after: {after!r} is not in this list", param="after", code="invalid_cursor")
+
+
+def page(objects: list[Object], *, has_more: bool) -> Page[Object]:
+    first, last = (objects[0].id, objects[-1].id) if objects else (None, None)
+    return Page(data=objects, first_id=first, last_id=last, has_more=has_more)

@@ -1,0 +1,51 @@
+"""What tenants use: the counters of `usage:<tenant>`, and the daily quota."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from common.messages import Usage
+from common.streams import Cell
+from manager_service.api.errors import ApiError
+from manager_service.records import TenantRecord
+
+INFERENCE = "-"
+"""What stands for the job where there is none."""
+TOKEN_COUNTERS = ("prompt_tokens", "sampled_tokens", "trained_tokens")
+
+
+def today() -> str:
+    return time.strftime("%Y%m%d", time.gmtime())
+
+
+async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:
+    """Prompt, sampled and trained tokens since midnight UTC, in one cell."""
+    return int(float(await redis.hget(cell.usage(tenant), f"day/{today()}") or 0))
+
+
+async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
+    """Raises ApiError 429."""
+    limit = tenant.max_tokens_per_day
+    if limit is None:
+        return
+    used = await tokens_today(redis, cell, tenant.id)
+    if used >= limit:
+        raise ApiError(
+            429,
+            f"the quota of {limit} tokens a day is used up ({used} today): wait until midnight UTC, or have the operator raise it",
+            code="quota_exceeded",
+            retry=False,
+        )
+
+
+async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage) -> None:
+    key, tokens = cell.usage(tenant), 0
+    pipe = redis.pipeline(transaction=False)
+    for counter, amount in msgspec.structs.asdict(usage).items():
+        if amount:
+            pipe.hincrbyfloat(key, f"{INFERENCE}/{counter}", float(amount))
+            tokens += int(amount) if counter in TOKEN_COUNTERS else 0
+    if tokens:
+        pipe.hincrby(key, f"day/{today()}", tokens)
+    await pipe.execute()

@@ -1,0 +1,115 @@
+"""What a job has made so far: /checkpoints, /checkpoints/{version}/content, /ledger, /samples."""
+
+import asyncio
+import io
+import zipfile
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Path, Query
+from starlette.responses import Response
+
+from common.errors import CorruptObject, InvalidInput, NotFound
+from common.messages import AdapterRef
+from manager_service.api.context import Parts, Tenant
+from manager_service.api.errors import COMMON, ApiError, declared
+from manager_service.api.job_store import JobStore, Row
+from manager_service.api.paging import After, Limit, page
+from manager_service.api.schemas import CheckpointObject, LedgerObject, Page, SampleObject
+from manager_service.records import LEDGER, CheckpointRecord, SampleRecord
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
+
+Version = Annotated[int, Path(ge=0, le=99_999_999)]
+
+
+@router.get("/checkpoints")
+async def checkpoints(
+    api: Parts, tenant: Tenant, job_id: str, after: After = None, limit: Limit = 10
+) -> Page[CheckpointObject]:
+    """One a version, from 1; newest first."""
+    row = await JobStore(api).find(tenant.id, job_id)
+    key = row.base.cell.checkpoints(job_id)
+    versions = sorted((int(v) for v in await api.redis.hkeys(key)), reverse=True)
+    if after is not None:
+        versions = [version for version in versions if version < _version_of(after, job_id)]
+    values = await api.redis.hmget(key, versions[:limit]) if versions else []
+    records = [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
+    return page([_shown(row, record) for record in records], has_more=len(versions) > limit)
+
+
+def _version_of(checkpoint: str, job: str) -> int:
+    """Raises InvalidInput for what is no checkpoint of the job."""
+    owner, _, version = checkpoint.rpartition("@")
+    if owner != f"ftckpt-{job}" or not (version.isascii() and version.isdecimal() and len(version) <= 8):
+        raise InvalidInput(f"after: {checkpoint!r} is no checkpoint of this job", param="after", code="invalid_cursor")
+    return int(version)
+
+
+def _shown(row: Row, record: CheckpointRecord) -> CheckpointObject:
+    return CheckpointObject(
+        id=f"ftckpt-{row.spec.id}@{record.version}",
+        created_at=record.created_at,
+        fine_tuned_model_checkpoint=f"{row.spec.tuned_model}@{record.version}",
+        fine_tuning_job_id=row.spec.id,
+        step_number=record.version,
+        metrics=record.metrics,
+    )
+
+
+@router.get(
+    "/checkpoints/{version}/content",
+    response_class=Response,
+    responses={200: {"content": {"application/zip": {}}, "description": "A zip that PEFT and vLLM load"}},
+)
+async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
+    """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
+    row = await JobStore(api).find(tenant.id, job_id)
+    if row.deleted or version > row.state.version:
+        raise NotFound(f"the job has no version {version}")
+    try:
+        files = await api.adapters.read(AdapterRef(tenant.id, job_id, version))
+    except CorruptObject as error:
+        raise ApiError(503, f"version {version} is damaged: {error}", code="corrupt_adapter") from error
+    name = f"{job_id}-{version}.zip"
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(await asyncio.to_thread(_zipped, files), media_type="application/zip", headers=headers)
+
+
+def _zipped(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:  # weights do not compress
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+@router.get("/ledger")
+async def ledger(api: Parts, tenant: Tenant, job_id: str) -> LedgerObject:
+    """Where every trajectory of the job went: the counts of one moment."""
+    row = await JobStore(api).find(tenant.id, job_id)
+    pipe = api.redis.pipeline(transaction=True)
+    pipe.hmget(row.base.cell.ledger(job_id), LEDGER)
+    pipe.hlen(row.base.cell.open(job_id))
+    counts, in_flight = await pipe.execute()
+    named = {name: int(value or 0) for name, value in zip(LEDGER, counts, strict=True)}
+    return LedgerObject.model_validate({"fine_tuning_job_id": job_id, "in_flight": in_flight, **named})
+
+
+@router.get("/samples")
+async def samples(
+    api: Parts,
+    tenant: Tenant,
+    job_id: str,
+    version: Annotated[
+        int | None, Query(ge=0, le=99_999_999, description="That sampled them; the newest if absent")
+    ] = None,
+) -> Page[SampleObject]:
+    """Texts and rewards of two groups a step."""
+    row = await JobStore(api).find(tenant.id, job_id)
+    key = row.base.cell.samples(job_id)
+    if version is None:
+        version = max((int(v) for v in await api.redis.hkeys(key)), default=0)
+    value = await api.redis.hget(key, str(version))
+    records = [] if value is None else msgspec.json.decode(value, type=list[SampleRecord])
+    return Page(data=[SampleObject(**msgspec.structs.asdict(record)) for record in records])

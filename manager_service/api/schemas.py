@@ -1,0 +1,220 @@
+"""The objects that the API answers with, in OpenAI's shapes and with our extras."""
+
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel
+
+from manager_service.records import Status
+
+T = TypeVar("T")
+
+
+class Page(BaseModel, Generic[T]):
+    """A list, newest first; `after=last_id` continues it."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+
+class Identified(BaseModel):
+    id: str
+
+
+class Deleted(Identified):
+    object: str
+    deleted: bool = True
+
+
+class FileObject(Identified):
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+    status_details: str | None = None
+    num_items: int
+
+
+class ErrorObject(BaseModel):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class JobObject(Identified):
+    """OpenAI's fine-tuning job, and below `metadata` what is ours."""
+
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None = None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str
+    status: Status
+    training_file: str | None
+    validation_file: str | None
+    hyperparameters: dict[str, Any]
+    method: dict[str, Any]
+    result_files: list[str] = []
+    trained_tokens: int
+    error: ErrorObject | None
+    seed: int
+    integrations: list[Any] = []
+    user_provided_suffix: str | None
+    metadata: dict[str, str]
+    # ours
+    started_at: int | None
+    version: int  # newest committed adapter version; -1: none yet
+    num_steps: int
+    num_items: int
+    last_reward: float | None  # reward_mean of the newest step
+    first_eval_reward: float | None  # of version 0 on the validation file
+    last_eval_reward: float | None
+
+
+class EventObject(Identified):
+    # id: the job's own sequence number
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: dict[str, Any]
+
+
+class CheckpointObject(Identified):
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, float | None]
+
+
+class LedgerObject(BaseModel):
+    """issued = trained + filtered + stale + failed + cancelled + in_flight."""
+
+    object: Literal["fine_tuning.job.ledger"] = "fine_tuning.job.ledger"
+    fine_tuning_job_id: str
+    issued: int
+    trained: int
+    filtered: int
+    stale: int
+    failed: int
+    cancelled: int
+    in_flight: int
+
+
+class SampleObject(BaseModel):
+    object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
+    version: int
+    group: int
+    sample: int
+    prompt: str
+    text: str
+    reward: float | None
+    stop_reason: str
+
+
+class ModelObject(Identified):
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str  # the base model
+    version: int | None = None  # newest committed version of a tuned model
+
+
+class WorkerObject(Identified):
+    object: Literal["worker"] = "worker"
+    service: str
+    pid: int
+    host: str
+    state: str
+    busy: float  # share of the last second
+    base_model: str
+    resident: list[str]  # adapters in memory, `job@version`; other tenants' read `other`
+    slots: int
+    in_use: int
+    max_lora_rank: int | None
+    working_for: list[dict[str, str]]  # tenant, job and phase in the last second
+    counters: dict[str, float]
+
+
+class SpanObject(BaseModel):
+    object: Literal["span"] = "span"
+    worker: str
+    service: str
+    tenant: str
+    job: str
+    phase: str
+    start: float  # seconds since 1970
+    end: float
+
+
+class DeadLetterObject(Identified):
+    object: Literal["dead_letter"] = "dead_letter"
+    base_model: str
+    created_at: float
+    tenant: str
+    job: str
+    stream: str
+    entry: str
+    reason: str
+    deliveries: int
+    num_bytes: int
+
+
+class UsageObject(BaseModel):
+    """What a tenant, or one of its jobs, used."""
+
+    object: Literal["usage"] = "usage"
+    job: str | None  # None: the tenant's total; `inference`: completions
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    wasted_tokens: int = 0
+    rollout_s: float = 0.0
+    env_s: float = 0.0
+    train_s: float = 0.0
+
+
+class UsageReport(BaseModel):
+    object: Literal["list"] = "list"
+    tenant: str
+    tokens_today: int
+    max_tokens_per_day: int | None
+    total: UsageObject
+    data: list[UsageObject]  # one a job
+    has_more: bool = False
+
+
+class TenantObject(Identified):
+    object: Literal["tenant"] = "tenant"
+    name: str
+    created_at: int
+    weight: float
+    max_jobs: int
+    max_tokens_per_day: int | None
+
+
+class KeyObject(Identified):
+    object: Literal["api_key"] = "api_key"
+    tenant: str
+    created_at: int
+    hint: str  # the last four characters
+    key: str | None = None  # only in the answer that makes it
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    status: Literal["ready", "not_ready"]
+    waiting_for: list[str]

@@ -1,0 +1,123 @@
+"""Wiring of the API: makes the parts behind the routes, and serves them. The owners are `__main__`'s."""
+
+import asyncio
+import contextlib
+import secrets
+import struct
+import time
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import msgspec
+import structlog
+import uvicorn
+
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.objects import Objects, patiently
+from common.settings import resolve_model
+from common.streams import Cell
+from common.tokens import ChatTokenizer
+from manager_service.api.app import create_app
+from manager_service.api.context import Api, Base, connect_impatiently
+from manager_service.cluster import Cluster
+from manager_service.files import Files
+from manager_service.inference import Inference
+from manager_service.settings import ManagerSettings
+from manager_service.tenants import Tenants, bootstrap
+
+DRAIN_S = 5
+"""How long open requests may go on after SIGTERM."""
+
+
+@contextlib.asynccontextmanager
+async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
+    """The parts behind the routes, with the first tenant and keys made."""
+    redis, objects = connect_impatiently(settings.redis_url), Objects.open(settings.store)
+    await patiently(objects.probe)
+    tenants, api_id = Tenants(redis), secrets.token_hex(8)
+    bases = {name: await make_base(settings, name, where, objects, api_id) for name, where in settings.models.items()}
+    try:
+        bus = next(iter(bases.values())).bus
+        await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
+        files = Files(redis, objects, max_line_bytes=settings.max_line_bytes)
+        yield Api(settings, redis, objects, AdapterStore(objects), tenants, files, bases)
+    finally:
+        for base in bases.values():
+            await base.bus.close()
+        await redis.aclose()
+
+
+async def keep_keys(api: Api, every_s: float = 5.0) -> None:
+    """Registers the first tenant and the keys of the data folder again, should Redis have lost them."""
+    bus = next(iter(api.bases.values())).bus
+    while True:
+        await asyncio.sleep(every_s)
+        await bus.retrying(lambda: bootstrap(api.tenants, api.settings.data_dir))
+
+
+async def make_base(settings: ManagerSettings, name: str, where: str, objects: Objects, api_id: str) -> Base:
+    folder = await asyncio.to_thread(resolve_model, where)
+    bus = Bus.connect(settings.redis_url, Cell(name), objects)
+    cluster = Cluster(bus)
+    return Base(
+        name=name,
+        bus=bus,
+        cluster=cluster,
+        tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder),
+        inference=Inference(
+            bus,
+            api_id,
+            silence_s=settings.inference_silence_s,
+            timeout_s=settings.inference_timeout_s,
+            slots=lambda: max(1, int(settings.inference_share * cluster.slots("rollout"))),
+        ),
+        linear_layers=linear_layers(folder),
+        created_at=int(time.time()),
+    )
+
+
+def linear_layers(folder: Path) -> frozenset[str]:
+    """Leaf names of the layers that an adapter may have, from the header of the weights; empty if they are sharded."""
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return frozenset()
+    with file.open("rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = msgspec.json.decode(handle.read(length))
+    return frozenset(
+        name.split(".")[-2]
+        for name, tensor in header.items()
+        if ".layers." in name and name.endswith(".weight") and len(tensor["shape"]) == 2
+    )
+
+
+async def serve(api: Api, stop: asyncio.Event) -> None:
+    """Answers requests until `stop`, then lets open ones finish for a few seconds."""
+    settings = api.settings
+    config = uvicorn.Config(
+        create_app(api),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN_S,
+        lifespan="off",
+    )
+    server = Server(config)
+    structlog.get_logger().info("api_starts", host=settings.host, port=settings.port)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(server.serve())
+        stopped = group.create_task(stop.wait())
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await asyncio.wait([running])
+        stopped.cancel()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the process has one way to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

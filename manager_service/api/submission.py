@@ -1,0 +1,261 @@
+"""From the body of `POST /v1/fine_tuning/jobs` to a JobSpec, with everything checked before anything is queued."""
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.environments import grader_of, is_multi_turn, makes_items, validate_environment
+from common.errors import InvalidInput, NotFound
+from common.graders import Grader, check_item, nearest, validate_grader
+from common.messages import EnvSpec
+from common.tokens import ChatTokenizer
+from manager_service.api.context import Api, Base
+from manager_service.files import numbered_lines
+from manager_service.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
+from manager_service.records import FileRecord, JobSpec, TenantRecord
+
+NAMED_LINES = 5
+"""Line numbers that an error lists at most."""
+
+_SUFFIX = re.compile(r"[A-Za-z0-9_.-]*")
+_METHODS = ("supervised", "dpo")
+
+
+class Given(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class EnvironmentGiven(Given):
+    name: str
+    args: dict[str, Any] = {}
+
+
+class ReinforcementGiven(Given):
+    grader: dict[str, Any] | None = None
+    environment: EnvironmentGiven | None = None
+    hyperparameters: dict[str, Any] | None = None
+
+
+class MethodGiven(Given):
+    type: str
+    reinforcement: ReinforcementGiven | None = None
+    supervised: Any = None
+    dpo: Any = None
+
+
+Label = Annotated[str, Field(max_length=512)]
+
+
+class JobGiven(Given):
+    """The body. `model` is a base model; `seed` is chosen and returned if it is not given."""
+
+    model: str
+    training_file: str | None = None
+    validation_file: str | None = None
+    method: MethodGiven | None = None
+    suffix: str | None = Field(None, max_length=64)
+    seed: int | None = Field(None, ge=0, lt=2**53)
+    metadata: dict[str, Label] | None = Field(None, max_length=16)
+    integrations: list[Any] | None = Field(None, max_length=0)
+    hyperparameters: dict[str, Any] | None = Field(None, description="OpenAI's old place for them: not used here")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the checks of a method know."""
+
+    env: EnvSpec
+    grader: Grader | None  # None: an installed environment, which grades by itself
+    given: Hyperparameters
+
+
+async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
+    """Raises InvalidInput, naming what is wrong and the nearest valid name."""
+    base = find_base(api, body.model)
+    _check_labels(body)
+    method = _reinforcement(body)
+    plan = Plan(_environment(method), None, parse_hyperparameters(method.hyperparameters or {}))
+    plan = Plan(plan.env, _grader(method, plan.env), plan.given)
+    _check_base(base, plan)
+    training = await _file(api, tenant, body.training_file, "training_file")
+    validation = await _file(api, tenant, body.validation_file, "validation_file")
+    if training is None and not makes_items(plan.env):
+        raise InvalidInput(f"the environment {plan.env.name!r} needs a training_file", param="training_file")
+    num_items = training.num_items if training else 0
+    hyper = resolve(plan.given, num_items=num_items, base_learning_rate=base.tokenizer.learning_rate)
+    for record, param in ((training, "training_file"), (validation, "validation_file")):
+        if record is not None:
+            content = await api.files.content(record)
+            await asyncio.to_thread(check_items, content, plan, base.tokenizer, param)
+    reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
+    return JobSpec(
+        id=f"ftjob-{secrets.token_hex(12)}",
+        tenant=tenant.id,
+        base_model=base.name,
+        created_at=int(time.time()),
+        seed=secrets.randbits(53) if body.seed is None else body.seed,
+        suffix=body.suffix or "",
+        metadata=body.metadata or {},
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        method={"type": "reinforcement", "reinforcement": reinforcement},
+        env=plan.env,
+        hyper=hyper,
+        num_items=num_items,
+        num_eval_items=validation.num_items if validation else 0,
+        weight=tenant.weight,
+    )
+
+
+def find_base(api: Api, model: str) -> Base:
+    """Raises InvalidInput for what is no base model, with the nearest that is."""
+    if model in api.bases:
+        return api.bases[model]
+    if model.startswith("ft:"):
+        raise InvalidInput(
+            "a job cannot start from a tuned model yet: give its base model", param="model", code="unsupported_model"
+        )
+    known = ", ".join(api.bases)
+    raise InvalidInput(
+        f"unknown model {model!r}{nearest(model, api.bases)}; base models: {known}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _check_labels(body: JobGiven) -> None:
+    if not _SUFFIX.fullmatch(body.suffix or ""):
+        raise InvalidInput("suffix: use letters, digits, '.', '_' and '-'", param="suffix")
+    if any(len(key) > 64 for key in body.metadata or {}):
+        raise InvalidInput("metadata: a key has at most 64 characters", param="metadata")
+    if body.hyperparameters:
+        raise InvalidInput(f"hyperparameters belong into {PARAM}", param="hyperparameters")
+
+
+def _reinforcement(body: JobGiven) -> ReinforcementGiven:
+    method = body.method
+    if method is None:
+        raise InvalidInput(
+            'method is missing: {"type": "reinforcement", "reinforcement": {"grader": …}}', param="method"
+        )
+    if method.type in _METHODS:
+        raise InvalidInput(
+            f"method {method.type!r} is not offered: this service trains by reinforcement only", param="method.type"
+        )
+    if method.type != "reinforcement":
+        hint = nearest(method.type, ["reinforcement"])
+        raise InvalidInput(f"unknown method {method.type!r}{hint}; use 'reinforcement'", param="method.type")
+    if method.supervised is not None or method.dpo is not None:
+        raise InvalidInput("method: only `reinforcement` goes with type 'reinforcement'", param="method")
+    if method.reinforcement is None:
+        raise InvalidInput("method.reinforcement is missing", param="method.reinforcement")
+    return method.reinforcement
+
+
+def _environment(method: ReinforcementGiven) -> EnvSpec:
+    where = "method.reinforcement"
+    if (method.grader is None) == (method.environment is None):
+        raise InvalidInput(f"give {where}.grader or {where}.environment, one of them", param=f"{where}.grader")
+    if method.environment is None:
+        return EnvSpec("single_turn", {"grader": method.grader})
+    spec = EnvSpec(method.environment.name, method.environment.args)
+    validate_environment(spec, param=f"{where}.environment")
+    return spec
+
+
+def _grader(method: ReinforcementGiven, env: EnvSpec) -> Grader | None:
+    if method.grader is not None:
+        return validate_grader(method.grader, param="method.reinforcement.grader")
+    return grader_of(env, param="method.reinforcement.environment")
+
+
+def _check_base(base: Base, plan: Plan) -> None:
+    """What depends on the base model and on the workers that serve it."""
+    given, tokenizer = plan.given, base.tokenizer
+    if is_multi_turn(plan.env) and not tokenizer.is_prefix_stable():
+        raise InvalidInput(
+            f"the chat template of {base.name!r} cannot do multi-turn environments such as {plan.env.name!r}",
+            param="method.reinforcement.environment",
+        )
+    limit = base.cluster.max_lora_rank()
+    if limit is not None and given.lora_rank > limit:
+        raise InvalidInput(
+            f"lora_rank {given.lora_rank} is above {limit}, what the rollout workers take", param=f"{PARAM}.lora_rank"
+        )
+    if given.max_tokens >= tokenizer.context:
+        raise InvalidInput(
+            f"max_tokens {given.max_tokens} leaves no room for a prompt: the context of {base.name!r} is"
+            f" {tokenizer.context} tokens",
+            param=f"{PARAM}.max_tokens",
+        )
+    for name in given.lora_targets:
+        if base.linear_layers and name not in base.linear_layers:
+            hint = nearest(name, base.linear_layers)
+            raise InvalidInput(
+                f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{PARAM}.lora_targets"
+            )
+
+
+async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) -> FileRecord | None:
+    if file is None:
+        return None
+    try:
+        return await api.files.get(tenant.id, file)
+    except NotFound as error:
+        raise InvalidInput(f"{param}: there is no file {file!r}", param=param, code="file_not_found") from error
+
+
+# ---- items ----------------------------------------------------------------------------------------------------------
+
+
+def check_items(content: bytes, plan: Plan, tokenizer: ChatTokenizer, param: str) -> None:
+    """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long. Takes CPU time."""
+    limit = tokenizer.context - plan.given.max_tokens
+    too_long: list[int] = []
+    longest = 0
+    for number, item in _items(content):
+        _check_row(item, number, plan.grader, param)
+        length = _length(item, number, tokenizer, param)
+        longest = max(longest, length)
+        if length > limit:
+            too_long.append(number)
+    if too_long:
+        raise InvalidInput(_too_long(too_long, longest, plan.given.max_tokens, tokenizer), param=param, code="too_long")
+
+
+def _items(content: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    return ((number, msgspec.json.decode(line)) for number, line in numbered_lines(content))
+
+
+def _check_row(item: Mapping[str, Any], number: int, grader: Grader | None, param: str) -> None:
+    if grader is None:
+        return
+    try:
+        check_item(grader, item)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{param}, line {number}: the grader needs what is not there: {error}", param=param
+        ) from error
+
+
+def _length(item: Mapping[str, Any], number: int, tokenizer: ChatTokenizer, param: str) -> int:
+    try:
+        return len(tokenizer.render(item["messages"]))
+    except ValueError as error:
+        raise InvalidInput(f"{param}, line {number}: {error}", param=param) from error
+
+
+def _too_long(lines: list[int], longest: int, max_tokens: int, tokenizer: ChatTokenizer) -> str:
+    named = ", ".join(map(str, lines[:NAMED_LINES])) + (", …" if len(lines) > NAMED_LINES else "")
+    return (
+        f"{len(lines)} of the prompts are longer than {tokenizer.context - max_tokens} tokens, which is the context of"
+        f" {tokenizer.context} less max_tokens {max_tokens} (lines {named}; the longest has {longest} tokens):"
+        " shorten them or lower max_tokens"
+    )

@@ -1,0 +1,26 @@
+"""Runs a command that dies with the process that started it: `python -IS child.py <parent pid> <command…>`.
+
+A program of its own, for the standard library alone, because code between fork and exec (`preexec_fn`) can deadlock in
+a process with threads. The process id stays the same over the exec.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Does not return. Outside Linux the command outlives a parent that is killed with SIGKILL."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above took effect
+        sys.exit(1)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`jobs, events, cancel, pause, resume`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from manager_service.cli.client import JOBS, Client, Record
+from manager_service.cli.options import Data, JobId, Json, Url, connect
+from manager_service.cli.output import cells, clock, console, print_json, status, table
+
+SHOWN_METRICS = ("step", "reward_mean", "eval_reward_mean", "loss", "kl", "grad_norm", "step_tokens", "staleness")
+
+
+def jobs(
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Your jobs, newest first."""
+    with connect(url, data) as client:
+        records = newest(client, limit)
+    if as_json:
+        return print_json(records)
+    shown = table("job", "status", "model", "created", "tuned model", right=["created"])
+    for job in records:
+        row = cells(job["model"], clock(job["created_at"]), job.get("fine_tuned_model") or reason(job))
+        shown.add_row(job["id"], status(job["status"]), *row)
+    console.print(shown)
+
+
+def events(
+    job: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the job has ended.")] = False,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """What happened in a job, oldest first."""
+    with connect(url, data) as client:
+        found = client.follow(job) if follow else reversed(list(client.items(f"{JOBS}/{job}/events")))
+        for event in found:
+            if as_json:
+                print_json(event)
+            else:
+                typer.echo(event_line(event))
+
+
+def cancel(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """End a job; its finished versions stay."""
+    _act(job, "cancel", url, data, as_json)
+
+
+def pause(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """Free the workers until `resume`; what was begun is kept."""
+    _act(job, "pause", url, data, as_json)
+
+
+def resume(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """Go on with a paused job."""
+    _act(job, "resume", url, data, as_json)
+
+
+def newest(client: Client, limit: int) -> list[Record]:
+    """At most `limit` jobs, newest first."""
+    found: list[Record] = []
+    for job in client.items(JOBS):
+        if len(found) == limit:
+            break
+        found.append(job)
+    return found
+
+
+def reason(job: Record) -> str:
+    """Why it failed; empty if it did not."""
+    error: Record = job.get("error") or {}
+    return str(error.get("message", ""))
+
+
+def event_line(event: Record) -> str:
+    """`12:30:05  step 3 reward_mean 0.61 …`, or the event's message."""
+    values: dict[str, Any] = event.get("data") or {}
+    metrics = [f"{name} {_short(values[name])}" for name in SHOWN_METRICS if values.get(name) is not None]
+    text = "  ".join(metrics) if event.get("type") == "metrics" and metrics else str(event["message"])
+    level = "" if event.get("level", "info") == "info" else f"{event['level']}: "
+    return f"{clock(event['created_at'])}  {level}{text}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _act(job: str, verb: str, url: Url, data: Data, as_json: bool) -> None:
+    with connect(url, data) as client:
+        record = client.post(f"{JOBS}/{job}/{verb}")
+    print_json(record) if as_json else console.print(f"{record['id']}  {status(record['status'])}")

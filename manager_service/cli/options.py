@@ -1,0 +1,59 @@
+"""What all commands share: their options, where the API is, and which key opens it."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from common.errors import InvalidInput
+from manager_service.cli.client import Client
+from manager_service.cluster_file import read_cluster_file
+
+Url = Annotated[str | None, typer.Option("--url", help="Of the API. Otherwise MARLAAS_URL, or the running cluster's.")]
+Data = Annotated[
+    Path | None, typer.Option("--data", help="Folder of `marlaas up`. Otherwise MARLAAS_DATA_DIR, or .marlaas.")
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
+JobId = Annotated[str, typer.Argument(help="For example ftjob-…")]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class CliSettings(BaseSettings):
+    """Read once a command. The options win."""
+
+    model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
+
+    url: str = ""
+    api_key: str = Field(default="", repr=False)
+    data_dir: Path = Path(".marlaas")
+
+
+@contextmanager
+def connect(url: str | None, data: Path | None, *, admin: bool = False) -> Generator[Client]:
+    """A client of the running cluster. The key is MARLAAS_API_KEY, or the file `api_key` (`admin_key`) in the data
+    folder, which a cluster elsewhere never gets to see.
+
+    Raises InvalidInput without a key.
+    """
+    settings = CliSettings()
+    data_dir = data or settings.data_dir
+    running = read_cluster_file(data_dir)
+    local_url = running.url if running else DEFAULT_URL
+    chosen = (url or settings.url or local_url).rstrip("/").removesuffix("/v1")
+    key = settings.api_key or _read_key(data_dir / ("admin_key" if admin else "api_key"))
+    with Client(chosen, key) as client:
+        yield client
+
+
+def _read_key(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise InvalidInput(
+            f"no API key: set MARLAAS_API_KEY, or name the folder of a cluster with --data ({file}: {error.strerror})"
+        ) from None

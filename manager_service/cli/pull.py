@@ -1,0 +1,53 @@
+"""`pull`: download an adapter."""
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.errors import InvalidInput
+from manager_service.cli.client import JOBS, Client
+from manager_service.cli.options import Data, JobId, Json, Url, connect
+from manager_service.cli.output import print_json
+
+
+def pull(
+    job: JobId,
+    version: Annotated[int | None, typer.Option("--version", help="The newest if not given.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="Folder; <job>-<version> if not given.")] = None,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Download one version of a job's adapter, in the form that PEFT and vLLM load."""
+    with connect(url, data) as client:
+        chosen = newest_version(client, job) if version is None else version
+        content = client.download(f"{JOBS}/{job}/checkpoints/{chosen}/content")
+    folder = to or Path(f"{job}-{chosen}")
+    files = unpack(content, folder)
+    if as_json:
+        return print_json({"job": job, "version": chosen, "folder": str(folder), "files": files})
+    typer.echo(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
+
+
+def newest_version(client: Client, job: str) -> int:
+    """Raises InvalidInput if there is none yet."""
+    for checkpoint in client.items(f"{JOBS}/{job}/checkpoints"):
+        return int(checkpoint["step_number"])
+    raise InvalidInput(f"{job} has no trained version yet")
+
+
+def unpack(content: bytes, folder: Path) -> list[str]:
+    """Returns the names of the files. Raises InvalidInput if it is no zip, or has a name that leaves the folder."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            names = archive.namelist()
+            if any(not (folder / name).resolve().is_relative_to(folder.resolve()) for name in names):
+                raise InvalidInput("the archive has files outside of its folder; nothing was unpacked")
+            folder.mkdir(parents=True, exist_ok=True)
+            archive.extractall(folder)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise InvalidInput(f"{folder}: {error}") from error
+    return names

@@ -1,0 +1,119 @@
+"""`submit`: upload the files and create a job."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from common.errors import InvalidInput
+from manager_service.cli.client import JOBS, Client, Record
+from manager_service.cli.options import Data, Json, Url, connect
+from manager_service.cli.output import console, print_json, status
+from manager_service.cli.watch import watch_jobs
+
+SHORT_GRADERS: dict[str, Record] = {
+    "string_check": {"operation": "eq"},
+    "math": {},
+    "text_similarity": {"evaluation_metric": "fuzzy_match"},
+}
+"""Graders that compare the answer with one field of the item, and what else they need."""
+
+
+def submit(
+    file: Annotated[Path | None, typer.Argument(help="JSONL; none: the environment makes items.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="JSONL of held-out items.")] = None,
+    grader: Annotated[
+        str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')
+    ] = None,
+    hyper: Annotated[list[str] | None, typer.Option(help="key=value, may be repeated: --hyper max_steps=40")] = None,
+    model: Annotated[str, typer.Option(help="The base model.")] = "tiny",
+    suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all randomness; drawn and shown if not given.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Train an adapter on a file of items."""
+    reinforcement = method_of(grader, environment, hyper or [])
+    request: Record = {"model": model, "method": {"type": "reinforcement", "reinforcement": reinforcement}}
+    request |= {key: value for key, value in (("suffix", suffix), ("seed", seed)) if value is not None}
+    with connect(url, data) as client:
+        request["training_file"] = _upload(client, file) if file else None
+        if validation:
+            request["validation_file"] = _upload(client, validation)
+        job = client.post(JOBS, request)
+        if as_json:
+            print_json(job)
+        else:
+            console.print(f"{job['id']}  {status(job['status'])}")
+        if watch:
+            watch_jobs(client, [job["id"]], as_json=as_json)
+
+
+def method_of(grader: str | None, environment: str | None, hyper: list[str]) -> Record:
+    """`method.reinforcement` of the request. Raises InvalidInput if the options do not parse."""
+    method: Record = {}
+    if grader:
+        method["grader"] = parse_grader(grader)
+    if environment:
+        method["environment"] = parse_environment(environment)
+    if not method:
+        raise InvalidInput("say how answers are judged: --grader string_check:answer, or --environment calculator")
+    if hyper:
+        method["hyperparameters"] = dict(map(parse_hyper, hyper))
+    return method
+
+
+def parse_grader(text: str) -> Record:
+    """JSON, `@file`, or `type:field`. Raises InvalidInput."""
+    if text.startswith("@"):
+        return _json("--grader", _read(Path(text[1:])).decode())
+    if text.lstrip().startswith("{"):
+        return _json("--grader", text)
+    kind, colon, field = text.partition(":")
+    if not colon or kind not in SHORT_GRADERS or not field.isidentifier():
+        raise InvalidInput(f"--grader {text}: write {':FIELD, '.join(SHORT_GRADERS)}:FIELD, JSON, or @file.json")
+    templates = {"input": "{{sample.output_text}}", "reference": f"{{{{item.{field}}}}}"}
+    return {"type": kind, "name": kind, **templates, **SHORT_GRADERS[kind]}
+
+
+def parse_environment(text: str) -> Record:
+    """JSON, or a name alone. Raises InvalidInput."""
+    return _json("--environment", text) if text.lstrip().startswith("{") else {"name": text}
+
+
+def parse_hyper(text: str) -> tuple[str, Any]:
+    """`max_steps=40` -> ("max_steps", 40); what is no JSON is a string. Raises InvalidInput."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise InvalidInput(f"--hyper {text}: write key=value")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _json(option: str, text: str) -> Record:
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(f"{option}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{option}: must be a JSON object")
+    return cast(Record, value)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+
+
+def _upload(client: Client, file: Path) -> str:
+    return client.upload(file.name, _read(file))["id"]

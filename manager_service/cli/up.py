@@ -1,0 +1,67 @@
+"""`up`: run everything on this machine, in the foreground."""
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manager_service.cli.options import CliSettings, Json
+from manager_service.cli.output import print_json
+from manager_service.supervisor import LocalCluster
+
+Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
+
+
+def up(
+    rollout: Count = 1,
+    env: Count = 1,
+    trainer: Count = 1,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, envvar="MARLAAS_PORT", help="On 127.0.0.1; 0: any free one.")
+    ] = 8000,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder for everything that is kept.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start Redis, the manager and the workers, and keep them running until Ctrl-C."""
+    cluster = LocalCluster(
+        data_dir=data or CliSettings().data_dir,
+        rollout=rollout,
+        env=env,
+        trainer=trainer,
+        port=port,
+        notify=lambda line: typer.echo(line, err=True),
+    )
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_run(cluster, as_json))
+
+
+async def _run(cluster: LocalCluster, as_json: bool) -> None:
+    """Until it is cancelled, by Ctrl-C or SIGTERM."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    if not as_json:
+        typer.echo(f"starting in {cluster.data_dir} …", err=True)
+    async with cluster:
+        _greet(cluster, as_json)
+        await asyncio.Event().wait()
+
+
+def _greet(cluster: LocalCluster, as_json: bool) -> None:
+    folder = cluster.data_dir
+    if as_json:
+        return print_json({"url": cluster.base_url, "data": str(folder), "pids": cluster.pids})
+    typer.echo(
+        f"MARLaaS is ready at {cluster.base_url}\n"
+        f"  keys    {folder / 'api_key'} (yours), {folder / 'admin_key'} (tenants, /metrics)\n"
+        f"  openai  base_url={cluster.base_url}/v1 api_key=$(cat {folder / 'api_key'})\n"
+        f"  logs    {folder / 'logs'}\n"
+        f"  next    in another terminal: .venv/bin/python -m examples.quickstart, or\n"
+        f"          .venv/bin/marlaas submit ITEMS.jsonl --grader string_check:answer --watch\n"
+        f"          docs of the API: {cluster.base_url}/docs\n"
+        "Ctrl-C stops everything."
+    )

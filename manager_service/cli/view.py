@@ -1,0 +1,80 @@
+"""Live tables: one line a job, one line a worker."""
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+
+from manager_service.cli.client import Record
+from manager_service.cli.output import cells, status, table
+from manager_service.cli.progress import Progress, sparkline
+
+CURVE_WIDTH = 20
+BUSY_WIDTH = 8
+MAX_TENANTS = 6
+
+
+def jobs_view(jobs: Iterable[Progress], now: float) -> RenderableType:
+    """`now`: of the same clock as in `Progress.add`."""
+    shown = table("job", "status", "step", "reward", "curve", "tokens/s", "eval", right=["step", "reward", "tokens/s"])
+    for job in jobs:
+        row = cells(_steps(job), _reward(job.reward), sparkline(job.rewards, CURVE_WIDTH), _rate(job, now), evals(job))
+        shown.add_row(escape(name(job)), status(job.status), *row)
+    return shown
+
+
+def workers_view(workers: Iterable[Record]) -> RenderableType:
+    shown = table("worker", "state", "busy", "works for")
+    for worker in sorted(workers, key=lambda w: (str(w["service"]), str(w["id"]))):
+        row = cells(worker["state"], busy_bar(worker.get("busy") or 0.0), _work(worker))
+        shown.add_row(escape(f"{worker['service']} {worker['pid']}"), *row)
+    return shown
+
+
+def live_view(jobs: Iterable[Progress], workers: Iterable[Record], now: float) -> RenderableType:
+    return Group(jobs_view(jobs, now), workers_view(workers))
+
+
+def plain_line(job: Progress, now: float) -> str:
+    """The same as in the table, for a pipe."""
+    reward = _reward(job.reward) or "-"
+    return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}, {_rate(job, now)} tokens/s"
+
+
+def name(job: Progress) -> str:
+    """`acme/add`, or the job's id."""
+    return f"{job.tenant}/{job.label}" if job.label and job.tenant else job.label or job.job
+
+
+def evals(job: Progress) -> str:
+    """`0.52 → 0.97`"""
+    if job.eval_before is None:
+        return ""
+    after = f" → {job.eval_after:.2f}" if job.eval_after is not None else ""
+    return f"{job.eval_before:.2f}{after}"
+
+
+def busy_bar(share: float) -> str:
+    """`███░░░░░  38 %`"""
+    full = round(share * BUSY_WIDTH)
+    return f"{'█' * full}{'░' * (BUSY_WIDTH - full)} {share:4.0%}"
+
+
+def _work(worker: Record) -> str:
+    """`acme, bluebird`: whose work it did in the last second."""
+    work: list[Record] = worker.get("working_for") or []
+    tenants = sorted({str(one["tenant"]) for one in work})
+    more = f" and {len(tenants) - MAX_TENANTS} more" if len(tenants) > MAX_TENANTS else ""
+    return ", ".join(tenants[:MAX_TENANTS]) + more
+
+
+def _steps(job: Progress) -> str:
+    return f"{job.step}/{job.num_steps}" if job.num_steps else str(job.step)
+
+
+def _reward(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _rate(job: Progress, now: float) -> str:
+    return f"{job.tokens_per_s(now):,.0f}"

@@ -1,0 +1,114 @@
+"""`watch`: jobs and workers, live."""
+
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from common.errors import MarlaasError
+from manager_service.cli.client import FINAL, JOBS, Client, Record
+from manager_service.cli.options import Data, Json, Url, connect
+from manager_service.cli.output import console, print_json
+from manager_service.cli.progress import Progress
+from manager_service.cli.view import live_view, plain_line
+
+PERIOD_S = 1.0
+PLAIN_PERIOD_S = 5.0
+MAX_FINISHED = 5
+"""So many jobs that have ended are shown beside those that run."""
+
+
+class JobFailed(MarlaasError):
+    """A watched job failed; the message says which and why."""
+
+
+def watch(
+    job: Annotated[list[str] | None, typer.Argument(help="Ids; none: all that run, and the newest others.")] = None,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Show jobs and workers live, until all of the jobs have ended. Fails if one of them failed."""
+    with connect(url, data) as client:
+        watch_jobs(client, job or unfinished(client), as_json=as_json)
+
+
+def watch_jobs(client: Client, ids: list[str], *, as_json: bool = False) -> None:
+    """Raises JobFailed if a job failed, once all have ended."""
+    jobs = [Watched(client, job) for job in ids]
+    if as_json:
+        _print_events(jobs)
+    elif console.is_terminal:
+        _show_live(client, jobs)
+    else:
+        _print_lines(jobs)
+    failed = [job.progress for job in jobs if job.progress.status == "failed"]
+    if failed:
+        raise JobFailed("; ".join(f"{job.job} failed: {job.error}" for job in failed))
+
+
+class Watched:
+    """A job and what was read of it so far."""
+
+    def __init__(self, client: Client, job: str) -> None:
+        self.progress = Progress(job)
+        self._client = client
+        self._newest: str | None = None
+
+    def poll(self) -> list[Record]:
+        """Reads what is new. Returns the new events, oldest first."""
+        record = self._client.get(f"{JOBS}/{self.progress.job}")  # before the events, so that none is missed at the end
+        events = list(self._new_events())[::-1]
+        self._newest = events[-1]["id"] if events else self._newest
+        for event in events:
+            self.progress.add(event, now=time.monotonic())
+        self.progress.update(record)
+        return events
+
+    def _new_events(self) -> Iterator[Record]:
+        """Newest first."""
+        for event in self._client.items(f"{JOBS}/{self.progress.job}/events"):
+            if event["id"] == self._newest:
+                return
+            yield event
+
+
+def unfinished(client: Client) -> list[str]:
+    """Ids of the jobs that have not ended, and of the newest others, oldest first."""
+    shown: list[str] = []
+    num_finished = 0
+    for job in client.items(JOBS):
+        num_finished += job["status"] in FINAL
+        if job["status"] not in FINAL or num_finished <= MAX_FINISHED:
+            shown.append(job["id"])
+    return shown[::-1]
+
+
+def _rounds(jobs: list[Watched], period_s: float) -> Iterator[list[Record]]:
+    """The new events of each round of questions; ends after the round in which all jobs had ended."""
+    while True:
+        yield [event for job in jobs if not job.progress.has_ended for event in job.poll()]
+        if all(job.progress.has_ended for job in jobs):
+            return
+        time.sleep(period_s)
+
+
+def _print_events(jobs: list[Watched]) -> None:
+    for events in _rounds(jobs, PERIOD_S):
+        for event in events:
+            print_json(event)
+
+
+def _print_lines(jobs: list[Watched]) -> None:
+    for _ in _rounds(jobs, PLAIN_PERIOD_S):
+        for job in jobs:
+            typer.echo(plain_line(job.progress, time.monotonic()))
+
+
+def _show_live(client: Client, jobs: list[Watched]) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        for _ in _rounds(jobs, PERIOD_S):
+            workers = client.get("/v1/cluster/workers")["data"]
+            live.update(live_view([job.progress for job in jobs], workers, time.monotonic()), refresh=True)

@@ -1,0 +1,94 @@
+"""Who is alive, and who worked for whom when: what the workers' telemetry says.
+
+reads: telemetry   holds: last reports, spans of the last hour (lost on a crash, read again from the stream)
+waits for: a worker's report   unblocked by: every worker, once a second
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from common.bus import Bus
+from common.messages import Span, WorkerReport
+from common.telemetry import KEEP_S
+
+ALIVE_S = 5.0
+"""A worker that was not heard for this long counts as dead."""
+FORGET_S = 120.0
+MAX_SPANS = 200_000
+BLOCK_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpan:
+    worker: str
+    service: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    report: WorkerReport
+    at_s: float  # monotonic, here
+
+
+class Cluster:
+    """One cell's workers, as their broadcasts show them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._heard: dict[str, _Heard] = {}
+        self._spans: deque[WorkerSpan] = deque(maxlen=MAX_SPANS)
+        self._cursor = "0"
+
+    async def run(self) -> None:
+        """Follow the telemetry until cancelled; begins with what the stream still holds."""
+        while True:
+            await self.follow_once(block_ms=BLOCK_MS)
+
+    async def follow_once(self, *, block_ms: int | None = None) -> None:
+        """Take in what is there."""
+        entries = await self._bus.follow(self._bus.cell.telemetry, self._cursor, block_ms=block_ms)
+        if not entries:
+            return
+        seconds, micros = await self._bus.retrying(self._bus.client.time)
+        redis_now_s, now_s = seconds + micros / 1e6, time.monotonic()
+        for entry, message in entries:
+            self._cursor = entry
+            if isinstance(message, WorkerReport):
+                self._take(message, now_s - (redis_now_s - int(entry.split("-")[0]) / 1000))
+        self._forget(now_s)
+
+    def _take(self, report: WorkerReport, at_s: float) -> None:
+        self._heard[report.id] = _Heard(report, at_s)
+        self._spans.extend(WorkerSpan(report.id, report.service, span) for span in report.spans)
+
+    def _forget(self, now_s: float) -> None:
+        for worker in [w for w, heard in self._heard.items() if now_s - heard.at_s > FORGET_S]:
+            del self._heard[worker]
+        oldest_s = time.time() - KEEP_S
+        while self._spans and self._spans[0].span.end_s < oldest_s:
+            self._spans.popleft()
+
+    def workers(self) -> list[WorkerReport]:
+        """Last reports of those who were heard within five seconds and have not said goodbye, by service and id."""
+        now_s = time.monotonic()
+        alive = [
+            heard.report
+            for heard in self._heard.values()
+            if now_s - heard.at_s <= ALIVE_S and heard.report.state != "stopped"
+        ]
+        return sorted(alive, key=lambda report: (report.service, report.id))
+
+    def slots(self, service: str) -> int:
+        """How much the live workers of a service can work on at once."""
+        return sum(worker.slots for worker in self.workers() if worker.service == service)
+
+    def max_lora_rank(self) -> int | None:
+        """The smallest limit that a live worker announces; None: nobody announces one."""
+        ranks = [worker.max_lora_rank for worker in self.workers() if worker.max_lora_rank is not None]
+        return min(ranks, default=None)
+
+    def timeline(self, since_s: float) -> list[WorkerSpan]:
+        """Busy spans that end after `since_s` (seconds since 1970), by start."""
+        return sorted((s for s in self._spans if s.span.end_s > since_s), key=lambda s: s.span.start_s)

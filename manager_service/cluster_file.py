@@ -1,0 +1,23 @@
+"""`cluster.json` in the data folder of a running cluster."""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+CLUSTER_FILE = "cluster.json"
+
+
+class ClusterFile(msgspec.Struct, frozen=True):
+    """How the CLI, and more workers, find the cluster. Mode 0600, for the password in `redis_url`."""
+
+    url: str
+    pid: int  # of the supervisor
+    redis_url: str
+
+
+def read_cluster_file(data_dir: Path) -> ClusterFile | None:
+    """None if no cluster runs on this folder, or it is just starting."""
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode((data_dir / CLUSTER_FILE).read_bytes(), type=ClusterFile)
+    return None

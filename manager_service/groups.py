@@ -1,0 +1,99 @@
+"""Batch assembly: which groups make the next step. Pure functions of a job's window of groups.
+
+A batch is the first `batch_size` usable groups in group order, never in order of arrival: so what a step trains on does
+not depend on who was fast.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.messages import EMPTY_F32, EMPTY_I32, EMPTY_U8, MAX_REWARD, Array, Rows, ScoredTrajectory, f32, i32, u8
+
+MIN_USABLE = 2
+"""Trajectories without a failure that a group needs: with fewer there is no advantage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    entry: str  # stays pending until the batch is published
+    message: ScoredTrajectory
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one item, all of one version."""
+
+    version: int
+    waiting: dict[int, int] = field(default_factory=dict)  # sample -> attempt that may settle it
+    scored: dict[int, Scored] = field(default_factory=dict)  # sample -> result; failed ones are in neither
+
+    @property
+    def decided(self) -> bool:
+        return not self.waiting
+
+    @property
+    def usable(self) -> bool:
+        return len(self.scored) >= MIN_USABLE
+
+    @property
+    def all_equal(self) -> bool:
+        """No advantage: every reward is the same."""
+        return len({scored.message.reward for scored in self.scored.values()}) <= 1
+
+    def rows(self) -> list[Scored]:
+        """By sample."""
+        return [self.scored[sample] for sample in sorted(self.scored)]
+
+
+def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size: int) -> list[int] | None:
+    """The first `batch_size` groups in order, if they and all before them are decided; dropped ones are not in `groups`.
+
+    `end`: one past the last group issued. None: not yet.
+    """
+    found: list[int] = []
+    for number in range(window, end):
+        group = groups.get(number)
+        if group is None:
+            continue
+        if not group.decided:
+            return None
+        found.append(number)
+        if len(found) == batch_size:
+            return found
+    return None
+
+
+def pack(groups: list[tuple[int, Group]]) -> Rows:
+    """Rows sorted by (group, sample)."""
+    numbered = [(number, scored.message) for number, group in sorted(groups) for scored in group.rows()]
+    messages = [message for _, message in numbered]
+    return Rows(
+        tokens=_joined([m.tokens for m in messages], EMPTY_I32),
+        logprobs=_joined([m.logprobs for m in messages], EMPTY_F32),
+        written=_joined([m.written for m in messages], EMPTY_U8),
+        lengths=i32([len(m.tokens) for m in messages]),
+        groups=i32([number for number, _ in numbered]),
+        samples=i32([m.trajectory.sample for m in messages]),
+        rewards=f32([m.reward for m in messages]),
+        versions=i32([m.adapter.version for m in messages]),
+        truncated=u8([m.stop_reason in ("length", "context") for m in messages]),
+    )
+
+
+def _joined(arrays: list[Array], empty: Array) -> Array:
+    if not arrays:
+        return empty
+    data = b"".join(array.data for array in arrays)
+    return Array(empty.dtype, (sum(len(array) for array in arrays),), data)
+
+
+def is_sound(message: ScoredTrajectory) -> bool:
+    """A result that may be trained on: lengths agree, reward and log-probs are finite numbers, the model wrote something."""
+    length = len(message.tokens)
+    if not (len(message.logprobs) == len(message.written) == length):
+        return False
+    if message.reward is None or not abs(message.reward) <= MAX_REWARD:  # not a number compares false
+        return False
+    return bool(np.isfinite(message.logprobs.numpy()).all() and message.written.numpy().any())

@@ -1,0 +1,168 @@
+"""A job's hyperparameters: what users may give, in which ranges, and what they become.
+
+`"auto"` and null mean: the default. Unknown names are refused with the nearest valid one.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from common.errors import InvalidInput
+from common.graders import nearest
+from common.messages import LoraSpec, LossSpec, OptimSpec
+from manager_service.records import Hyper
+
+PARAM = "method.reinforcement.hyperparameters"
+LOSSES = ("grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo")
+MAX_STEPS = 1_000_000
+
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Hyperparameters(BaseModel):
+    """OpenAI's names and ours. None: the default, which depends on the rest or on the base model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    # OpenAI's
+    batch_size: int = Field(16, ge=1, le=1024)  # groups in a step
+    n_epochs: int | None = Field(None, ge=1, le=10_000)
+    eval_interval: int = Field(0, ge=0, le=MAX_STEPS)  # steps; 0: only before and after training
+    eval_samples: int = Field(1, ge=1, le=64)
+    learning_rate_multiplier: float | None = Field(None, gt=0, le=1000, allow_inf_nan=False)
+    compute_multiplier: float | None = Field(None, allow_inf_nan=False)
+    reasoning_effort: str | None = None
+    # ours
+    group_size: int = Field(8, ge=2, le=256)
+    max_steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+    learning_rate: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    lora_rank: int = Field(8, ge=1, le=512)
+    lora_alpha: float = Field(16.0, gt=0, le=4096, allow_inf_nan=False)
+    lora_targets: list[str] = Field([], max_length=64)
+    max_tokens: int = Field(64, ge=1, le=1_000_000)
+    max_turns: int = Field(8, ge=1, le=64)
+    temperature: float = Field(1.0, ge=0.01, le=10, allow_inf_nan=False)
+    loss: Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"] = "grpo"
+    clip_low: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    clip_high: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    is_clip: float = Field(2.0, gt=0, le=1000, allow_inf_nan=False)
+    kl_coef: float = Field(0.0, ge=0, le=100, allow_inf_nan=False)
+    max_staleness: int = Field(0, ge=0, le=64)
+    dynamic_sampling: bool = False
+    mask_truncated: bool = False
+    grad_clip: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    tool_timeout: float = Field(10.0, gt=0, le=300, allow_inf_nan=False)  # seconds
+
+    @field_validator("compute_multiplier")
+    @classmethod
+    def _neutral_compute(cls, value: float | None) -> float | None:
+        if value not in (None, 1.0):
+            raise ValueError("only 1 is possible here: leave it out or use group_size")
+        return value
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _neutral_effort(cls, value: str | None) -> str | None:
+        if value not in (None, "default"):
+            raise ValueError('only "default" is possible here: this base model has no reasoning effort')
+        return value
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _module_names(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not _MODULE.fullmatch(name) or name == "lm_head":
+                raise ValueError(f"{name!r} is not the name of a linear layer such as 'q_proj'")
+        return value
+
+
+def parse_hyperparameters(given: Mapping[str, Any]) -> Hyperparameters:
+    """Raises InvalidInput naming the parameter."""
+    for name in given:
+        if name not in Hyperparameters.model_fields:
+            hint = nearest(name, Hyperparameters.model_fields)
+            raise InvalidInput(f"unknown hyperparameter {name!r}{hint}", param=f"{PARAM}.{name}")
+    plain = {name: value for name, value in given.items() if value is not None and value != "auto"}
+    try:
+        parsed = Hyperparameters.model_validate(plain)
+    except ValidationError as error:
+        raise _translated(error) from error
+    if parsed.learning_rate is not None and parsed.learning_rate_multiplier is not None:
+        raise InvalidInput(
+            "give learning_rate or learning_rate_multiplier, not both", param=f"{PARAM}.learning_rate_multiplier"
+        )
+    return parsed
+
+
+def _translated(error: ValidationError) -> InvalidInput:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    given = "" if first["type"] == "value_error" else f", not {repr(first['input'])[:80]}"
+    return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{given}", param=f"{PARAM}.{name}")
+
+
+def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float) -> Hyper:
+    """All defaults filled in. `num_items` 0: the environment makes its own. Raises InvalidInput."""
+    rate = given.learning_rate or base_learning_rate * (given.learning_rate_multiplier or 1.0)
+    return Hyper(
+        batch_size=given.batch_size,
+        group_size=given.group_size,
+        num_steps=num_steps(given, num_items),
+        eval_interval=given.eval_interval,
+        eval_samples=given.eval_samples,
+        lora=LoraSpec(given.lora_rank, given.lora_alpha, tuple(given.lora_targets)),
+        loss=_loss(given),
+        optim=OptimSpec(learning_rate=rate, weight_decay=given.weight_decay, grad_clip=given.grad_clip),
+        temperature=given.temperature,
+        max_tokens=given.max_tokens,
+        max_turns=given.max_turns,
+        max_staleness=given.max_staleness,
+        dynamic_sampling=given.dynamic_sampling,
+        tool_timeout_s=given.tool_timeout,
+    )
+
+
+def _loss(given: Hyperparameters) -> LossSpec:
+    return LossSpec(
+        name=given.loss,
+        clip_low=given.clip_low,
+        clip_high=given.clip_high,
+        is_clip=given.is_clip,
+        kl_coef=given.kl_coef,
+        mask_truncated=given.mask_truncated,
+        max_tokens=given.max_tokens,
+        temperature=given.temperature,
+    )
+
+
+def num_steps(given: Hyperparameters, num_items: int) -> int:
+    """`max_steps`, or what `n_epochs` give, whichever is smaller; one epoch if neither is given. Raises InvalidInput."""
+    if num_items == 0:
+        if given.max_steps is None:
+            raise InvalidInput("without a training_file, max_steps says when training ends", param=f"{PARAM}.max_steps")
+        if given.n_epochs is not None:
+            raise InvalidInput("n_epochs needs a training_file; use max_steps", param=f"{PARAM}.n_epochs")
+        return given.max_steps
+    if given.n_epochs is None and given.max_steps is not None:
+        return given.max_steps
+    steps = math.ceil((given.n_epochs or 1) * num_items / given.batch_size)
+    return min(steps, given.max_steps or steps)
+
+
+def as_given(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:
+    """The resolved hyperparameters under the names that users give them."""
+    resolved = given.model_dump(
+        exclude={"n_epochs", "learning_rate_multiplier", "compute_multiplier", "reasoning_effort"}
+    )
+    optional = {"n_epochs": given.n_epochs, "learning_rate_multiplier": given.learning_rate_multiplier}
+    return {
+        **resolved,
+        **{name: value for name, value in optional.items() if value is not None},
+        "max_steps": hyper.num_steps,
+        "learning_rate": hyper.optim.learning_rate,
+    }

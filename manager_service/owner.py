@@ -1,0 +1,271 @@
+"""The loop of a manager replica in one cell: takes partitions, applies what happens to their jobs, issues work.
+
+    reads: the inboxes of the partitions it owns   writes: see manager_service.partition
+    waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
+    after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
+
+One pass: read what is there, let the jobs change, decide what follows (manager_service.allocator), then commit each
+partition's changes in one fenced script. A partition whose commit is refused is forgotten at once.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+
+from common.adapters import AdapterStore
+from common.bus import Bus, Delivery
+from common.errors import Fenced, Unavailable
+from common.objects import Objects
+from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, NUM_PARTITIONS, OWNER
+from common.tasks import cancel_all
+from common.telemetry import KEEP_S
+from manager_service.allocator import Allocator, Slots, today
+from manager_service.changes import Changes, commands
+from manager_service.partition import Partition
+from manager_service.records import GLOBAL, TenantRecord
+from manager_service.transaction import Fence, Held, Lost
+
+READ_COUNT = 512
+BLOCK_MS = 100
+STALL_S = 30.0
+STALL_REASON = "all services have live workers, so look at their logs; is the object storage reachable and not full?"
+
+log = structlog.get_logger()
+
+
+class Owner:
+    """Owns as many partitions of one cell as it can get, for as long as it lives."""
+
+    def __init__(
+        self, *, bus: Bus, cluster: Slots, store: AdapterStore, objects: Objects, lease_s: float = 10.0
+    ) -> None:
+        self._bus = bus
+        self._cell = bus.cell
+        self._store = store
+        self._objects = objects
+        self._lease_s = lease_s
+        self._token = secrets.token_hex(16)
+        self._owned: dict[int, tuple[Partition, Fence]] = {}
+        self._lock = asyncio.Lock()
+        self._allocator = Allocator(cluster)
+        self._idle_since: float | None = None
+
+    # ---- leases -----------------------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`; then the leases are given back, so that another replica need not wait for them."""
+        for stream, group in self._work_streams():
+            await self._bus.ensure_group(stream, group)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(loop) for loop in (self._keep_leases(), self._watch(), self._passes())]
+            await stop.wait()
+            await cancel_all(tasks)
+        for _, fence in self._owned.values():
+            await fence.release()
+
+    def _work_streams(self) -> list[tuple[str, str]]:
+        cell = self._cell
+        return [
+            (cell.env, GROUP_ENV),
+            (cell.rollout, GROUP_ROLLOUT),
+            (cell.rollout_first, GROUP_ROLLOUT),
+            (cell.train, GROUP_TRAINER),
+        ]
+
+    async def _keep_leases(self) -> None:
+        while True:
+            for number in range(NUM_PARTITIONS):
+                try:
+                    await self._keep_lease(number)
+                except Unavailable as error:
+                    log.warning("lease_delayed", partition=number, reason=str(error))
+                except Exception:  # the boundary: a partition that cannot be loaded must not stop the others
+                    log.exception("partition_not_loaded", partition=number)
+            await asyncio.sleep(self._lease_s / 4)
+
+    async def _keep_lease(self, number: int) -> None:
+        owned = self._owned.get(number)
+        fence = owned[1] if owned else Fence(self._bus, number, self._token)
+        held = await fence.take(self._lease_s)
+        if owned and held is not Held.RENEWED:  # it ran out: another may have written since
+            async with self._lock:
+                self._forget(number, "lease lost")
+        if held is not Held.BY_ANOTHER and number not in self._owned:
+            await self._take_over(number, Fence(self._bus, number, self._token))
+
+    async def _take_over(self, number: int, fence: Fence) -> None:
+        async with self._lock:
+            await fence.read_stamp()
+            partition, changes = Partition(number, self._bus, self._objects, self._store), Changes()
+            await partition.load(time.time(), changes)
+            self._owned[number] = (partition, fence)
+            self._allocator.refresh(partition, list(partition.jobs))
+            self._allocator.share = len(self._owned) / NUM_PARTITIONS
+            await self._commit(number, changes)
+        if partition.jobs:
+            log.info("partition_taken", partition=number, jobs=len(partition.jobs))
+
+    def _forget(self, number: int, reason: str) -> None:
+        if owned := self._owned.pop(number, None):
+            self._allocator.forget(owned[0])
+            self._allocator.share = len(self._owned) / NUM_PARTITIONS
+            log.warning("partition_forgotten", partition=number, reason=reason)
+
+    # ---- one pass ---------------------------------------------------------------------------------------------------
+
+    async def _passes(self) -> None:
+        while True:
+            owned = dict(self._owned)
+            deliveries = await self._read(owned)
+            async with self._lock:
+                await self._pass([d for d in deliveries if self._still_owned(d, owned)])
+
+    def _still_owned(self, delivery: Delivery, owned: Mapping[int, tuple[Partition, Fence]]) -> bool:
+        """An entry that was read for an older owner's memory must be read again by a fresh take-over."""
+        number = _partition_number(delivery)
+        if self._owned.get(number) is owned.get(number):
+            return True
+        self._forget(number, "read across a take-over")
+        return False
+
+    async def _read(self, owned: Mapping[int, tuple[Partition, Fence]]) -> list[Delivery]:
+        streams = [name for partition, _ in owned.values() for name in partition.inboxes]
+        if not streams:
+            await asyncio.sleep(0.05)
+            return []
+        return await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
+
+    async def _pass(self, deliveries: Iterable[Delivery]) -> None:
+        now = time.time()
+        changes = {number: Changes() for number in self._owned}
+        for delivery in deliveries:
+            number = _partition_number(delivery)
+            await self._owned[number][0].handle(delivery, now, changes[number])
+        for number, change in changes.items():
+            self._allocator.refresh(self._owned[number][0], change.touched)
+        self._allocator.decide(now, changes)
+        for number, change in changes.items():
+            self._owned[number][0].forget_settled(change)
+        await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
+
+    async def _commit(self, number: int, changes: Changes) -> None:
+        _, fence = self._owned[number]
+        self._allocator.charge(changes)
+        encoded = [(stream, await self._bus.fields(message)) for stream, message in changes.published]
+        try:
+            await fence.commit(commands(changes, self._cell, number, encoded, today()))
+        except (Fenced, Lost) as error:
+            self._forget(number, f"{type(error).__name__}: {error}")
+            return
+        for job in changes.finished:
+            await self._tidy(f"payloads/{job}")
+
+    async def _tidy(self, folder: str) -> None:
+        """Big messages' payloads of a finished job; what cannot be deleted now costs space and nothing else."""
+        try:
+            await self._objects.delete_folder(folder)
+        except Unavailable as error:
+            log.warning("not_deleted", folder=folder, reason=str(error))
+
+    # ---- what is watched --------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """What changes slowly, or should not happen at all."""
+        while True:
+            await self._refresh()
+            await self._trim_broadcasts()
+            try:
+                if await self._nothing_anywhere():
+                    await self._find_lost()
+            except Unavailable as error:
+                log.warning("search_delayed", reason=str(error))
+            await self._tell_stalls()
+            await asyncio.sleep(min(1.0, self._lease_s / 4))
+
+    async def _refresh(self) -> None:
+        records = await self._bus.read_hash(f"{GLOBAL}tenants")
+        tenants = {name.decode(): msgspec.json.decode(row, type=TenantRecord) for name, row in records.items()}
+        memory = await self._bus.retrying(lambda: self._bus.client.info("memory"))
+        limit = int(memory.get("maxmemory", 0))
+        self._allocator.tenants = tenants
+        self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
+        limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
+        self._allocator.used_today.update(await self._used_today(limited))
+
+    async def _used_today(self, tenants: list[str]) -> dict[str, int]:
+        """Tokens that these tenants have used today, chats included."""
+
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for tenant in tenants:
+                pipe.hget(self._cell.usage(tenant), f"day/{today()}")
+            return await pipe.execute()
+
+        return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
+
+    async def _trim_broadcasts(self) -> None:
+        """Scripts append to these without trimming; what is older than any reader's absence goes."""
+        seconds, _ = await self._bus.retrying(self._bus.client.time)
+        oldest = int((seconds - KEEP_S) * 1000)
+        for stream in (self._cell.control, self._cell.adapters_new):
+            await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
+
+    async def _nothing_anywhere(self) -> bool:
+        """True when jobs wait but no stream held anything, for longer than a lease."""
+        waiting = any(job.under_way for partition, _ in self._owned.values() for job in partition.jobs.values())
+        if not waiting or await self._any_entry():
+            self._idle_since = None
+            return False
+        self._idle_since = self._idle_since or time.monotonic()
+        return time.monotonic() - self._idle_since > self._lease_s
+
+    async def _tell_stalls(self) -> None:
+        """A job that waits for something that is not there says so in its events."""
+        missing = [s for s in ("rollout", "env", "trainer") if not self._allocator.cluster.slots(s)]
+        reason = f"no {' and no '.join(missing)} worker is alive" if missing else STALL_REASON
+        async with self._lock:
+            for number, (partition, _) in list(self._owned.items()):
+                changes = Changes()
+                for job in partition.jobs.values():
+                    job.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
+                if changes:
+                    await self._commit(number, changes)
+
+    async def _any_entry(self) -> bool:
+        """Does anything wait in a stream? Looked at in one moment, so that nothing can move behind the look.
+
+        What an owner has read and keeps pending (half-full batches, parked turns) does not wait.
+        """
+        work = [stream for stream, _ in self._work_streams()]
+        inboxes = [name for partition, _ in self._owned.values() for name in partition.inboxes]
+
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=True)
+            for stream in (*work, *inboxes):
+                pipe.xlen(stream)
+            for stream in inboxes:
+                pipe.xpending(stream, GROUP_MANAGER)
+            return await pipe.execute()
+
+        answers = await self._bus.retrying(call)
+        lengths, held = answers[: -len(inboxes)], answers[-len(inboxes) :]
+        return sum(lengths) > sum(row["pending"] for row in held)
+
+    async def _find_lost(self) -> None:
+        self._idle_since = None
+        async with self._lock:
+            for number, (partition, _) in list(self._owned.items()):
+                changes = Changes()
+                await partition.find_lost(time.time(), changes)
+                self._allocator.refresh(partition, changes.touched)
+                if changes:
+                    await self._commit(number, changes)
+
+
+def _partition_number(delivery: Delivery) -> int:
+    return int(delivery.stream.rsplit(":", 1)[-1])

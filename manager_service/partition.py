@@ -1,0 +1,276 @@
+"""One partition: its jobs in memory, and the messages that change them.
+
+reads: scored:<p>, adapters:<p>, jobs:<p>   writes: env, rollout:first, train, control, and the jobs' records
+holds: unfinished jobs with their half-full batches (pending entries in Redis: lost here, found there)
+after a crash: the next owner takes the lease, loads the records, and reads what the last one had pending
+"""
+
+from collections.abc import Awaitable
+
+import msgspec
+import structlog
+
+from common.adapters import AdapterStore
+from common.bus import Bus, Delivery, Undecodable
+from common.errors import CorruptObject, NotFound, Unavailable
+from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
+from common.objects import Objects, patiently
+from common.streams import GROUP_MANAGER, OWNER
+from manager_service.changes import Changes
+from manager_service.groups import Group
+from manager_service.items import Items
+from manager_service.job import Job
+from manager_service.records import FINAL, JobError, JobSpec, JobState
+
+log = structlog.get_logger()
+
+
+class Partition:
+    """State machine over one partition's jobs. All its methods fill `changes`; the owner commits them."""
+
+    def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore) -> None:
+        self.number = number
+        self.jobs: dict[str, Job] = {}
+        self._bus = bus
+        self._cell = bus.cell
+        self._objects = objects
+        self._store = store
+
+    @property
+    def inboxes(self) -> list[str]:
+        cell = self._cell
+        return [cell.jobs(self.number), cell.adapters(self.number), cell.scored(self.number)]
+
+    # ---- taking over ------------------------------------------------------------------------------------------------
+
+    async def load(self, now: float, changes: Changes) -> None:
+        """Rebuild memory: records, then what the last owner had pending, then versions that only the store knows of.
+
+        Raises Unavailable when the store is away. A job whose records or files cannot be read fails alone.
+        """
+        for stream in self.inboxes:
+            await self._bus.ensure_group(stream, GROUP_MANAGER)
+        for name in await self._bus.read_set(self._cell.active(self.number)):
+            job_id = name.decode()
+            await self._isolated(job_id, now, changes, self._load_job(job_id, now, changes))
+        for stream in self.inboxes:
+            await self._replay(stream, now, changes)
+        for job in list(self.jobs.values()):
+            await self._isolated(job.id, now, changes, self._catch_up(job, now, changes))
+
+    async def _catch_up(self, job: Job, now: float, changes: Changes) -> None:
+        job.restored()
+        if job.state.status == "validating_files":
+            job.queue(now, changes)
+        await self._look_for_version(job, now, changes)
+        self.advance(job, now, changes)
+
+    async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
+        """Whatever is wrong with one job stays with it. Raises Unavailable."""
+        try:
+            await work
+        except Unavailable:
+            raise
+        except Exception as error:  # the boundary: one job's records must not stop the other tenants' owner
+            log.exception("job_unreadable", job_id=job_id)
+            if job := self.jobs.get(job_id):
+                self._fail(job, error, now, changes)
+                self.advance(job, now, changes)
+
+    def _fail(self, job: Job, error: Exception, now: float, changes: Changes) -> None:
+        code = "corrupt_adapter" if isinstance(error, CorruptObject) else "internal_error"
+        job.fail(JobError(code, f"{type(error).__name__}: {error}"), now, changes)
+
+    async def _load_job(self, job_id: str, now: float, changes: Changes) -> Job | None:
+        record = await self._bus.read_hash(self._cell.job(job_id))
+        if not record:
+            return None
+        try:
+            spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
+            state = msgspec.json.decode(record[b"state"], type=JobState)
+        except (KeyError, msgspec.MsgspecError) as error:
+            log.error("record_unreadable", job_id=job_id, reason=str(error))
+            return None
+        try:
+            files = [await self._items(spec.tenant, file) for file in (spec.training_file, spec.validation_file)]
+            missing = ""
+        except NotFound as error:
+            files, missing = [Items(), Items()], str(error)
+        job = Job(self._cell, spec, state, *files)
+        self.jobs[job_id] = job
+        await self._load_open(job)
+        if missing:
+            job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
+        return job
+
+    async def _load_open(self, job: Job) -> None:
+        state = job.state
+        trained = set(state.training.keys) if state.training else set()
+        job.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
+        for name, value in (await self._bus.read_hash(self._cell.open(job.id))).items():
+            key = name.decode()
+            number, sample = (int(part) for part in key.split("/"))
+            attempt, version, *scored = value.decode().split(":")
+            if key not in trained and number in job.groups:
+                job.groups[number].version = int(version)
+                if scored:
+                    job.counted[number, sample] = int(attempt)
+                else:
+                    job.groups[number].waiting[sample] = int(attempt)
+        evals = await self._bus.read_hash(self._cell.evals(job.id))
+        job.eval_open = {name.decode(): int(attempt) for name, attempt in evals.items()}
+
+    async def _items(self, tenant: str, file: str | None) -> Items:
+        if file is None:
+            return Items()
+        return Items.parse(await self._objects.get(f"files/{tenant}/{file}"))
+
+    async def _replay(self, stream: str, now: float, changes: Changes) -> None:
+        after = "0"
+        while deliveries := await self._bus.read_pending(stream, GROUP_MANAGER, OWNER, after=after):
+            for delivery in deliveries:
+                if not self._restored(delivery):
+                    await self.handle(delivery, now, changes)
+            after = deliveries[-1].entry
+
+    def _restored(self, delivery: Delivery) -> bool:
+        """A scored trajectory that the last owner had counted goes back into its group, and is not counted again."""
+        message = delivery.message
+        if not isinstance(message, ScoredTrajectory):
+            return False
+        job = self.jobs.get(message.job)
+        return job is not None and job.restore(delivery.entry, message)
+
+    async def _look_for_version(self, job: Job, now: float, changes: Changes) -> None:
+        """Redis may have lost its last moment; the store has not."""
+        if not (job.state.training or job.state.initialising):
+            return
+        adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
+        manifest = await self._store.manifest(adapter)
+        if manifest is None:
+            return
+        update = AdapterUpdate(
+            id=f"{manifest.batch}/update",
+            tenant=job.spec.tenant,
+            job=job.id,
+            partition=self.number,
+            epoch=job.state.epoch,
+            adapter=adapter,
+            batch=manifest.batch,
+            next_group=manifest.next_group,
+            metrics=manifest.metrics,
+            usage=manifest.usage,
+        )
+        job.on_adapter(update, now, changes)
+
+    async def find_lost(self, now: float, changes: Changes) -> None:
+        """Called when nothing of the cell's work is in any stream: what still waits was lost with Redis' last moment."""
+        for job in list(self.jobs.values()):
+            await self._isolated(job.id, now, changes, self._find_lost(job, now, changes))
+
+    async def _find_lost(self, job: Job, now: float, changes: Changes) -> None:
+        if job.state.status == "paused":  # looked for once it runs again
+            return
+        await self._look_for_version(job, now, changes)
+        if job.state.status in FINAL:
+            job.give_up(changes)
+        elif job.state.training:
+            job.warn(now, "A training step was lost and is made again", changes)
+            job.restart_step(changes)
+        elif job.state.initialising:
+            job.start(now, changes)
+        elif job.num_waiting:
+            job.warn(now, f"{job.num_waiting} trajectories were lost and are sampled again", changes)
+            job.reissue(changes)
+        changes.touched.add(job.id)
+        self.advance(job, now, changes)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    async def handle(self, delivery: Delivery, now: float, changes: Changes) -> None:
+        """One entry of an inbox. An error of ours fails its job, and only its job."""
+        message = delivery.message
+        if isinstance(message, Undecodable):
+            self._to_dead(delivery, message.reason, changes)
+            return
+        try:
+            job = await self._dispatch(delivery, now, changes)
+        except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
+            log.exception("transition_failed", job_id=message.job, message_id=message.id)
+            self._to_dead(delivery, f"{type(error).__name__}: {error}", changes)
+            job = self.jobs.get(message.job)
+            if job is not None:
+                self._fail(job, error, now, changes)
+        if job is not None:
+            changes.touched.add(job.id)
+            job.progressed(now, changes)
+            self.advance(job, now, changes)
+
+    async def _dispatch(self, delivery: Delivery, now: float, changes: Changes) -> Job | None:
+        message = delivery.message
+        if isinstance(message, JobCommand):
+            changes.ack(delivery.stream, delivery.entry)
+            return await self._command(message, now, changes)
+        assert not isinstance(message, Undecodable)
+        job = self.jobs.get(message.job)
+        if job is None:  # finished before: nobody waits for this, but it was paid for
+            changes.ack(delivery.stream, delivery.entry)
+            usage = message.request.usage if isinstance(message, Parked) else getattr(message, "usage", Usage())
+            changes.add_usage(message.tenant, message.job, usage, wasted=True)
+        elif isinstance(message, ScoredTrajectory):
+            job.on_scored(delivery.entry, message, changes)
+        elif isinstance(message, Parked):
+            job.on_parked(delivery.entry, message, changes)
+        elif isinstance(message, AdapterUpdate):
+            changes.ack(delivery.stream, delivery.entry)
+            job.on_adapter(message, now, changes)
+        else:
+            self._to_dead(delivery, f"a {type(message).__name__} has no business here", changes)
+        return job
+
+    async def _command(self, command: JobCommand, now: float, changes: Changes) -> Job | None:
+        job = self.jobs.get(command.job)
+        if command.action == "create":
+            return await self._create(command.job, now, changes)
+        if job is None:
+            return None
+        {"pause": job.pause, "resume": job.resume, "cancel": job.cancel}[command.action](now, changes)
+        return job
+
+    async def _create(self, job_id: str, now: float, changes: Changes) -> Job | None:
+        job = self.jobs.get(job_id) or await patiently(lambda: self._load_job(job_id, now, changes))
+        if job is not None and job.state.status == "validating_files":
+            job.queue(now, changes)
+        return job
+
+    def advance(self, job: Job, now: float, changes: Changes) -> None:
+        """What follows from the job's state; and forget it once nothing of it is under way."""
+        job.advance(now, changes)
+        if job.settled and self.jobs.pop(job.id, None):
+            changes.finished.append(job.id)
+            changes.states[job.id] = job.state
+
+    def forget_settled(self, changes: Changes) -> None:
+        """Jobs that a decision has ended leave at once."""
+        for name in list(changes.states):
+            if (job := self.jobs.get(name)) and job.settled:
+                del self.jobs[name]
+                changes.finished.append(name)
+
+    def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
+        message = delivery.message
+        payload = message.payload if isinstance(message, Undecodable) else b""
+        known = None if isinstance(message, Undecodable) else message
+        letter = DeadLetter(
+            id=known.id if known else delivery.entry,
+            tenant=known.tenant if known else "",
+            job=known.job if known else "",
+            partition=self.number,
+            stream=delivery.stream,
+            entry=delivery.entry,
+            reason=reason,
+            deliveries=delivery.deliveries,
+            payload=payload,
+        )
+        changes.published.append((self._cell.dead, letter))
+        changes.ack(delivery.stream, delivery.entry)

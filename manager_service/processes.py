@@ -1,0 +1,151 @@
+"""Child processes that are kept running.
+
+KeptProcess.keep_running   starts the command, waits for its end, starts it again after a growing delay
+waits for: the process, or `stop`   unblocked by: its death, or the supervisor
+after a crash of this process: the kernel kills the children (see `child.py`)
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 10.0
+STABLE_S = 10.0
+"""A process that lived for so long starts again after `FIRST_DELAY_S`, however often it died before."""
+MAX_LOG_BYTES = 16 * 2**20
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    name: str
+    """Unique in a cluster, e.g. `rollout-0`."""
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    """All of it; nothing is inherited."""
+    log: Path
+    """Standard output and error are appended here."""
+
+
+class KeptProcess:
+    """A command that is started again whenever it ends, until `stop`. Each run leads its own session, so that a
+    Ctrl-C in the terminal reaches the supervisor alone."""
+
+    def __init__(self, command: Command, notify: Notify) -> None:
+        self.command = command
+        self.num_exits = 0
+        """How often it ended without having been asked to."""
+        self._notify = notify
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """None between two runs."""
+        return self._process.pid if self._process else None
+
+    async def keep_running(self) -> None:
+        """Returns after `stop`. Call from the main thread: the kernel ties the child's life to the calling thread."""
+        delay_s = 0.0
+        try:
+            while not self._stopping.is_set():
+                since = time.monotonic()
+                status = await self._run_once()
+                if self._stopping.is_set():
+                    return
+                delay_s = _next_delay(delay_s, lived_s=time.monotonic() - since)
+                self.num_exits += 1
+                self._notify(f"{self.command.name} {describe(status)}; starting again in {delay_s:.1f} s")
+                await _wait(self._stopping, delay_s)
+        finally:
+            self._ended.set()
+
+    def signal(self, number: int) -> bool:
+        """False if it is not running just now."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        return True
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and after `grace_s` SIGKILL. Only for a process whose `keep_running` was started."""
+        self._stopping.set()
+        self.signal(signal.SIGTERM)
+        if not await _wait(self._ended, grace_s):
+            self.signal(signal.SIGKILL)
+            await self._ended.wait()
+
+    async def _run_once(self) -> int:
+        """Runs the command to its end. Returns its exit status, or minus the signal that ended it."""
+        with self.command.log.open("ab") as log:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *_tied_to_this_process(self.command.argv),
+                env=dict(self.command.environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        if self._stopping.is_set():  # while it was being started
+            self.signal(signal.SIGTERM)
+        try:
+            return await process.wait()
+        finally:
+            _kill_session(process.pid)  # what it started itself and left behind
+            self._process = None
+
+
+def _next_delay(before_s: float, *, lived_s: float) -> float:
+    if lived_s > STABLE_S:
+        return FIRST_DELAY_S
+    return min(max(2 * before_s, FIRST_DELAY_S), MAX_DELAY_S)
+
+
+def describe(status: int) -> str:
+    """`was killed by SIGKILL`, `ended with status 1`."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def rotate(log: Path, limit_bytes: int = MAX_LOG_BYTES) -> None:
+    """Moves a log's content to `<name>.1` if it is too long; its writers append, so that they may go on."""
+    if log.exists() and log.stat().st_size > limit_bytes:
+        shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        os.truncate(log, 0)
+
+
+def tail(log: Path, num_lines: int = 15) -> str:
+    """The last lines of a log, for an error message."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 16_384))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+
+
+def _tied_to_this_process(argv: tuple[str, ...]) -> tuple[str, ...]:
+    wrapper = Path(__file__).with_name("child.py")
+    return (sys.executable, "-I", "-S", str(wrapper), str(os.getpid()), *argv)
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    """True if the event came in time."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()

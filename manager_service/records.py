@@ -1,0 +1,193 @@
+"""What the manager keeps in Redis of jobs, and of tenants, keys and files. All records are JSON.
+
+in the cell (see common.streams)
+job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone
+ledger:<job>               hash     issued, trained, filtered, stale, failed, cancelled
+open:<job>                 hash     trajectory key -> `attempt:version`, then `:scored`; its size is in_flight
+evals:<job>                hash     the same for evaluations, which the ledger does not count
+checkpoints:<job>          hash     version -> CheckpointRecord
+samples:<job>              hash     version -> list of SampleRecord
+events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
+usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference
+
+outside the cells, prefix `marlaas:`
+tenants                    hash     tenant -> TenantRecord
+keys                       hash     sha256 of the key -> KeyRecord
+file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
+files:<tenant>             zset     file id by creation time
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from common.messages import EnvSpec, LoraSpec, LossSpec, OptimSpec
+
+Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
+LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
+GLOBAL = "marlaas:"
+
+
+class Hyper(msgspec.Struct, frozen=True, kw_only=True):
+    """Hyperparameters with every default filled in."""
+
+    batch_size: int = 16  # groups in a step
+    group_size: int = 8
+    num_steps: int  # the smaller of max_steps and what n_epochs give
+    eval_interval: int = 0  # steps between evaluations; 0: only at version 0 and at the end
+    eval_samples: int = 1
+    lora: LoraSpec
+    loss: LossSpec
+    optim: OptimSpec
+    temperature: float = 1.0
+    max_tokens: int = 64
+    max_turns: int = 8
+    max_staleness: int = 0
+    dynamic_sampling: bool = False
+    tool_timeout_s: float = 10.0
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a job that never changes."""
+
+    id: str  # `ftjob-…`
+    tenant: str
+    base_model: str
+    created_at: int  # seconds since 1970
+    seed: int
+    suffix: str = ""
+    metadata: dict[str, str] = {}
+    training_file: str | None = None
+    validation_file: str | None = None
+    method: dict[str, Any]  # as the user gave it, for the API's answers
+    env: EnvSpec
+    hyper: Hyper
+    num_items: int  # rows of the training file; 0: the environment makes its own
+    num_eval_items: int = 0
+    weight: float = 1.0  # the tenant's at creation
+
+    @property
+    def tuned_model(self) -> str:
+        return f"ft:{self.base_model}:{self.tenant}:{self.suffix}:{self.id}"
+
+
+class Training(msgspec.Struct, frozen=True):
+    """A Step under way: published, not yet answered."""
+
+    batch: str  # the message's id
+    keys: tuple[str, ...]  # its trajectories, in flight until the answer
+    first_group: int  # the window before, should the step have to be made again
+    versions: tuple[int, ...]  # that sampled it
+
+
+class EvalTally(msgspec.Struct):
+    """A running evaluation of one version: sampled answers, and one greedy answer an item."""
+
+    units: int  # Start messages in all: two an item
+    issued: int = 0  # of them
+    expected: int = 0  # trajectories in all
+    settled: int = 0
+    failed: int = 0
+    num: int = 0  # scored sampled answers, their sum and sum of squares
+    total: float = 0.0
+    squares: float = 0.0
+    greedy_num: int = 0
+    greedy_total: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.settled >= self.expected
+
+
+class JobError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class JobState(msgspec.Struct, kw_only=True):
+    """Everything about a job that changes; written only by the partition's owner, under its lease."""
+
+    status: Status = "validating_files"
+    epoch: int = 0  # raised by pause, resume and cancel
+    attempt: int = 0  # of trajectories issued from now on
+    version: int = -1  # newest committed; -1: version 0 is still being made
+    initialising: bool = False  # an Init is under way
+    window: int = 0  # first group that no batch has used yet
+    next_group: int = 0  # first group that was not issued yet
+    dropped: list[int] = []  # groups in the window that failed, were filtered or stale
+    drawn: int = 0  # groups issued for the coming step, replacements included
+    failed_groups: int = 0  # since the last step
+    reasons: dict[str, int] = {}  # of failures since the last step
+    training: Training | None = None
+    evals: dict[str, EvalTally] = {}  # version -> running evaluation
+    num_events: int = 0
+    trained_tokens: int = 0
+    started_at: int | None = None
+    finished_at: int | None = None
+    error: JobError | None = None
+    first_eval: float | None = None  # eval_reward_mean at version 0, and the newest
+    last_eval: float | None = None
+    last_reward: float | None = None  # reward_mean of the newest step
+
+
+class EventRecord(msgspec.Struct, frozen=True):
+    """One line of a job's event log, in OpenAI's shape when the API shows it."""
+
+    sequence: int
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"] = "message"
+    data: dict[str, Any] = {}
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True):
+    version: int
+    created_at: int
+    metrics: dict[str, float | None] = {}
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """A trajectory shown to the job's owner."""
+
+    version: int  # that sampled it
+    group: int
+    sample: int
+    text: str
+    reward: float | None
+    stop_reason: str
+    prompt: str = ""
+
+
+class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str = ""
+    created_at: int
+    weight: float = 1.0
+    max_jobs: int = 16  # running at once in a cell; more are queued
+    max_tokens_per_day: int | None = None  # prompt, sampled and trained; beyond it nothing is issued or accepted
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored under the sha256 of the key; the key itself is shown once."""
+
+    id: str  # `key-…`
+    tenant: str
+    created_at: int
+    admin: bool = False
+    hint: str = ""  # the last four characters
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    id: str  # `file-…`
+    tenant: str
+    filename: str
+    purpose: str
+    created_at: int
+    num_bytes: int
+    num_items: int
+
+
+JSON = msgspec.json.Encoder()

@@ -1,0 +1,348 @@
+"""A whole MARLaaS on one machine: Redis, the manager and the workers as child processes that are kept running.
+
+    async with LocalCluster(data_dir=Path(".marlaas"), rollout=2) as cluster:
+        httpx.get(f"{cluster.base_url}/v1/models", headers={"Authorization": f"Bearer {cluster.api_key}"})
+        cluster.kill("rollout-0")  # SIGKILL; it is started again
+
+    start: lock the folder, check the port ─► Redis ─► manager and workers at once ─► /readyz
+    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► unlock
+
+Without `stop`, even if this process is killed with SIGKILL, the kernel ends the children.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TextIO, cast
+
+import httpx
+import msgspec
+import redis.asyncio
+
+from common.errors import InvalidInput, MarlaasError, Unavailable
+from common.settings import parse_base_models
+from manager_service.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
+from manager_service.embedded_redis import EmbeddedRedis, new_password, write_private
+from manager_service.processes import Command, KeptProcess, Notify, rotate, tail
+
+GRACE_S = 4.0
+"""From SIGTERM to SIGKILL."""
+START_TIMEOUT_S = 90.0
+MAX_EXITS_AT_START = 3
+POLL_S = 0.05
+ROTATE_EVERY_S = 30.0
+ROOT = Path(__file__).resolve().parent.parent
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Many small processes share the machine; more threads in each only disturb the others."""
+
+
+class StartError(MarlaasError):
+    """The cluster could not be started. The message says why and where to look."""
+
+
+class LocalCluster:
+    """Children are named `redis`, `manager`, `rollout-0`, `env-0`, `trainer-0`, …; with several base models
+    `rollout-<base>-0`. Enter and leave it (or `start` and `stop`) on one event loop, in the main thread."""
+
+    def __init__(
+        self,
+        *,
+        data_dir: Path,
+        rollout: int = 1,
+        env: int = 1,
+        trainer: int = 1,
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
+        notify: Notify = lambda line: None,
+        services: "Services | None" = None,
+    ) -> None:
+        """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
+        `services`: what to run instead of the real ones, for tests."""
+        self.data_dir = data_dir.resolve()
+        self.host = "127.0.0.1"
+        self.port = port
+        self.redis_url = ""
+        self._counts = {"rollout": rollout, "env": env, "trainer": trainer}
+        self._environment = {**inherited(), **(environment or {})}
+        self._notify = notify
+        self._commands = services or service_commands
+        self._redis: KeptProcess | None = None
+        self._services: dict[str, KeptProcess] = {}
+        self._lock: TextIO | None = None
+        self._stopping = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def api_key(self) -> str:
+        """Of the first tenant."""
+        return (self.data_dir / "api_key").read_text().strip()
+
+    @property
+    def admin_key(self) -> str:
+        return (self.data_dir / "admin_key").read_text().strip()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Those that run just now, by name."""
+        return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
+
+    @property
+    def num_exits(self) -> dict[str, int]:
+        """How often each child ended without having been asked to."""
+        return {name: process.num_exits for name, process in self._processes.items()}
+
+    def log_file(self, name: str) -> Path:
+        return self.data_dir / "logs" / f"{name}.log"
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
+        """Sends a signal to a child, which is then started again. False if it is between two runs.
+
+        Raises KeyError for an unknown name.
+        """
+        return self._processes[name].signal(number)
+
+    async def restart(self, name: str, number: int = signal.SIGTERM) -> None:
+        """Sends a signal and waits until the child runs under another process id."""
+        before = self._processes[name].pid
+        self.kill(name, number)
+        while self._processes[name].pid in (before, None):
+            await asyncio.sleep(POLL_S)
+
+    async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until /readyz answers 200. Raises StartError after `timeout_s`, or if a child keeps dying before that."""
+        deadline = time.monotonic() + timeout_s
+        async with httpx.AsyncClient(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
+            while not await _is_ready(client):
+                self._check_start("manager", late=time.monotonic() > deadline)
+                await asyncio.sleep(POLL_S)
+
+    async def start(self) -> None:
+        """Returns once the API is ready.
+
+        Raises StartError: the folder is in use, the port is taken, or a child does not come up.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self.data_dir)
+        try:
+            self.port = choose_port(self.host, self.port)
+            self._prepare()
+            self._running = asyncio.create_task(self._run())
+            await _unless_ended(self._running, self.wait_ready())
+            self._write_cluster_file()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Ends every child, Redis last. Harmless if nothing runs."""
+        self._stopping.set()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+            self._report_end(self._running)
+            self._running = None
+        (self.data_dir / CLUSTER_FILE).unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def _processes(self) -> dict[str, KeptProcess]:
+        return {**({"redis": self._redis} if self._redis else {}), **self._services}
+
+    def _prepare(self) -> None:
+        """Makes the commands of all children."""
+        self.log_file("redis").parent.mkdir(exist_ok=True)
+        self.redis_url = self._environment.get("MARLAAS_REDIS_URL", "")
+        if not self.redis_url:
+            server = EmbeddedRedis(
+                folder=self.data_dir / "redis", port=choose_port(self.host, 0), password=new_password()
+            )
+            server.prepare()
+            self.redis_url = server.url
+            self._redis = self._kept("redis", server.argv, {})
+        for service in self._commands(self._counts, self._environment):
+            self._services[service.name] = self._kept(service.name, service.argv, service.environment)
+
+    def _kept(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str]) -> KeptProcess:
+        rotate(self.log_file(name))
+        shared = {
+            **ONE_THREAD,
+            **self._environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH", "")])),
+            "PYTHONUNBUFFERED": "1",
+            "MARLAAS_REDIS_URL": self.redis_url,
+            "MARLAAS_DATA_DIR": str(self.data_dir),
+            "MARLAAS_HOST": self.host,
+            "MARLAAS_PORT": str(self.port),
+        }
+        command = Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
+        return KeptProcess(command, self._notify)
+
+    async def _run(self) -> None:
+        """All children, from the first to the last; ends when `stop` is called, or with StartError."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                if self._redis:
+                    group.create_task(self._redis.keep_running())
+                await self._wait_for_redis()
+                for process in self._services.values():
+                    group.create_task(process.keep_running())
+                rotation = group.create_task(self._rotate_logs())
+                await self._stopping.wait()
+                rotation.cancel()
+                await asyncio.gather(*(process.stop(GRACE_S) for process in self._services.values()))
+                if self._redis:
+                    await self._redis.stop(GRACE_S)
+        finally:  # reached with children only when something above went wrong
+            for process in self._processes.values():
+                process.signal(signal.SIGKILL)
+
+    async def _wait_for_redis(self) -> None:
+        """Until it answers, or `stop` is called."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        client: Any = redis.asyncio.Redis.from_url(self.redis_url, retry=None)  # pyright: ignore[reportUnknownMemberType]
+        try:
+            while not self._stopping.is_set():
+                with contextlib.suppress(redis.RedisError, OSError):
+                    await client.ping()
+                    return
+                self._check_start("redis", late=time.monotonic() > deadline)
+                await asyncio.sleep(POLL_S / 5)
+        finally:
+            await client.aclose()
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            await asyncio.sleep(ROTATE_EVERY_S)
+            for name in self._processes:
+                await asyncio.to_thread(rotate, self.log_file(name))
+
+    def _check_start(self, suspect: str, *, late: bool) -> None:
+        """Raises StartError if a child keeps dying, or if it took too long, which is then `suspect`'s fault."""
+        dying = [n for n, process in self._processes.items() if process.num_exits >= MAX_EXITS_AT_START]
+        if dying or late:
+            name = dying[0] if dying else suspect
+            what = "keeps ending" if dying else "does not answer"
+            log = self.log_file(name)
+            raise StartError(f"{name} {what}; the end of {log}:\n{tail(log)}")
+
+    def _report_end(self, running: "asyncio.Task[None]") -> None:
+        if not running.cancelled() and (error := running.exception()):
+            self._notify(f"the supervision ended with {error!r}")
+
+    def _write_cluster_file(self) -> None:
+        record = ClusterFile(url=self.base_url, pid=os.getpid(), redis_url=self.redis_url)
+        write_private(self.data_dir / CLUSTER_FILE, msgspec.json.encode(record).decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One child beside Redis."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    """Beside what all children get."""
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment without what is meant for the CLI alone."""
+    return {key: value for key, value in os.environ.items() if key not in ("MARLAAS_URL", "MARLAAS_API_KEY")}
+
+
+Services = Callable[[Mapping[str, int], Mapping[str, str]], list[Service]]
+
+
+def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[Service]:
+    """The manager, and so many workers of each service for each base model.
+
+    Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
+    """
+    try:
+        bases = list(parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")))
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    services = [Service("manager", (sys.executable, "-m", "manager_service"))]
+    for base in bases:
+        for service, count in counts.items():
+            prefix = service if len(bases) == 1 else f"{service}-{base}"
+            argv = (sys.executable, "-m", f"{service}_service")
+            services += [Service(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
+    return services
+
+
+def lock_folder(data_dir: Path) -> TextIO:
+    """The lock is held as long as the file is open; the kernel drops it with the process. Raises StartError."""
+    file = (data_dir / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        running = read_cluster_file(data_dir)
+        at = f" at {running.url} (process {running.pid})" if running else ""
+        raise StartError(
+            f"a cluster already runs on {data_dir}{at}; stop it first, or choose another folder with --data"
+        ) from None
+    return file
+
+
+def choose_port(host: str, port: int) -> int:
+    """`port` itself if it is free, for 0 any free one. Raises StartError if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(f"port {port} on {host} cannot be used ({error.strerror}); try another --port") from None
+        return probe.getsockname()[1]
+
+
+async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any, None]) -> None:
+    """Until `ready` is done. Raises what `running` raised if that ends first."""
+    waiting = asyncio.create_task(ready)
+    try:
+        await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            _raise_first(running)
+        await waiting
+    finally:
+        waiting.cancel()
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/readyz")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _raise_first(task: "asyncio.Task[None]") -> None:
+    """Raises what ended the supervision, without the wrapping of its task group."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    raise error or Unavailable("the cluster was stopped while it was starting")

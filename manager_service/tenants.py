@@ -1,0 +1,142 @@
+"""Tenants and their API keys. Only the sha256 of a key is stored; the key itself is shown once.
+
+marlaas:tenants     hash   tenant -> TenantRecord
+marlaas:keys        hash   sha256 of the key -> KeyRecord
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.errors import AlreadyExists, InvalidInput, NotFound
+from manager_service.records import GLOBAL, JSON, KeyRecord, TenantRecord
+
+TENANTS, KEYS = GLOBAL + "tenants", GLOBAL + "keys"
+DEFAULT_TENANT = "default"
+ADMIN = "admin"
+"""Whom admin keys belong to. No tenant: it has no files and no jobs."""
+
+_TENANT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_RESERVED = (ADMIN, "other", "-", "day")
+
+
+def hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def make_key() -> str:
+    return "sk-" + secrets.token_urlsafe(32)
+
+
+def check_tenant_id(tenant: str) -> None:
+    """Raises InvalidInput. The id stands in model names and in object paths."""
+    if not _TENANT_ID.fullmatch(tenant) or tenant in _RESERVED:
+        raise InvalidInput(
+            f"{tenant!r} cannot be a tenant's id: use 1 to 63 of a-z, 0-9, '_' and '-', beginning with a letter or"
+            f" digit; {', '.join(_RESERVED[:2])} are taken",
+            param="id",
+        )
+
+
+class Tenants:
+    """Records of tenants and keys, which all API replicas share."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+
+    # ---- tenants ----------------------------------------------------------------------------------------------------
+
+    async def create(self, tenant: TenantRecord) -> None:
+        """Raises InvalidInput or AlreadyExists."""
+        check_tenant_id(tenant.id)
+        if not await self._redis.hsetnx(TENANTS, tenant.id, JSON.encode(tenant)):
+            raise AlreadyExists(f"there is already a tenant {tenant.id!r}")
+
+    async def get(self, tenant: str) -> TenantRecord:
+        """Raises NotFound."""
+        record = await self._redis.hget(TENANTS, tenant)
+        if record is None:
+            raise NotFound(f"there is no tenant {tenant!r}")
+        return msgspec.json.decode(record, type=TenantRecord)
+
+    async def update(self, tenant: TenantRecord) -> None:
+        await self._redis.hset(TENANTS, tenant.id, JSON.encode(tenant))
+
+    async def all(self) -> list[TenantRecord]:
+        """Newest first."""
+        records = await self._redis.hvals(TENANTS)
+        tenants = [msgspec.json.decode(record, type=TenantRecord) for record in records]
+        return sorted(tenants, key=lambda tenant: (tenant.created_at, tenant.id), reverse=True)
+
+    # ---- keys -------------------------------------------------------------------------------------------------------
+
+    async def authenticate(self, key: str) -> KeyRecord | None:
+        """Whose key this is, or None."""
+        record = await self._redis.hget(KEYS, hashed(key))
+        return None if record is None else msgspec.json.decode(record, type=KeyRecord)
+
+    async def add_key(self, tenant: str, *, key: str | None = None, admin: bool = False) -> tuple[str, KeyRecord]:
+        """A new key (or `key`, if it is not known yet) and its record."""
+        key = key or make_key()
+        record = KeyRecord(
+            id=f"key-{hashed(key)[:16]}", tenant=tenant, created_at=int(time.time()), admin=admin, hint=key[-4:]
+        )
+        await self._redis.hsetnx(KEYS, hashed(key), JSON.encode(record))
+        return key, record
+
+    async def keys(self, tenant: str) -> list[KeyRecord]:
+        """Newest first."""
+        return [record for _, record in await self._keys(tenant)]
+
+    async def delete_key(self, tenant: str, key_id: str) -> None:
+        """Takes effect at once. Raises NotFound."""
+        for digest, record in await self._keys(tenant):
+            if record.id == key_id:
+                await self._redis.hdel(KEYS, digest)
+                return
+        raise NotFound(f"tenant {tenant!r} has no key {key_id!r}")
+
+    async def _keys(self, tenant: str) -> list[tuple[bytes, KeyRecord]]:
+        found = await self._redis.hgetall(KEYS)
+        records = [(digest, msgspec.json.decode(value, type=KeyRecord)) for digest, value in found.items()]
+        mine = [(digest, record) for digest, record in records if record.tenant == tenant]
+        return sorted(mine, key=lambda row: (row[1].created_at, row[1].id), reverse=True)
+
+
+async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
+    """Make the tenant `default`, its first key and an admin key, unless they exist; safe to repeat and to race.
+
+    The keys lie in `{data_dir}/api_key` and `admin_key`, readable by their owner alone; if Redis lost them, the same
+    keys are registered again.
+    """
+    with contextlib.suppress(AlreadyExists):
+        await tenants.create(TenantRecord(id=DEFAULT_TENANT, name="Default", created_at=int(time.time())))
+    await tenants.add_key(DEFAULT_TENANT, key=read_or_make_key(data_dir / "api_key"))
+    await tenants.add_key(ADMIN, key=read_or_make_key(data_dir / "admin_key"), admin=True)
+
+
+def read_or_make_key(file: Path) -> str:
+    """The key in a file with mode 0600, which appears whole or not at all. Raises InvalidInput if it holds no key."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as handle:
+            handle.write(make_key() + "\n")
+        try:
+            os.link(draft, file)
+        except FileExistsError:  # another manager was first
+            pass
+        finally:
+            draft.unlink()
+    key = file.read_text().strip()
+    if not key.startswith("sk-"):
+        raise InvalidInput(f"{file} does not hold an API key; remove it to have a new one made")
+    return key

@@ -1,0 +1,117 @@
+"""The owner's writes: one script that first compares the lease, then does everything.
+
+A stamp beside the lease says which write was the last: its number, and a random part. It makes the script repeatable
+after a lost reply, and shows an owner that somebody else wrote, or that Redis lost its newest moments.
+"""
+
+import secrets
+from enum import Enum
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from common.bus import Bus
+from common.errors import Fenced, Unavailable
+from manager_service.changes import Command
+
+# KEYS[1] lease, KEYS[2] rev. ARGV: token, stamp of the write before, stamp of this one, then the commands, each as its
+# length and its words.
+COMMIT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
+local last = redis.call('GET', KEYS[2]) or ''
+if last == ARGV[3] then return 'done' end
+if last ~= ARGV[2] then return 'lost' end
+local at = 4
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  redis.call(unpack(ARGV, at + 1, at + words))
+  at = at + words + 1
+end
+redis.call('SET', KEYS[2], ARGV[3])
+return 'done'
+"""
+
+# KEYS[1] lease. ARGV: token, milliseconds. Takes a free lease or renews one's own.
+LEASE = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return holder and 2 or 1
+"""
+
+RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+CHUNK = 4000
+"""Words in one command at most; Lua's unpack has a limit of about 8,000."""
+
+
+class Lost(Unavailable):
+    """Redis is not what this owner remembers: it must rebuild its memory."""
+
+
+class Held(Enum):
+    """Who holds a lease after an attempt to take it."""
+
+    BY_ANOTHER = 0
+    TAKEN = 1  # it was free: whatever was remembered of the partition may be old
+    RENEWED = 2
+
+
+class Fence:
+    """One partition's lease, as one owner holds it."""
+
+    def __init__(self, bus: Bus, partition: int, token: str) -> None:
+        self._bus = bus
+        self._token = token
+        self._lease, self._rev_key = bus.cell.lease(partition), bus.cell.rev(partition)
+        self._commit = bus.client.register_script(COMMIT)
+        self._take = bus.client.register_script(LEASE)
+        self._release = bus.client.register_script(RELEASE)
+        self._stamp = ""  # of the last write, as this owner knows it
+
+    async def take(self, lease_s: float) -> Held:
+        """Take the lease if it is free, or renew it if it is one's own."""
+        keys, arguments = [self._lease], [self._token, int(lease_s * 1000)]
+        answer = await self._bus.retrying(lambda: self._take(keys=keys, args=arguments))
+        return Held(int(answer))
+
+    async def read_stamp(self) -> None:
+        """Call once after taking, before the first commit."""
+        value: Any = await self._bus.retrying(lambda: self._bus.client.get(self._rev_key))
+        self._stamp = value.decode() if value else ""
+
+    async def commit(self, commands: list[Command]) -> None:
+        """Apply all or nothing. Raises Fenced; or Lost, also when Redis refuses a command of it."""
+        number = int(self._stamp.partition(":")[0] or 0) + 1
+        stamp = f"{number}:{secrets.token_hex(8)}"
+        words: list[Any] = [self._token, self._stamp, stamp]
+        for command in _chunked(commands):
+            words += [len(command), *command]
+        keys = [self._lease, self._rev_key]
+        try:
+            answer = await self._bus.retrying(lambda: self._commit(keys=keys, args=words))
+        except ResponseError as error:
+            raise Lost(f"{self._rev_key}: {error}") from error
+        if answer == b"fenced":
+            raise Fenced(self._lease)
+        if answer == b"lost":
+            raise Lost(self._rev_key)
+        self._stamp = stamp
+
+    async def release(self) -> None:
+        await self._release(keys=[self._lease], args=[self._token])
+
+
+def _chunked(commands: list[Command]) -> list[Command]:
+    """Split the variadic commands that are too long for one call."""
+    result: list[Command] = []
+    for command in commands:
+        head = {"XACK": 3, "XDEL": 2, "HDEL": 2, "HSET": 2}.get(command[0])
+        if head is None or len(command) <= CHUNK:
+            result.append(command)
+            continue
+        rest = command[head:]
+        result += [command[:head] + rest[at : at + CHUNK] for at in range(0, len(rest), CHUNK)]
+    return result

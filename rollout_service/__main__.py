@@ -1,0 +1,57 @@
+"""Starts one rollout worker. Wiring only."""
+
+import torch
+
+from base_model.decoder import Decoder
+from common.errors import InvalidInput
+from common.messages import TurnDelta
+from common.service import Parts, Service, run
+from common.settings import resolve_model
+from common.streams import GROUP_ROLLOUT
+from common.tokens import ChatTokenizer
+from common.worker import Inbox
+from rollout_service.adapters import AdapterCache
+from rollout_service.batch import Limits
+from rollout_service.handler import RolloutHandler
+from rollout_service.selftest import selftest
+from rollout_service.settings import RolloutSettings
+from rollout_service.torch_engine import TorchEngine
+
+
+def load_engine(settings: RolloutSettings) -> TorchEngine:
+    """Loads the base model. Raises InvalidInput or NotDeterministic for what cannot be done."""
+    deterministic = settings.deterministic
+    chosen = (settings.rollout_device, settings.rollout_dtype, settings.rollout_threads)
+    if deterministic and chosen != ("cpu", "float32", 1):
+        raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
+    torch.set_num_threads(settings.rollout_threads)
+    folder = resolve_model(settings.models[settings.model_name])
+    decoder = Decoder.load(folder, device=settings.rollout_device, dtype=getattr(torch, settings.rollout_dtype))
+    if deterministic:
+        selftest(decoder)
+    limits = Limits(settings.rollout_slots, settings.rollout_kv_bytes, settings.rollout_prefix_bytes)
+    return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits)
+
+
+async def build(settings: RolloutSettings, parts: Parts) -> Service:
+    engine = load_engine(settings)
+    adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
+
+    async def send_delta(reply_to: str, delta: TurnDelta) -> None:
+        await parts.bus.publish([(reply_to, delta)])
+
+    await engine.start()
+    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
+    return Service(
+        handler,
+        [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
+        slots=engine.slots,
+        resident=lambda: [str(adapter) for adapter in engine.resident()],
+        counters=engine.counters,
+        on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
+        close=[adapters.close, engine.stop],
+    )
+
+
+if __name__ == "__main__":
+    run("rollout", RolloutSettings, build)

@@ -1,0 +1,108 @@
+"""Adapters in the engine's memory: pulled from the store when first named, dropped when no request names them.
+
+Keyed by (tenant, job, version). One in use is never dropped; those that nobody uses are kept, most recent first, up to a
+budget, because a version that was just trained will be named again by the next group.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import structlog
+
+from common.adapters import AdapterStore
+from common.errors import MarlaasError
+from common.messages import AdapterRef
+from rollout_service.engine import Engine
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Entry:
+    loading: "asyncio.Task[int]"  # gives the bytes in memory
+    users: int = 0
+
+
+class AdapterCache:
+    """Which adapters the engine holds, and for whom. Used from one event loop."""
+
+    def __init__(self, store: AdapterStore, engine: Engine, *, idle_bytes: int) -> None:
+        """`idle_bytes`: what adapters that no request names may take together."""
+        self._store = store
+        self._engine = engine
+        self._idle_bytes = idle_bytes
+        self._entries: OrderedDict[AdapterRef, Entry] = OrderedDict()  # least recently used first
+        self._changing = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, adapter: AdapterRef) -> AsyncGenerator[None]:
+        """The adapter is resident inside. Concurrent holders share one download.
+
+        Raises NotFound, CorruptObject (it does not match its sha256, or is none of this base) or Unavailable.
+        """
+        if adapter.is_base:
+            yield
+            return
+        entry = self._enter(adapter)
+        entry.users += 1
+        try:
+            await asyncio.shield(entry.loading)
+            yield
+        finally:
+            entry.users -= 1
+            await self._trim()
+
+    def prefetch(self, adapter: AdapterRef) -> None:
+        """A hint: the adapter will soon be named. Failure is found out when it is."""
+        self._enter(adapter)
+
+    async def close(self) -> None:
+        tasks = [entry.loading for entry in self._entries.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._entries.clear()
+
+    def _enter(self, adapter: AdapterRef) -> Entry:
+        entry = self._entries.get(adapter)
+        if entry is None:
+            loading = asyncio.create_task(self._load(adapter), name=f"load {adapter}")
+            loading.add_done_callback(lambda task: self._forget_failed(adapter, task))
+            entry = self._entries[adapter] = Entry(loading)
+        self._entries.move_to_end(adapter)
+        return entry
+
+    async def _load(self, adapter: AdapterRef) -> int:
+        files = await self._store.read(adapter)
+        async with self._changing:
+            return await self._engine.load_files(adapter, files)
+
+    def _forget_failed(self, adapter: AdapterRef, task: "asyncio.Task[int]") -> None:
+        """A failed download is tried afresh by whoever asks next."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._entries.pop(adapter, None)
+            kind = log.warning if isinstance(error, MarlaasError) else log.error
+            kind("adapter_not_loaded", adapter=str(adapter), reason=str(error))
+
+    async def _trim(self) -> None:
+        """Drop the idle adapters that are over the budget, least recently used first."""
+        idle = [(a, e.loading.result()) for a, e in self._entries.items() if not e.users and _loaded(e)]
+        excess = sum(size for _, size in idle) - self._idle_bytes
+        for adapter, size in idle:
+            if excess <= 0:
+                return
+            del self._entries[adapter]
+            excess -= size
+            async with self._changing:
+                if adapter not in self._entries:
+                    await self._engine.drop(adapter)
+
+
+def _loaded(entry: Entry) -> bool:
+    return entry.loading.done() and not entry.loading.cancelled() and entry.loading.exception() is None

@@ -1,0 +1,359 @@
+"""Continuous batching: rows join as seats and memory free up, advance one token a step together, and leave when they end.
+
+    admit   seat waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
+    step    one forward with the newest token of every row, each through its own adapter; sample; see who has ended
+
+Forwards have 4, 8, 16, 32 or 64 rows (then multiples of 64), and prefills a multiple of 32 positions: then a row's bits do
+not depend on its neighbours (`selftest.py` checks that). Everything here runs in one thread, under torch.inference_mode.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from base_model.decoder import Decoder
+from base_model.stacked import Product, Stack
+from common.messages import AdapterRef, StopReason
+from rollout_service import kv
+from rollout_service.fused import FusedDecoder
+from rollout_service.prefix import Key, PrefixCache
+from rollout_service.sampler import Plan, Sampled, sample
+from rollout_service.seats import Row, Seats
+
+PREFILL_TOKENS = 2048
+"""The most positions of one prefill forward, so that rows under way do not wait long."""
+STOP_MARGIN = 4
+"""Tokens decoded beyond a stop string's bytes when looking for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    slots: int = 64  # rows under way at once
+    kv_bytes: int = 1 << 30  # keys and values of the rows under way; rows that do not fit wait
+    prefix_bytes: int = 64 << 20  # keys and values of prompts kept for neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    row: Row
+    stop_reason: StopReason | None  # None: the scores were not numbers
+    tokens: list[int]
+    logprobs: list[float]
+    num_sampled: int
+    busy_s: float
+
+
+@dataclass(slots=True)
+class Layout:
+    """How the rows under way stand in a forward; remade only when rows come or go."""
+
+    pools: list[kv.Pool]
+    seats: np.ndarray  # [n] seat of each row of the forward
+    size: int  # rows of the forward, rounded up
+    products: list[Product]
+    sampling: Plan
+    watched: list[int]  # rows of the forward that need a look after each token: stop strings, streaming, top log-probs
+
+
+def rounded_rows(num: int) -> int:
+    """4, 8, 16, 32, 64, then multiples of 64."""
+    return kv.rounded(num, 64) if num > 64 else max(4, 1 << (num - 1).bit_length())
+
+
+class Batch:
+    """The rows under way and those that wait."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        end_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        limits: Limits,
+    ) -> None:
+        """`decode`: token ids to text, special tokens included, to look for stop strings."""
+        config = decoder.config
+        self._model = FusedDecoder(decoder)
+        self._config, self._device = config, decoder.device
+        self._decode = decode
+        self._limits = limits
+        self._row_bytes = (
+            2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.embedding.element_size()
+        )
+        if limits.kv_bytes < self._row_bytes * kv.length_class(config.context, config.context):
+            raise ValueError("the memory for keys and values does not hold one row of the model's whole context")
+        self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
+        self._pools: dict[int, kv.Pool] = {}
+        self._prefixes = PrefixCache(limits.prefix_bytes)
+        self._stack, self._prefill_stack = Stack(decoder.device), Stack(decoder.device)
+        self._waiting: deque[Row] = deque()
+        self._reserved = 0
+        self._layout: Layout | None = None
+        self.busy_s = 0.0  # totals since the start
+        self.sampled_tokens = 0
+
+    # ---- what the engine calls -----------------------------------------------------------------------------
+
+    @property
+    def num_active(self) -> int:
+        return self._limits.slots - len(self._seats.free)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or self.num_active > 0
+
+    def active(self) -> list[Row]:
+        return [row for row in self._seats.rows if row is not None]
+
+    def rows(self) -> list[Row]:
+        return [*self.active(), *self._waiting]
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def abort(self, row: Row) -> None:
+        """The row is gone when this returns; nothing happens if it has ended."""
+        if row.seat >= 0 and self._seats.rows[row.seat] is row:
+            self._remove(row, clear=True)
+        elif row in self._waiting:
+            self._waiting.remove(row)
+
+    def progress(self, row: Row) -> tuple[list[int], list[float], int, float] | None:
+        """Tokens and log-probs of the turn so far, how many were sampled here, busy seconds; None if it has ended.
+
+        May be called from another thread: a row's count is raised after its tokens are written.
+        """
+        seats, seat = self._seats, row.seat
+        if seat < 0:
+            first = row.request.num_prompt
+            return (
+                row.request.tokens.numpy()[first:].tolist(),
+                row.request.logprobs.numpy()[first:].tolist(),
+                0,
+                0.0,
+            )
+        tokens, logprobs = seats.sampled(seat)
+        busy_s = float(seats.busy_s[seat])
+        if seats.rows[seat] is not row:
+            return None
+        return tokens, logprobs, len(tokens) - row.request.num_partial, busy_s
+
+    def sampled_since(self, row: Row, first: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a seated row from the turn's token `first` on."""
+        return self._seats.sampled(row.seat, first)
+
+    def forget(self, adapter: AdapterRef) -> None:
+        """Drop what is cached under an adapter's name."""
+        self._prefixes.drop(adapter)
+
+    def clear(self) -> list[Row]:
+        """After an error: start afresh, and say whose work is lost."""
+        lost = self.rows()
+        self._waiting.clear()
+        self._pools.clear()
+        self._prefixes.clear()
+        for row in self.active():
+            self._seats.leave(row)
+        self._reserved, self._layout = 0, None
+        return lost
+
+    def relax(self) -> None:
+        """Nothing is under way: give back what only the last rush needed."""
+        for pool in self._pools.values():
+            pool.shrink()
+
+    def advance(self) -> list[Ended]:
+        """Admit, then one token for every row. Returns the rows that ended, which are gone."""
+        ended = self._admit()
+        return ended + self._step() if self.num_active else ended
+
+    # ---- admission -----------------------------------------------------------------------------------------
+
+    def _admit(self) -> list[Ended]:
+        joined: list[Row] = []
+        while self._waiting and self._seats.free and self._fits(self._waiting[0]):
+            row = self._waiting.popleft()
+            self._seats.take(row)
+            self._reserved += row.reserved_bytes
+            joined.append(row)
+        if not joined:
+            return []
+        done = [row for row in joined if self._seats.stop_reason(row.seat)]  # nothing left to sample
+        ended = [self._end(row, self._seats.stop_reason(row.seat), in_pool=False) for row in done]
+        self._seat_all([row for row in joined if row not in done])
+        return ended
+
+    def _fits(self, row: Row) -> bool:
+        row.reserved_bytes = self._row_bytes * self._class_of(row)
+        return self._reserved + row.reserved_bytes <= self._limits.kv_bytes
+
+    def _class_of(self, row: Row) -> int:
+        longest = min(self._config.context, row.request.num_prompt + row.request.sampling.max_tokens)
+        return kv.length_class(max(longest, len(row.request.tokens)), self._config.context)
+
+    def _seat_all(self, joined: list[Row]) -> None:
+        if not joined:
+            return
+        self._seats.prepare(np.array([row.seat for row in joined]))
+        keys = [(row.request.adapter, row.request.tokens.data[:-4]) for row in joined]
+        prefixes = self._prefixes_of(joined, keys)
+        like = self._model.embedding
+        for row, key in zip(joined, keys, strict=True):
+            length = self._class_of(row)
+            if length not in self._pools:
+                self._pools[length] = kv.Pool(self._config, length, like)
+            self._pools[length].add(row.seat, prefixes.get(key))
+        self._layout = None
+
+    def _prefixes_of(self, joined: list[Row], keys: list[Key]) -> dict[Key, Tensor]:
+        """Each distinct prefix once: from the cache, or computed, prompts of like padded length and rank together."""
+        found: dict[Key, Tensor] = {}
+        sharing: dict[Key, list[Row]] = {}
+        for row, key in zip(joined, keys, strict=True):
+            cached = self._prefixes.get(key)
+            if cached is not None:
+                found[key] = cached
+            elif key[1]:
+                sharing.setdefault(key, []).append(row)
+        groups: dict[tuple[int, int], list[Key]] = {}
+        for key, rows in sharing.items():
+            adapter = rows[0].adapter
+            groups.setdefault((kv.rounded(len(key[1]) // 4), adapter.rank if adapter else 0), []).append(key)
+        for (length, _), members in groups.items():
+            size = max(1, PREFILL_TOKENS // length)
+            for first in range(0, len(members), size):
+                part = members[first : first + size]
+                found |= self._prefill(part, [sharing[key] for key in part], length)
+        return found
+
+    def _prefill(self, keys: list[Key], sharing: list[list[Row]], length: int) -> dict[Key, Tensor]:
+        started = time.perf_counter()
+        tokens = np.zeros((len(keys), length), np.int64)
+        lengths = [len(key[1]) // 4 for key in keys]
+        for index, key in enumerate(keys):
+            tokens[index, : lengths[index]] = np.frombuffer(key[1], "<i4")
+        adapters = [rows[0].adapter for rows in sharing]
+        named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class
+        products = self._prefill_stack.plan_sequences(named) if named else []
+        attend = kv.PrefillAttend(self._config, len(keys))
+        positions = torch.arange(length, device=self._device).clamp_(max=self._config.context - 1).repeat(len(keys))
+        self._model.forward(torch.from_numpy(tokens.reshape(-1)).to(self._device), positions, attend, products)
+        kept = attend.kept()
+        result = {key: kept[i, :, : lengths[i]].clone() for i, key in enumerate(keys)}
+        for key, prefix in result.items():
+            self._prefixes.put(key, prefix)
+        seconds = time.perf_counter() - started
+        self.busy_s += seconds
+        for num, rows in zip(lengths, sharing, strict=True):
+            for row in rows:
+                self._seats.busy_s[row.seat] += seconds * num / sum(lengths) / len(rows)
+        return result
+
+    # ---- one token -----------------------------------------------------------------------------------------
+
+    def _step(self) -> list[Ended]:
+        started = time.perf_counter()
+        layout = self._layout or self._lay_out()
+        seats = layout.seats
+        sampled = self._forward(layout)
+        both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
+        tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
+        ended = self._seats.append(seats, tokens, logprobs)
+        for row in layout.watched:
+            ended[row] |= self._watch(self._row(seats[row]), row, sampled)
+        seconds = time.perf_counter() - started
+        self.busy_s += seconds
+        self.sampled_tokens += len(seats)
+        self._seats.busy_s[seats] += seconds / len(seats)
+        return [self._finish(self._row(seats[row]), logprobs[row]) for row in np.flatnonzero(ended)]
+
+    def _forward(self, layout: Layout) -> Sampled:
+        num, seats = len(layout.seats), self._seats
+        inputs = np.zeros((2, layout.size), np.int64)
+        inputs[0, :num] = seats.last[layout.seats]
+        inputs[1, :num] = seats.length[layout.seats] - 1
+        tokens, positions = torch.from_numpy(inputs).to(self._device)
+        longest = [int(seats.length[pool.seats].max()) for pool in layout.pools]
+        attend = kv.DecodeAttend(self._config, kv.slices(layout.pools, positions[:num], longest))
+        hidden = self._model.forward(tokens, positions, attend, layout.products)
+        uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)
+        return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
+
+    def _lay_out(self) -> Layout:
+        pools = [pool for pool in self._pools.values() if pool.seats]
+        seats = np.array([seat for pool in pools for seat in pool.seats])
+        rows = [self._row(seat) for seat in seats]
+        size = rounded_rows(len(rows))
+        products = self._stack.plan([row.adapter for row in rows], size)
+        watched = [i for i, row in enumerate(rows) if _is_watched(row)]
+        self._layout = Layout(pools, seats, size, products, self._sampling(rows), watched)
+        return self._layout
+
+    def _sampling(self, rows: Sequence[Row]) -> Plan:
+        asked = [row.request.sampling for row in rows]
+        greedy = [s.temperature == 0 for s in asked]
+        temperature = [s.temperature or 1.0 for s in asked]
+        top_p = [s.top_p for s in asked]
+        return Plan(
+            temperature=None if set(temperature) == {1.0} else self._column(temperature, torch.float32),
+            greedy=torch.tensor(greedy, device=self._device) if any(greedy) else None,
+            all_greedy=all(greedy),
+            top_p=None if min(top_p) >= 1 else self._column(top_p, torch.float64),
+            num_top=max(s.num_top_logprobs for s in asked),
+        )
+
+    def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
+
+    def _row(self, seat: int) -> Row:
+        row = self._seats.rows[seat]
+        assert row is not None, "a row of the forward has no seat"
+        return row
+
+    # ---- after a token -------------------------------------------------------------------------------------
+
+    def _watch(self, row: Row, place: int, sampled: Sampled) -> bool:
+        """What needs Python for a row: top log-probs, stop strings. True if a stop string is complete."""
+        num_top = row.request.sampling.num_top_logprobs
+        if num_top and sampled.top:
+            values, tokens = (part[place, :num_top].tolist() for part in sampled.top)
+            row.top_logprobs.append(list(zip(tokens, values, strict=True)))
+        row.stop_string = self._stop_string(row)
+        return bool(row.stop_string)
+
+    def _stop_string(self, row: Row) -> str:
+        stops = row.request.sampling.stop
+        if not stops:
+            return ""
+        count = self._seats.count[row.seat]
+        reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
+        text = self._decode(self._seats.tokens[row.seat, max(0, count - reach) : count].tolist())
+        return next((stop for stop in stops if stop and stop in text), "")
+
+    def _finish(self, row: Row, logprob: float) -> Ended:
+        if np.isnan(logprob):
+            return self._end(row, None)
+        return self._end(row, "stop" if row.stop_string else self._seats.stop_reason(row.seat))
+
+    def _end(self, row: Row, reason: StopReason | None, *, in_pool: bool = True) -> Ended:
+        progress = self.progress(row)
+        assert progress is not None, "a row ends once"
+        ended = Ended(row, reason, *progress)
+        self._remove(row, clear=reason is None, in_pool=in_pool)
+        return ended
+
+    def _remove(self, row: Row, *, clear: bool = False, in_pool: bool = True) -> None:
+        if in_pool:
+            self._pools[self._class_of(row)].remove(row.seat, clear=clear)
+        self._seats.leave(row)
+        self._reserved -= row.reserved_bytes
+        self._layout = None
+
+
+def _is_watched(row: Row) -> bool:
+    return bool(row.request.sampling.stop or row.request.sampling.num_top_logprobs)

@@ -1,0 +1,252 @@
+"""A turn request in; a finished turn out. No bus, no retry.
+
+What is held is lost with the process, and resumed elsewhere from the request's tokens.
+
+    TurnRequest ─► hold its adapter ─► engine ─► TurnResult ─► env, or the API replica that asked (deltas before it)
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.errors import CorruptObject, InvalidInput, NotFound
+from common.messages import (
+    EMPTY_F32,
+    EMPTY_I32,
+    Failure,
+    Message,
+    Parked,
+    ScoredTrajectory,
+    TurnDelta,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    f32,
+    i32,
+    u8,
+)
+from common.streams import Cell
+from rollout_service.adapters import AdapterCache
+from rollout_service.engine import CorruptAdapter, Engine, Generated, Partial
+
+Out = tuple[str, Message]
+SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
+
+
+class RolloutHandler:
+    """Implements `common.worker.Handler` for TurnRequest."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: AdapterCache,
+        cell: Cell,
+        *,
+        send_delta: SendDelta,
+        deterministic: bool = False,
+    ) -> None:
+        """`deterministic`: a moved turn of a job starts again, because bits differ when it goes on from its tokens."""
+        self._engine = engine
+        self._adapters = adapters
+        self._cell = cell
+        self._send_delta = send_delta
+        self._deterministic = deterministic
+
+    async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
+        """Raises Unavailable when the store is away. Whatever else goes wrong with this request is a failed TurnResult."""
+        request = self._restarted(message)
+        try:
+            async with self._adapters.hold(request.adapter):
+                generated = await self._generate(request, beat)
+        except (CorruptObject, CorruptAdapter) as error:
+            return [self._failed_turn(message, Failure("corrupt_adapter", str(error)))]
+        except (InvalidInput, NotFound) as error:
+            return [self._failed_turn(message, Failure("invalid", str(error)))]
+        return [(self._reply_stream(message), _result(request, generated))]
+
+    def park(self, message: TurnRequest) -> list[Out]:
+        """The request as it was at the start of its turn goes to the owner; what the turn has cost so far is kept."""
+        request = _without_partial(self._charged(message))
+        parked = Parked(**message.about(), id=message.id, request=request)
+        return [(self._cell.scored(message.partition), parked)]
+
+    def drop(self, message: TurnRequest) -> list[Out]:
+        """The owner hears what the trajectory of an ended job had cost; a chat's API replica counts for itself."""
+        if message.reply_to:
+            return []
+        return self.failed(self._charged(message), Failure("cancelled", "the job has ended"))
+
+    def hand_back(self, message: TurnRequest) -> list[Out]:
+        """The request with the tokens sampled so far, for any other worker."""
+        partial = self._engine.partial(message.id)
+        request = self._charged(message)
+        if self._restarts(message):
+            request = _without_partial(request)
+        elif partial is not None:
+            request = _with_partial(request, partial)
+        return [(self._cell.rollout_first, request)]
+
+    def failed(self, message: TurnRequest, failure: Failure) -> list[Out]:
+        """A failed trajectory for the owner, or a failed turn for the API replica that asked."""
+        if message.reply_to:
+            return [self._failed_turn(message, failure)]
+        scored = ScoredTrajectory(
+            **message.about(),
+            id=message.id,
+            adapter=message.adapter,
+            trajectory=message.trajectory,
+            stop_reason="failed",
+            usage=message.usage,
+            failure=failure,
+        )
+        return [(self._cell.scored(message.partition), scored)]
+
+    # ---- a turn --------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: TurnRequest, beat: Callable[[], None]) -> Generated:
+        if request.stream and request.reply_to:
+            generated = await self._stream(request, beat)
+        else:
+            generated = await self._engine.generate(request, beat=beat)
+        if generated.adapter != request.adapter:
+            raise RuntimeError(f"asked for adapter {request.adapter}, the engine used {generated.adapter}")
+        return generated
+
+    async def _stream(self, request: TurnRequest, beat: Callable[[], None]) -> Generated:
+        deltas = Deltas(request, self._send_delta)
+        pump = asyncio.create_task(deltas.pump(), name=f"deltas {request.id}")
+        try:
+            generated = await self._engine.generate(request, on_token=deltas.feed, beat=beat)
+            deltas.close()
+            await pump
+            return generated
+        finally:
+            pump.cancel()
+
+    def _restarts(self, message: TurnRequest) -> bool:
+        return self._deterministic and not message.reply_to
+
+    def _restarted(self, message: TurnRequest) -> TurnRequest:
+        return _without_partial(message) if self._restarts(message) else message
+
+    def _charged(self, message: TurnRequest) -> TurnRequest:
+        """The request with what this worker spent on it so far."""
+        partial = self._engine.partial(message.id)
+        if partial is None:
+            return message
+        spent = Usage(_prompt_tokens(message), partial.num_sampled, rollout_s=partial.busy_s)
+        return msgspec.structs.replace(message, usage=message.usage + spent)
+
+    def _reply_stream(self, message: TurnRequest) -> str:
+        return message.reply_to or self._cell.env
+
+    def _failed_turn(self, message: TurnRequest, failure: Failure) -> Out:
+        result = TurnResult(
+            **message.about(),
+            id=message.id,
+            request=message,
+            adapter=message.adapter,
+            tokens=EMPTY_I32,
+            logprobs=EMPTY_F32,
+            stop_reason="failed",
+            usage=message.usage,
+            failure=failure,
+        )
+        return self._reply_stream(message), result
+
+
+@dataclass(slots=True)
+class Deltas:
+    """Sends tokens as they come, in order; what comes while one message is under way goes into the next."""
+
+    request: TurnRequest
+    send: SendDelta
+    _tokens: list[int] = field(default_factory=list[int])
+    _logprobs: list[float] = field(default_factory=list[float])
+    _sent: int = 0
+    _closed: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self._tokens += tokens
+        self._logprobs += logprobs
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more comes; `pump` ends once all is sent."""
+        self._closed = True
+        self._changed.set()
+
+    async def pump(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._tokens:
+                await self.send(self.request.reply_to, self._take())
+            elif self._closed:
+                return
+            if self._closed:
+                self._changed.set()
+
+    def _take(self) -> TurnDelta:
+        tokens, logprobs = self._tokens, self._logprobs
+        offset = self.request.num_partial + self._sent
+        self._sent += len(tokens)
+        self._tokens, self._logprobs = [], []
+        return TurnDelta(
+            **self.request.about(),
+            id=self.request.id,
+            adapter=self.request.adapter,
+            offset=offset,
+            tokens=i32(tokens),
+            logprobs=f32(logprobs),
+        )
+
+
+def _result(request: TurnRequest, generated: Generated) -> TurnResult:
+    spent = Usage(_prompt_tokens(request), generated.num_sampled, rollout_s=generated.busy_s)
+    return TurnResult(
+        **request.about(),
+        id=request.id,
+        request=request,
+        adapter=generated.adapter,
+        tokens=i32(generated.tokens),
+        logprobs=f32(generated.logprobs),
+        stop_reason=generated.stop_reason,
+        stop_string=generated.stop_string,
+        top_logprobs=generated.top_logprobs,
+        usage=request.usage + spent,
+    )
+
+
+def _prompt_tokens(request: TurnRequest) -> int:
+    """What the model reads and did not write; a prompt that neighbours share counts for each of them."""
+    return int((request.written.numpy() == 0).sum())
+
+
+def _without_partial(request: TurnRequest) -> TurnRequest:
+    """The request as it was at the start of its turn."""
+    if not request.num_partial:
+        return request
+    num = request.num_prompt
+    return msgspec.structs.replace(
+        request,
+        tokens=i32(request.tokens.numpy()[:num]),
+        logprobs=f32(request.logprobs.numpy()[:num]),
+        written=u8(request.written.numpy()[:num]),
+        num_partial=0,
+    )
+
+
+def _with_partial(request: TurnRequest, partial: Partial) -> TurnRequest:
+    """The request with all tokens of this turn that were sampled so far."""
+    start = _without_partial(request)
+    return msgspec.structs.replace(
+        start,
+        tokens=i32([*start.tokens.numpy(), *partial.tokens]),
+        logprobs=f32([*start.logprobs.numpy(), *partial.logprobs]),
+        written=u8([*start.written.numpy(), *[1] * len(partial.tokens)]),
+        num_partial=len(partial.tokens),
+    )

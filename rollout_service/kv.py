@@ -1,0 +1,172 @@
+"""Keys and values of the rows under way: one pool for each length class, so that short rows do not pay for long ones.
+
+A pool's tensor is [layers, rows, length, 2K, D] (K key heads, then K value heads) and grows by doubling its rows. Rows stand
+without gaps: when one leaves, the last takes its place. What lies behind a row's own tokens is masked but must be finite,
+so a row whose values are not numbers is cleared when it leaves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from base_model.decoder import DecoderConfig
+
+MIN_LENGTH = 64
+MERGED_HEADS = 2
+"""Up to so many key heads, a CPU is faster with the wasted zeros of `_merged_attention`."""
+BLOCK = 32
+"""Attention is computed over a length rounded up to this."""
+
+
+def rounded(length: int, multiple: int = BLOCK) -> int:
+    return -(-length // multiple) * multiple
+
+
+def length_class(length: int, context: int) -> int:
+    """The smallest power of two that holds `length` (at least MIN_LENGTH), or the whole context."""
+    return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), rounded(context))
+
+
+class Pool:
+    """The rows of one length class. `seats[r]` is the seat of row r."""
+
+    def __init__(self, config: DecoderConfig, length: int, like: Tensor) -> None:
+        self.length = length
+        self.seats: list[int] = []
+        self._heads = 2 * config.num_kv_heads
+        self._shape = (length, self._heads, config.head_dim)
+        self.cache = like.new_zeros(config.num_layers, 4, *self._shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.numel() * self.cache.element_size()
+
+    def add(self, seat: int, prefix: Tensor | None) -> None:
+        """`prefix` [layers, T, 2K, D]: the keys and values of the row's first T tokens."""
+        row = len(self.seats)
+        if row == self.cache.shape[1]:
+            self._resize(2 * row)
+        self.seats.append(seat)
+        if prefix is not None:
+            self.cache[:, row, : prefix.shape[1]] = prefix
+
+    def remove(self, seat: int, *, clear: bool = False) -> None:
+        row, last = self.seats.index(seat), len(self.seats) - 1
+        if clear:
+            self.cache[:, row] = 0
+        if row != last:
+            self.cache[:, row], self.seats[row] = self.cache[:, last].clone(), self.seats[last]
+            if clear:
+                self.cache[:, last] = 0
+        self.seats.pop()
+
+    def shrink(self) -> None:
+        """Give memory back that no row has needed for long."""
+        if self.cache.shape[1] > 4:
+            self._resize(max(4, 1 << max(0, len(self.seats) - 1).bit_length()))
+
+    def _resize(self, rows: int) -> None:
+        if rows == self.cache.shape[1]:
+            return
+        new = self.cache.new_zeros(self.cache.shape[0], rows, *self._shape)
+        kept = len(self.seats)
+        new[:, :kept] = self.cache[:, :kept]
+        self.cache = new
+
+
+@dataclass(slots=True)
+class Slice:
+    """The rows of one pool inside a forward."""
+
+    pool: Pool
+    first: int  # row of the forward at which they begin
+    places: Tensor  # [n] row * length + position in the pool: where the new token's keys and values go
+    mask: Tensor  # [n, 1, 1, L] 0 on the row's own tokens, else -inf
+
+
+def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> list[Slice]:
+    """positions [B]: of each row's new token, pool by pool; lengths: of the longest row of each pool, in tokens."""
+    first = 0
+    found: list[Slice] = []
+    for pool, longest in zip(pools, lengths, strict=True):
+        num = len(pool.seats)
+        at = positions[first : first + num]
+        span = torch.arange(rounded(longest), device=at.device)
+        mask = torch.zeros(num, len(span), dtype=pool.cache.dtype, device=at.device)
+        mask.masked_fill_(span > at.unsqueeze(1), float("-inf"))
+        places = torch.arange(num, device=at.device).mul_(pool.length).add_(at)
+        found.append(Slice(pool, first, places, mask.view(num, 1, 1, -1)))
+        first += num
+    return found
+
+
+class DecodeAttend:
+    """Attention of one new token a row on its pool's rows."""
+
+    def __init__(self, config: DecoderConfig, parts: Sequence[Slice]) -> None:
+        self._parts = parts
+        self._heads = config.num_heads
+        self._kv_heads = config.num_kv_heads
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        if len(self._parts) == 1 and len(self._parts[0].places) == len(qkv):
+            return self._one(layer, self._parts[0], qkv)
+        out = qkv.new_zeros(len(qkv), self._heads * qkv.shape[2])
+        for part in self._parts:
+            end = part.first + len(part.places)
+            out[part.first : end] = self._one(layer, part, qkv[part.first : end])
+        return out
+
+    def _one(self, layer: int, part: Slice, qkv: Tensor) -> Tensor:
+        """qkv [n, H + 2K, D] -> [n, H * D]. The query heads of one key head stand as its rows."""
+        num, k = len(qkv), self._kv_heads
+        cache = part.pool.cache[layer]
+        cache.view(-1, 2 * k, qkv.shape[2]).index_copy_(0, part.places, qkv[:, self._heads :])
+        q = qkv[:, : self._heads].reshape(num, k, -1, qkv.shape[2])
+        seen = cache[:num, : part.mask.shape[3]]  # [n, L, 2K, D]
+        if cache.device.type == "cpu" and k <= MERGED_HEADS:
+            return _merged_attention(q, seen, part.mask)
+        seen = seen.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, seen[:, :k], seen[:, k:], attn_mask=part.mask)
+        return out.reshape(num, -1)
+
+
+def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+    """q [n, K, G, D], seen [n, L, 2K, D], mask [n, 1, 1, L] -> [n, K * G * D]
+
+    On a CPU the cost of small heads is that of the calls. Here all heads of a row share one product: a query stands in the
+    columns of its own key head, with zeros elsewhere.
+    """
+    num, k, group, size = q.shape
+    spread = q.new_zeros(num, k, group, k, size)
+    torch.diagonal(spread, dim1=1, dim2=3).copy_(q.permute(0, 2, 3, 1))
+    spread = spread.view(num, k * group, k * size)
+    keys, values = seen.view(num, -1, 2, k * size).unbind(2)
+    scores = torch.baddbmm(mask.squeeze(1), spread, keys.transpose(1, 2), alpha=size**-0.5)
+    out = torch.bmm(torch.softmax(scores, dim=-1), values).view(num, k, group, k, size)
+    return torch.diagonal(out, dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(num, -1)
+
+
+class PrefillAttend:
+    """Causal attention of whole sequences of one padded length; keeps their keys and values."""
+
+    def __init__(self, config: DecoderConfig, num: int) -> None:
+        self._num = num
+        self._heads = config.num_heads
+        self._kv_heads = config.num_kv_heads
+        self._kept: list[Tensor] = []
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        rows = qkv.view(self._num, -1, *qkv.shape[1:])  # [n, T, H + 2K, D]
+        self._kept.append(rows[:, :, self._heads :].clone())
+        q, k, v = rows.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        grouped = self._heads != self._kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).reshape(len(qkv), -1)
+
+    def kept(self) -> Tensor:
+        """[n, layers, T, 2K, D]"""
+        return torch.stack(self._kept, dim=1)

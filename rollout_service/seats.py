@@ -1,0 +1,127 @@
+"""What the engine knows of each row under way, as arrays over seats, so that a step costs no Python per row.
+
+A row keeps its seat from admission to its end; where it stands in a forward changes as others come and go.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from base_model.stacked import FusedAdapter
+from common.messages import StopReason, TurnRequest
+from common.rng import key_of, uniform_rows
+from rollout_service.engine import OnToken
+
+DRAWN_AHEAD = 64
+"""Uniform numbers are drawn for so many positions of a row at once."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One turn under way."""
+
+    request: TurnRequest
+    adapter: FusedAdapter | None  # None: the bare base model
+    handle: Any  # whom to tell of it, opaque here
+    on_token: OnToken | None = None
+    seat: int = -1
+    reserved_bytes: int = 0  # of keys and values
+    stop_string: str = ""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+
+
+class Seats:
+    def __init__(self, num: int, vocab: int, end_ids: Sequence[int], context: int) -> None:
+        self.context = context
+        self.rows: list[Row | None] = [None] * num
+        self.free = list(range(num - 1, -1, -1))
+        self.is_end = np.zeros(vocab, bool)
+        self.is_end[list(end_ids)] = True
+        self.last = np.zeros(num, np.int64)  # the newest token, not yet in the cache
+        self.length = np.zeros(num, np.int64)  # tokens of the sequence, `last` included
+        self.count = np.zeros(num, np.int64)  # tokens of this turn
+        self.limit = np.zeros(num, np.int64)  # the most tokens of this turn
+        self.busy_s = np.zeros(num)
+        self.tokens = np.zeros((num, 64), np.int32)
+        self.logprobs = np.zeros((num, 64), np.float32)
+        self._keys = np.zeros((num, 2), np.uint64)
+        self._coordinates = np.zeros((3, num, 1), np.uint64)  # group, sample, turn
+        self._drawn = np.zeros((num, DRAWN_AHEAD))
+
+    def take(self, row: Row) -> int:
+        """Give the row a seat; the tokens that its request brought count as sampled."""
+        request, seat = row.request, self.free.pop()
+        partial = request.num_partial
+        self.length[seat] = len(request.tokens)
+        self.count[seat] = partial
+        self.limit[seat] = request.sampling.max_tokens
+        self.busy_s[seat] = 0.0
+        self._widen(max(request.sampling.max_tokens, partial))
+        if len(request.tokens):
+            self.last[seat] = request.tokens.numpy()[-1]
+        if partial:
+            self.tokens[seat, :partial] = request.tokens.numpy()[-partial:]
+            self.logprobs[seat, :partial] = request.logprobs.numpy()[-partial:]
+        ref = request.trajectory
+        self._keys[seat] = key_of(ref.seed & 0xFFFFFFFFFFFFFFFF, f"sample/{ref.purpose}")
+        self._coordinates[:, seat, 0] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
+        self.rows[seat] = row
+        row.seat = seat  # last: from here on other threads may read its progress
+        return seat
+
+    def prepare(self, seats: np.ndarray) -> None:
+        """Draw the numbers of rows that were just seated."""
+        self._draw(seats)
+
+    def leave(self, row: Row) -> None:
+        self.rows[row.seat] = None
+        self.free.append(row.seat)
+
+    def uniforms(self, seats: np.ndarray) -> np.ndarray:
+        """float64 [n]: the number that decides each row's next token."""
+        return self._drawn[seats, self.count[seats] % DRAWN_AHEAD]
+
+    def append(self, seats: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Add one token a row; says which rows have now ended, or gave log-probs that are not numbers: bool [n]."""
+        count = self.count[seats]
+        self.tokens[seats, count] = tokens
+        self.logprobs[seats, count] = logprobs
+        self.last[seats] = tokens
+        count += 1
+        self.count[seats] = count
+        self.length[seats] += 1
+        used_up = count % DRAWN_AHEAD == 0
+        if used_up.any():
+            self._draw(seats[used_up])
+        ended = self.is_end[tokens] | (count >= self.limit[seats]) | (self.length[seats] >= self.context)
+        return ended | np.isnan(logprobs)
+
+    def stop_reason(self, seat: int) -> StopReason | None:
+        """Why the row has ended, apart from stop strings; None if it has not."""
+        count = self.count[seat]
+        if count and self.is_end[self.tokens[seat, count - 1]]:
+            return "stop"
+        if count >= self.limit[seat]:
+            return "length"
+        return "context" if self.length[seat] >= self.context else None
+
+    def sampled(self, seat: int, first: int = 0) -> tuple[list[int], list[float]]:
+        """The turn's tokens from `first` on, and their log-probs."""
+        count = self.count[seat]
+        return self.tokens[seat, first:count].tolist(), self.logprobs[seat, first:count].tolist()
+
+    def _draw(self, seats: np.ndarray) -> None:
+        first = self.count[seats] // DRAWN_AHEAD * DRAWN_AHEAD
+        positions = first[:, None] + np.arange(DRAWN_AHEAD)
+        self._drawn[seats] = uniform_rows(self._keys[seats], *self._coordinates[:, seats], positions)
+
+    def _widen(self, tokens: int) -> None:
+        width = self.tokens.shape[1]
+        if tokens <= width:
+            return
+        extra = (1 << (min(tokens, self.context) - 1).bit_length()) - width
+        if extra > 0:
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
+            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, extra)))

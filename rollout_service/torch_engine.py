@@ -1,0 +1,294 @@
+"""The embedded engine: continuous batching on torch in one thread of its own.
+
+The thread owns the batch; the event loop sees it through commands and results only.
+
+    event loop ─ commands (add, abort, drop) ─► thread: batch.advance() ─ ended rows, new tokens ─► event loop
+
+    waits for: a command, when no row is under way   unblocked by: generate
+    after an error in a forward: every row under way gets it, the batch starts afresh
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from base_model.adapter import load_adapter
+from base_model.decoder import Decoder
+from base_model.stacked import FusedAdapter, fuse
+from common.errors import CorruptObject, InvalidInput, NotFound
+from common.messages import AdapterRef, TurnRequest
+from rollout_service.batch import Batch, Ended, Limits
+from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial
+from rollout_service.seats import Row
+
+BEAT_EVERY_S = 0.25
+IDLE_S = 5.0
+KEPT_PARTIALS = 1024
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of `common.tokens.ChatTokenizer`."""
+
+    end_of_turn_ids: tuple[int, ...]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Who waits for a row."""
+
+    future: "asyncio.Future[Generated]"
+    beat: Beat
+    shown: int = 0  # tokens given to on_token
+
+
+class TorchEngine:
+    """Implements `Engine` over `base_model.Decoder`."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, limits: Limits | None = None) -> None:
+        self._config, self._like = decoder.config, decoder.embedding
+        self._limits = limits or Limits()
+        self._batch = Batch(
+            decoder,
+            end_ids=tokenizer.end_of_turn_ids,
+            decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+            limits=self._limits,
+        )
+        self._shapes = decoder.linear_shapes()
+        self._adapters: dict[AdapterRef, FusedAdapter] = {}
+        self._open: dict[str, Row] = {}
+        self._partials: OrderedDict[str, Partial] = OrderedDict()
+        self._commands: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streaming: set[Row] = set()
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        tokenizer: Tokenizer,
+        *,
+        limits: Limits | None = None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "TorchEngine":
+        """From a local folder in Hugging Face layout. Raises InvalidInput for a model that it cannot compute."""
+        return cls(Decoder.load(folder, device=device, dtype=dtype), tokenizer, limits=limits)
+
+    # ---- Engine --------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        return self._limits.slots
+
+    @property
+    def in_use(self) -> int:
+        return len(self._open)
+
+    def resident(self) -> list[AdapterRef]:
+        return list(self._adapters)
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: `busy_s` in forwards and sampling, `sampled_tokens`."""
+        return {"busy_s": self._batch.busy_s, "sampled_tokens": float(self._batch.sampled_tokens)}
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(thread.join)
+        for row in list(self._open.values()):
+            row.handle.future.cancel()
+
+    async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
+        """See `Engine.load_files`."""
+        if adapter not in self._adapters:
+            self._adapters[adapter] = await asyncio.to_thread(self._fuse, files)
+        return self._adapters[adapter].num_bytes
+
+    async def drop(self, adapter: AdapterRef) -> None:
+        self._adapters.pop(adapter, None)
+        self._submit(lambda: self._batch.forget(adapter))
+
+    async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
+        fused = self._check(request)
+        ticket = Ticket(asyncio.get_running_loop().create_future(), beat)
+        row = Row(request, fused, ticket, on_token)
+        self._open[request.id] = row
+        self._partials.pop(request.id, None)
+        self._submit(lambda: self._add(row))
+        try:
+            return await ticket.future
+        except asyncio.CancelledError:
+            self._abort(row)
+            raise
+        finally:
+            if self._open.get(request.id) is row:
+                del self._open[request.id]
+
+    def partial(self, request_id: str) -> Partial | None:
+        row = self._open.get(request_id)
+        return self._partials.get(request_id) if row is None else self._progress(row)
+
+    # ---- on the event loop ---------------------------------------------------------------------------------
+
+    def _fuse(self, files: Mapping[str, bytes]) -> FusedAdapter:
+        try:
+            return fuse(load_adapter(files), self._shapes, self._config.num_layers, like=self._like)
+        except ValueError as error:
+            raise CorruptObject(str(error)) from error
+
+    def _check(self, request: TurnRequest) -> FusedAdapter | None:
+        if self._thread is None:
+            raise RuntimeError("the engine is not running")
+        if not request.adapter.is_base and request.adapter not in self._adapters:
+            raise NotFound(f"adapter {request.adapter} is not resident")
+        tokens, sampling = request.tokens.numpy(), request.sampling
+        if request.num_prompt < 1 or request.num_partial < 0:
+            raise InvalidInput("a turn needs at least one token before it")
+        if tokens.min() < 0 or tokens.max() >= self._config.vocab:
+            raise InvalidInput("a token is outside of the base model's vocabulary")
+        if len(request.logprobs) != len(tokens):
+            raise InvalidInput("tokens and log-probs differ in length")
+        if sampling.temperature < 0 or sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
+            raise InvalidInput("temperature must be at least 0, max_tokens at least 1, top_p in (0, 1]")
+        return None if request.adapter.is_base else self._adapters[request.adapter]
+
+    def _abort(self, row: Row) -> None:
+        """Out of the batch before its next step; what it had is kept for `partial`."""
+        progress = self._progress(row)
+        self._submit(lambda: self._leave(row))
+        if progress is not None:
+            self._partials[row.request.id] = progress
+        while len(self._partials) > KEPT_PARTIALS:
+            self._partials.popitem(last=False)
+
+    def _progress(self, row: Row) -> Partial | None:
+        """None if the row has ended meanwhile."""
+        found = self._batch.progress(row)
+        return Partial(*found) if found else None
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _deliver(self, results: list[tuple[Ticket, Generated | Exception]]) -> None:
+        for ticket, result in results:
+            if ticket.future.done():
+                continue
+            if isinstance(result, Exception):
+                ticket.future.set_exception(result)
+            else:
+                ticket.future.set_result(result)
+
+    # ---- in the engine's thread ----------------------------------------------------------------------------
+
+    def _add(self, row: Row) -> None:
+        if row.handle.future.cancelled():
+            return
+        self._batch.add(row)
+        if row.on_token:
+            row.handle.shown = row.request.num_partial
+            self._streaming.add(row)
+
+    def _leave(self, row: Row) -> None:
+        self._streaming.discard(row)
+        self._batch.abort(row)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        last_beat = 0.0
+        while self._next_commands():
+            results = self._advance()
+            now = time.monotonic()
+            beats = [row.handle.beat for row in self._batch.active()] if now - last_beat > BEAT_EVERY_S else []
+            last_beat = now if beats else last_beat
+            self._post(results, beats)
+
+    def _next_commands(self) -> bool:
+        """Run what was asked for; blocks while there is nothing to do. False: stop."""
+        with self._wake:
+            while not (self._commands or self._batch.has_work or self._stopping):
+                if not self._wake.wait(IDLE_S):
+                    self._batch.relax()
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        return not self._stopping
+
+    def _advance(self) -> list[tuple[Ticket, Generated | Exception]]:
+        if not self._batch.has_work:
+            return []
+        try:
+            ended = self._batch.advance()
+        except Exception as error:  # the boundary: a failed forward must not end the thread
+            self._streaming.clear()
+            failure = RuntimeError(f"forward failed: {error!r}")
+            return [(row.handle, failure) for row in self._batch.clear()]
+        return [(end.row.handle, _result(end)) for end in ended]
+
+    def _post(self, results: list[tuple[Ticket, Generated | Exception]], beats: list[Beat]) -> None:
+        """One call into the event loop a step, and none when there is nothing to say."""
+        ended = {ticket for ticket, _ in results}
+        deltas = [self._delta(row) for row in self._streaming if row.handle not in ended and row.seat >= 0]
+        for row in [row for row in self._streaming if row.handle in ended]:
+            self._streaming.discard(row)
+        if not (results or beats or deltas) or self._loop is None:
+            return
+
+        def tell() -> None:
+            for call in deltas:
+                call()
+            for beat in beats:
+                beat()
+            self._deliver(results)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(tell)
+
+    def _delta(self, row: Row) -> Callable[[], None]:
+        tokens, logprobs = self._batch.sampled_since(row, row.handle.shown)
+        row.handle.shown += len(tokens)
+
+        def call() -> None:
+            if row.on_token and tokens and not row.handle.future.done():
+                row.on_token(tokens, logprobs)
+
+        return call
+
+
+def _result(end: Ended) -> Generated | Exception:
+    if end.stop_reason is None:
+        return CorruptAdapter(f"adapter {end.row.request.adapter} gives scores that are not numbers")
+    return Generated(
+        adapter=end.row.request.adapter,
+        tokens=end.tokens,
+        logprobs=end.logprobs,
+        stop_reason=end.stop_reason,
+        stop_string=end.row.stop_string,
+        top_logprobs=end.row.top_logprobs,
+        num_sampled=end.num_sampled,
+        busy_s=end.busy_s,
+    )

@@ -1,0 +1,254 @@
+"""The API for tests: the real application behind a real uvicorn, and honest stand-ins for the workers behind it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from redis_server import free_port
+from standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
+
+from common.adapters import AdapterStore
+from common.bus import Bus, Out, Settlement
+from common.messages import (
+    Array,
+    GradeRequest,
+    GradeResult,
+    TurnDelta,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    f32,
+    i32,
+)
+from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER
+from common.tasks import cancel_all
+from common.worker import Inbox
+from manager_service.api.context import Api
+from manager_service.api.server import make_api, serve
+from manager_service.settings import ManagerSettings
+
+
+@dataclass
+class ApiServer:
+    """A running API and how to reach it."""
+
+    api: Api
+    url: str
+    key: str
+    admin_key: str
+    http: httpx.AsyncClient  # with the tenant's key
+    openai: AsyncOpenAI
+    clients: list[AsyncOpenAI] = field(default_factory=list)  # of other tenants
+
+    @property
+    def bus(self) -> Bus:
+        return self.api.bases["tiny"].bus
+
+    def as_admin(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.admin_key}"}
+
+    async def new_tenant(self, tenant: str, **limits: Any) -> AsyncOpenAI:
+        """A client of another tenant."""
+        admin = self.as_admin()
+        made = await self.http.post("/v1/admin/tenants", json={"id": tenant, **limits}, headers=admin)
+        assert made.status_code == 200, made.text
+        key = (await self.http.post(f"/v1/admin/tenants/{tenant}/keys", headers=admin)).json()["key"]
+        self.clients.append(openai_client(self.url, key))
+        return self.clients[-1]
+
+
+def openai_client(url: str, key: str) -> AsyncOpenAI:
+    """Without certificates, whose loading takes longer than most tests."""
+    plain = DefaultAsyncHttpxClient(verify=False)
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=plain)
+
+
+@asynccontextmanager
+async def running_api(redis_url: str, folder: Path, **settings: Any) -> AsyncGenerator[ApiServer]:
+    """The API alone: no owner, no workers."""
+    port = free_port()
+    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **settings)
+    async with make_api(own) as api:
+        stop = asyncio.Event()
+        base = api.bases["tiny"]
+        loops = [asyncio.create_task(loop) for loop in (base.cluster.run(), base.inference.run())]
+        serving = asyncio.create_task(serve(api, stop))
+        url, key = f"http://127.0.0.1:{port}", (folder / "api_key").read_text().strip()
+        headers = {"Authorization": f"Bearer {key}"}
+        async with (
+            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=20, verify=False) as http,
+            openai_client(url, key) as client,
+        ):
+            await _until_up(http)
+            running = ApiServer(api, url, key, (folder / "admin_key").read_text().strip(), http, client)
+            yield running
+            for other in running.clients:
+                await other.close()
+        stop.set()
+        await serving
+        await cancel_all(loops)
+
+
+async def _until_up(http: httpx.AsyncClient) -> None:
+    for _ in range(200):
+        try:
+            await http.get("/healthz")
+            return
+        except httpx.TransportError:
+            await asyncio.sleep(0.02)
+    raise AssertionError("the API does not answer")
+
+
+@asynccontextmanager
+async def running_jobs(server: ApiServer) -> AsyncGenerator[StandInEnv]:
+    """The real owner, with stand-ins for the workers."""
+    from manager_service.owner import Owner
+
+    bus, objects, store = server.bus, server.api.objects, AdapterStore(server.api.objects)
+    stop, env, trainer = asyncio.Event(), StandInEnv(bus.cell), StandInTrainer(bus.cell, store)
+    workers = [
+        stand_in_worker(bus, "env", Inbox(bus.cell.env, GROUP_ENV), env),
+        stand_in_worker(bus, "trainer", Inbox(bus.cell.train, GROUP_TRAINER), trainer, slots=1),
+    ]
+    owner = Owner(bus=bus, cluster=FixedSlots(), store=store, objects=objects, lease_s=1.0)
+    tasks = [asyncio.create_task(loop.run(stop)) for loop in (*workers, owner)]
+    try:
+        yield env
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+# ---- a rollout worker that knows its lines ---------------------------------------------------------------------------
+
+
+@dataclass
+class Script:
+    """How a played rollout worker answers: with this text, a few tokens at a time."""
+
+    bus: Bus
+    text: str = "95"
+    stop_reason: str = "stop"
+    chunk: int = 1
+    dies_after: int | None = None  # tokens of the first attempt, after which nothing more is heard of it
+    seen: list[TurnRequest] = field(default_factory=list)
+
+    async def run(self) -> None:
+        stream = self.bus.cell.rollout_first
+        await self.bus.ensure_group(stream, GROUP_ROLLOUT)
+        while True:
+            for delivery in await self.bus.read([stream], GROUP_ROLLOUT, "played", count=8, block_ms=20):
+                request = delivery.message
+                assert isinstance(request, TurnRequest)
+                self.seen.append(request)
+                dies = self.dies_after if request.trajectory.attempt == 0 else None
+                tokens = self._tokens(request)[:dies]
+                if request.stream:
+                    await self.bus.publish(self._deltas(request, tokens))
+                if dies is None:
+                    await self.bus.settle([Settlement(delivery, [self._result(request, tokens)])])
+
+    def _tokens(self, request: TurnRequest) -> list[int]:
+        """Bytes are tokens in the tiny model; 256 is its end of turn."""
+        partial = [int(t) for t in request.tokens.numpy()[request.num_prompt :]]
+        whole = [*self.text.encode(), END] if self.stop_reason == "stop" else list(self.text.encode())
+        assert whole[: len(partial)] == partial
+        return whole[: request.sampling.max_tokens]
+
+    def _deltas(self, request: TurnRequest, tokens: Sequence[int]) -> list[Out]:
+        starts = range(request.num_partial, len(tokens), self.chunk)
+        return [(request.reply_to, self._delta(request, i, tokens[i : i + self.chunk])) for i in starts]
+
+    def _delta(self, request: TurnRequest, offset: int, tokens: Sequence[int]) -> TurnDelta:
+        values = _plain(request) | {"offset": offset, "tokens": i32(tokens), "logprobs": _logprobs(len(tokens))}
+        return TurnDelta(adapter=request.adapter, **values)
+
+    def _result(self, request: TurnRequest, tokens: Sequence[int]) -> Out:
+        tops = [[(int(t), -0.5), (65, -2.0)][: request.sampling.num_top_logprobs] for t in tokens]
+        result = TurnResult(
+            **_plain(request),
+            request=request,
+            adapter=request.adapter,
+            tokens=i32(tokens),
+            logprobs=_logprobs(len(tokens)),
+            stop_reason=self.stop_reason,  # type: ignore[arg-type]
+            top_logprobs=tops if request.sampling.num_top_logprobs else [],
+            usage=Usage(prompt_tokens=request.num_prompt, sampled_tokens=len(tokens), rollout_s=0.25),
+        )
+        return request.reply_to, result
+
+
+END = 256
+
+
+def _plain(request: TurnRequest) -> dict[str, Any]:
+    names = ("id", "tenant", "job", "partition", "epoch")
+    return {name: getattr(request, name) for name in names}
+
+
+def _logprobs(count: int) -> Array:
+    return f32([-0.5] * count)
+
+
+@asynccontextmanager
+async def played(script: Script) -> AsyncGenerator[Script]:
+    task = asyncio.create_task(script.run())
+    try:
+        yield script
+    finally:
+        await cancel_all([task])
+
+
+@asynccontextmanager
+async def played_grader(bus: Bus, reward: Callable[[GradeRequest], GradeResult]) -> AsyncGenerator[None]:
+    """An env worker that only grades."""
+
+    async def run() -> None:
+        await bus.ensure_group(bus.cell.env, GROUP_ENV)
+        while True:
+            for delivery in await bus.read([bus.cell.env], GROUP_ENV, "played", count=8, block_ms=20):
+                assert isinstance(delivery.message, GradeRequest)
+                out = (delivery.message.reply_to, reward(delivery.message))
+                await bus.settle([Settlement(delivery, [out])])
+
+    task = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        await cancel_all([task])
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+GRADER = {
+    "type": "string_check",
+    "name": "exact",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+
+
+def method(**hyperparameters: Any) -> dict[str, Any]:
+    return {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters}}
+
+
+def jsonl(*items: Any) -> bytes:
+    return "".join(json.dumps(item) + "\n" for item in items).encode()
+
+
+def item(question: str = "add 1+2", answer: str = "3") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], "answer": answer}
+
+
+ITEMS = jsonl(*(item(f"add {i}+1", str(i + 1)) for i in range(10)))
+
+
+async def upload(client: AsyncOpenAI, content: bytes = ITEMS) -> str:
+    return (await client.files.create(file=("items.jsonl", content), purpose="fine-tune")).id

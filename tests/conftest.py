@@ -1,0 +1,40 @@
+"""Fixtures: a real Redis for the whole run, emptied before each test; a bus and an object store on it."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis_server import RedisServer
+
+from common.bus import Bus
+from common.objects import Objects
+from common.streams import Cell
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer.start(tmp_path_factory.mktemp("redis"), durable=False)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """An empty Redis."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.config_set("maxmemory", 0)  # a test that failed may have left it full
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Objects:
+    return Objects.open((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+async def bus(redis_url: str, objects: Objects) -> AsyncIterator[Bus]:
+    bus = Bus.connect(redis_url, Cell("tiny"), objects)
+    yield bus
+    await bus.close()

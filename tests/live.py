@@ -1,0 +1,135 @@
+"""Helpers for tests over a whole cluster of real processes, through its HTTP API."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common.adapters import AdapterStore
+from common.messages import AdapterRef
+from common.objects import Objects
+from common.skills import generate
+from manager_service.supervisor import LocalCluster
+
+FINAL = {"succeeded", "failed", "cancelled"}
+GRADER = {
+    "type": "string_check",
+    "name": "right",
+    "operation": "eq",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
+CALCULATOR = {"name": "calculator", "args": {}}
+
+
+class Api:
+    """One tenant's view of a cluster."""
+
+    def __init__(self, base_url: str, key: str) -> None:
+        self.http = httpx.AsyncClient(
+            base_url=f"{base_url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=60, trust_env=False
+        )
+        self._files: dict[tuple[str, str, int], str] = {}
+
+    async def get(self, path: str, **params: Any) -> Any:
+        """Waits out the moments in which the manager is away."""
+        return await self._call("GET", path, params=params)
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> Any:
+        return await self._call("POST", path, json=body, headers=headers)
+
+    async def _call(self, method: str, path: str, **options: Any) -> Any:
+        for _ in range(200):
+            try:
+                answer = await self.http.request(method, path, **options)
+            except httpx.TransportError:
+                await asyncio.sleep(0.2)
+                continue
+            if answer.status_code < 500:
+                assert answer.status_code < 400, f"{method} {path}: {answer.status_code} {answer.text}"
+                return answer.json()
+            await asyncio.sleep(0.2)
+        raise AssertionError(f"{method} {path}: no answer")
+
+    async def file(self, skill: str, split: str, number: int) -> str:
+        """Id of an uploaded file of the skill's items."""
+        key = (skill, split, number)
+        if key not in self._files:
+            lines = b"\n".join(json.dumps(row).encode() for row in generate(skill, 1, number, split))  # type: ignore[arg-type]
+            files = {"file": (f"{skill}.jsonl", lines)}
+            answer = await self.http.post("/files", files=files, data={"purpose": "fine-tune"})
+            assert answer.status_code == 200, answer.text
+            self._files[key] = answer.json()["id"]
+        return self._files[key]
+
+    async def submit(self, skill: str, *, seed: int = 7, evaluate: bool = False, **hyper: Any) -> str:
+        """A job on a skill's items; returns its id."""
+        how = {"environment": CALCULATOR} if skill == "calc" else {"grader": GRADER}
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "seed": seed,
+            "suffix": skill,
+            "training_file": await self.file(skill, "train", 128),
+            "method": {"type": "reinforcement", "reinforcement": {**how, "hyperparameters": hyper}},
+        }
+        if evaluate:
+            body["validation_file"] = await self.file(skill, "held_out", 32)
+        job = await self.post("/fine_tuning/jobs", body)
+        return job["id"]
+
+    async def until_done(self, *jobs: str, seconds: float = 240) -> list[Any]:
+        async with asyncio.timeout(seconds):
+            while True:
+                found = [await self.get(f"/fine_tuning/jobs/{job}") for job in jobs]
+                if all(job["status"] in FINAL for job in found):
+                    return found
+                await asyncio.sleep(0.2)
+
+    async def events(self, job: str) -> list[Any]:
+        """Oldest first."""
+        page = await self.get(f"/fine_tuning/jobs/{job}/events", limit=100)
+        rows = page["data"]
+        while page["has_more"]:
+            page = await self.get(f"/fine_tuning/jobs/{job}/events", limit=100, after=rows[-1]["id"])
+            rows += page["data"]
+        return rows[::-1]
+
+    async def steps(self, job: str) -> list[int]:
+        """Numbers of the steps that the event log tells of, in its order."""
+        return [e["data"]["step"] for e in await self.events(job) if e["type"] == "metrics" and "loss" in e["data"]]
+
+    async def ledger(self, job: str) -> dict[str, int]:
+        ledger = await self.get(f"/fine_tuning/jobs/{job}/ledger")
+        names = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
+        return {name: ledger[name] for name in names}
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+
+@asynccontextmanager
+async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[LocalCluster, Api]]:
+    """A cluster, and its first tenant's API."""
+    async with LocalCluster(data_dir=folder, **options) as cluster:
+        api = Api(cluster.base_url, cluster.api_key)
+        try:
+            yield cluster, api
+        finally:
+            await api.close()
+
+
+async def adapter_hashes(cluster: LocalCluster, tenant: str, job: str, version: int) -> dict[str, str]:
+    """sha256 of a version's files, as its manifest has them."""
+    store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
+    manifest = await store.manifest(AdapterRef(tenant, job, version))
+    assert manifest is not None, f"{job} has no version {version}"
+    return {name: file.sha256 for name, file in manifest.files.items()}
+
+
+def is_balanced(ledger: dict[str, int]) -> bool:
+    """I7."""
+    return ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")

@@ -1,0 +1,233 @@
+"""Stand-in workers: real worker loops and real messages around handlers that compute next to nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.adapters import AdapterStore, Manifest
+from common.bus import Bus, Out
+from common.errors import AlreadyExists
+from common.messages import (
+    AdapterUpdate,
+    EnvSpec,
+    Failure,
+    Init,
+    LoraSpec,
+    LossSpec,
+    OptimSpec,
+    ScoredTrajectory,
+    Start,
+    Step,
+    TrajectoryRef,
+    Usage,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from common.streams import Cell, partition_of
+from common.telemetry import Reporter
+from common.worker import Beat, Inbox, Worker, worker_id
+from manager_service.records import JSON, Hyper, JobSpec, JobState
+
+RewardOf = Callable[[Start, int], float | Failure]
+
+
+def default_reward(start: Start, sample: int) -> float:
+    return float((start.group + sample) % 2)
+
+
+@dataclass
+class StandInEnv:
+    """Start in, scored trajectories out: rollout and env in one."""
+
+    cell: Cell
+    reward: RewardOf = default_reward
+    delay_s: float = 0.0
+    seen: list[Start] = field(default_factory=list)
+
+    async def __call__(self, message: Start, beat: Beat) -> list[Out]:
+        self.seen.append(message)
+        await asyncio.sleep(self.delay_s)
+        return [self._scored(message, sample) for sample in message.samples]
+
+    def _scored(self, start: Start, sample: int) -> Out:
+        outcome = self.reward(start, sample)
+        failure = outcome if isinstance(outcome, Failure) else None
+        ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
+        scored = ScoredTrajectory(
+            id=turn_id(start.job, ref, start.adapter.version, 0),
+            tenant=start.tenant,
+            job=start.job,
+            partition=start.partition,
+            epoch=start.epoch,
+            adapter=start.adapter,
+            trajectory=ref,
+            tokens=i32([1, 2, 3]),
+            logprobs=f32([0, -0.5, -0.5]),
+            written=u8([0, 1, 1]),
+            num_prompt=1,
+            reward=None if isinstance(outcome, Failure) else outcome,
+            stop_reason="failed" if failure else "stop",
+            num_turns=1,
+            output_text="x",
+            usage=Usage(prompt_tokens=1, sampled_tokens=2),
+            failure=failure,
+        )
+        return self.cell.scored(start.partition), scored
+
+    def park(self, message: Start) -> list[Out]:
+        return []
+
+    def drop(self, message: Start) -> list[Out]:
+        return []
+
+    def hand_back(self, message: Start) -> list[Out] | None:
+        return None
+
+    def failed(self, message: Start, failure: Failure) -> list[Out]:
+        return [self._scored(msgspec.structs.replace(message), s) for s in message.samples]
+
+
+@dataclass
+class StandInTrainer:
+    """Commits versions of one byte each; the commit protocol is the real one."""
+
+    cell: Cell
+    store: AdapterStore
+    seen: list[Step] = field(default_factory=list)
+    refuse: Callable[[Step], Failure | None] = lambda step: None
+
+    async def __call__(self, message: Init | Step, beat: Beat) -> list[Out]:
+        target = message.adapter if isinstance(message, Init) else message.adapter.next()
+        if isinstance(message, Step):
+            self.seen.append(message)
+            if failure := self.refuse(message):
+                return [self._update(message, None, failure)]
+        manifest = Manifest(
+            adapter=target,
+            base_model=self.cell.base_model,
+            attempt="",
+            files={},
+            parent=None,
+            batch=message.id,
+            seed=message.seed,
+            next_group=0,
+            metrics={"reward_mean": 0.5, "reward_std": 0.5, "loss": 0.0},
+            usage=Usage(trained_tokens=10),
+        )
+        try:
+            manifest = await self.store.commit(manifest, {"adapter_model.safetensors": b"1"})
+        except AlreadyExists:
+            found = await self.store.manifest(target)
+            assert found is not None
+            manifest = found
+        return [self._update(message, manifest, None)]
+
+    def _update(self, message: Init | Step, manifest: Manifest | None, failure: Failure | None) -> Out:
+        update = AdapterUpdate(
+            id=f"{message.id}/update",
+            tenant=message.tenant,
+            job=message.job,
+            partition=message.partition,
+            epoch=message.epoch,
+            adapter=manifest.adapter if manifest else message.adapter.next(),
+            batch=message.id,
+            metrics=manifest.metrics if manifest else {},
+            usage=manifest.usage if manifest else Usage(),
+            failure=failure,
+        )
+        return self.cell.adapters(message.partition), update
+
+    def park(self, message: Init | Step) -> list[Out]:
+        return []
+
+    def drop(self, message: Init | Step) -> list[Out]:
+        return []
+
+    def hand_back(self, message: Init | Step) -> list[Out] | None:
+        return None
+
+    def failed(self, message: Init | Step, failure: Failure) -> list[Out]:
+        return [self._update(message, None, failure)]
+
+
+@dataclass(frozen=True)
+class FixedSlots:
+    """What the cluster's telemetry would say."""
+
+    rollout: int = 64
+    trainer: int = 1
+    env: int = 64
+
+    def slots(self, service: str) -> int:
+        return {"rollout": self.rollout, "trainer": self.trainer, "env": self.env}[service]
+
+
+def stand_in_worker(
+    bus: Bus, service: str, inbox: Inbox, handler: object, *, slots: int = 8, lease_s: float = 1.0
+) -> Worker:
+    reporter = Reporter(worker_id(service), service, bus.cell.base_model, slots=slots)
+    return Worker(bus, handler, inboxes=[inbox], reporter=reporter, lease_s=lease_s)  # type: ignore[arg-type]
+
+
+def job_spec(job: str = "job-a", tenant: str = "acme", *, created_at: int = 0, **hyper: object) -> JobSpec:
+    values: dict[str, object] = {"batch_size": 4, "group_size": 4, "num_steps": 3, **hyper}
+    return JobSpec(
+        id=job,
+        tenant=tenant,
+        base_model="tiny",
+        created_at=created_at or int(time.time()),
+        seed=7,
+        method={},
+        env=EnvSpec("single_turn", {}),
+        hyper=Hyper(lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3), **values),  # type: ignore[arg-type]
+        num_items=0,
+    )
+
+
+async def create_job(bus: Bus, spec: JobSpec) -> None:
+    """What the API's script does."""
+    cell, partition = bus.cell, partition_of(spec.tenant)
+    await bus.client.hset(cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": JSON.encode(JobState())})
+    await bus.client.sadd(cell.active(partition), spec.id)
+    await command(bus, spec, "create")
+
+
+async def command(bus: Bus, spec: JobSpec, action: str) -> None:
+    from common.messages import JobCommand
+
+    partition = partition_of(spec.tenant)
+    message = JobCommand(id=f"{spec.id}/{action}", tenant=spec.tenant, job=spec.id, partition=partition, action=action)  # type: ignore[arg-type]
+    await bus.publish([(bus.cell.jobs(partition), message)])
+
+
+async def state_of(bus: Bus, job: str) -> JobState:
+    return msgspec.json.decode(await bus.client.hget(bus.cell.job(job), "state"), type=JobState)
+
+
+async def ledger_of(bus: Bus, job: str) -> dict[str, int]:
+    """The counts, in_flight measured in the same moment."""
+    async with bus.client.pipeline(transaction=True) as pipe:
+        pipe.hgetall(bus.cell.ledger(job))
+        pipe.hlen(bus.cell.open(job))
+        counts, in_flight = await pipe.execute()
+    return {**{k.decode(): int(v) for k, v in counts.items()}, "in_flight": in_flight}
+
+
+def balanced(ledger: dict[str, int]) -> bool:
+    """I7."""
+    settled = sum(ledger.get(n, 0) for n in ("trained", "filtered", "stale", "failed", "cancelled", "in_flight"))
+    return ledger.get("issued", 0) == settled
+
+
+async def until_status(bus: Bus, job: str, *statuses: str, seconds: float = 30.0) -> JobState:
+    async with asyncio.timeout(seconds):
+        while True:
+            state = await state_of(bus, job)
+            if state.status in statuses:
+                return state
+            await asyncio.sleep(0.02)

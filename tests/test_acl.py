@@ -1,0 +1,167 @@
+"""Redis' users against real servers: each service can do its work, and nothing else."""
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import redis
+from live import Api, is_balanced, running
+from redis_server import RedisServer
+
+from common.acl import SERVICES, USERS, acl_file
+from common.streams import Cell
+from manager_service.embedded_redis import find_server
+from manager_service.supervisor import Service
+
+CELL = Cell("tiny")
+PASSWORDS = {user: [f"{user}-password"] for user in USERS}
+REDIS_7 = shutil.which("redis-server")
+
+
+@pytest.fixture(params=[6, pytest.param(7, marks=pytest.mark.skipif(not REDIS_7, reason="no redis-server in PATH"))])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
+    program = find_server() if request.param == 6 else Path(REDIS_7 or "")
+    file = tmp_path / "users.acl"
+    file.write_text(acl_file(PASSWORDS, ["tiny"], redis_version=request.param))
+    server = RedisServer.start(tmp_path, program=program, options=("--aclfile", str(file)))
+    yield server
+    server.stop()
+
+
+def client(server: RedisServer, user: str) -> "redis.Redis":
+    return redis.Redis(port=server.port, username=user, password=PASSWORDS[user][0])
+
+
+def allowed(server: RedisServer, user: str, *command: str) -> bool:
+    """Whether Redis would do it; other errors of the command do not count."""
+    with client(server, user) as connection:
+        try:
+            connection.execute_command(*command)
+        except redis.exceptions.NoPermissionError:
+            return False
+        except redis.exceptions.ResponseError as error:
+            return not ("executing the script" in str(error) or "can't access" in str(error))
+        return True
+
+
+OTHERS_KEYS = {
+    "env": [
+        CELL.train,
+        CELL.job("j"),
+        CELL.jobs(3),
+        CELL.adapters(3),
+        "marlaas:keys",
+        "marlaas:tenants",
+        CELL.lease(1),
+    ],
+    "rollout": [CELL.train, CELL.job("j"), CELL.jobs(3), CELL.adapters(3), "marlaas:keys", CELL.usage("acme")],
+    "trainer": [CELL.env, CELL.rollout, CELL.scored(3), CELL.job("j"), CELL.ledger("j"), "marlaas:keys"],
+}
+
+
+@pytest.mark.parametrize("user", OTHERS_KEYS)
+def test_a_worker_can_neither_read_nor_write_what_is_not_its_own(server: RedisServer, user: str) -> None:
+    for key in OTHERS_KEYS[user]:
+        for command in (["XADD", key, "*", "a", "b"], ["XREAD", "STREAMS", key, "0"], ["XDEL", key, "1-1"]):
+            assert not allowed(server, user, *command), command
+        for script in ("return redis.call('XADD', KEYS[1], '*', 'a', 'b')", "return redis.call('HGETALL', KEYS[1])"):
+            assert not allowed(server, user, "EVAL", script, "1", key)
+            own = {"env": CELL.env, "rollout": CELL.rollout, "trainer": CELL.train}[user]
+            smuggled = script.replace("KEYS[1]", "ARGV[1]")
+            assert not allowed(server, user, "EVAL", smuggled, "1", own, key)
+
+
+@pytest.mark.parametrize("user", ["env", "rollout", "trainer", "manager"])
+def test_no_service_may_administer_redis(server: RedisServer, user: str) -> None:
+    for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["ACL", "LIST"], ["KEYS", "*"], ["SHUTDOWN"], ["MONITOR"]):
+        assert not allowed(server, user, *command), command
+
+
+def test_workers_publish_and_settle_what_is_theirs(server: RedisServer) -> None:
+    assert allowed(server, "env", "XADD", CELL.scored(15), "*", "a", "b")
+    assert allowed(server, "env", "XGROUP", "CREATE", CELL.env, "env", "0", "MKSTREAM")
+    assert allowed(server, "rollout", "XADD", CELL.reply("someone"), "NOMKSTREAM", "*", "a", "b")
+    assert allowed(server, "rollout", "XREAD", "STREAMS", CELL.adapters_new, "0")
+    assert allowed(server, "trainer", "XADD", CELL.adapters(0), "*", "a", "b")
+    assert allowed(server, "scaler", "XLEN", CELL.rollout)
+    assert not allowed(server, "scaler", "XADD", CELL.rollout, "*", "a", "b")
+
+
+def test_redis_7_keeps_reading_and_appending_apart(server: RedisServer) -> None:
+    with client(server, "operator") as operator:
+        version = int(str(operator.info("server")["redis_version"]).split(".")[0])
+    readable = allowed(server, "env", "XREAD", "STREAMS", CELL.scored(0), "0")
+    writable = allowed(server, "env", "XADD", CELL.control, "*", "a", "b")
+    assert (readable, writable) == ((True, True) if version < 7 else (False, False))
+
+
+def test_nobody_comes_in_without_a_password_and_both_of_two_are_valid(server: RedisServer, tmp_path: Path) -> None:
+    with redis.Redis(port=server.port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
+        nobody.ping()
+    version = 6 if "%" not in (tmp_path / "users.acl").read_text() else 7
+    rotating = {**PASSWORDS, "env": ["env-password", "new"]}
+    (tmp_path / "users.acl").write_text(acl_file(rotating, ["tiny"], redis_version=version))
+    with client(server, "operator") as operator:
+        operator.acl_load()
+    for password in rotating["env"]:
+        with redis.Redis(port=server.port, username="env", password=password) as connection:
+            assert connection.ping()
+
+
+def test_a_restart_brings_back_what_scripts_wrote(server: RedisServer) -> None:
+    """Redis replays its append-only file as the user `default`, and leaves out what that one may not do."""
+    write_both = "redis.call('SET', KEYS[1], 'a'); redis.call('SET', KEYS[2], 'b')"
+    with client(server, "manager") as manager:
+        manager.eval(write_both, 2, "marlaas:one", "marlaas:two")
+    server.stop()
+    server.restart()
+    with client(server, "manager") as manager:
+        assert manager.mget("marlaas:one", "marlaas:two") == [b"a", b"b"]
+    with redis.Redis(port=server.port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
+        nobody.get("marlaas:one")
+
+
+def test_a_base_model_is_a_name_and_not_a_pattern() -> None:
+    text = acl_file({"env": ["p"]}, ["a*b"], redis_version=7)
+    assert "~marlaas:{a\\*b}:env" in text and "~marlaas:{a*b}:env" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_job_succeeds_with_each_service_under_its_own_user(server: RedisServer, tmp_path: Path) -> None:
+    def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[Service]:
+        return [
+            Service(
+                f"{name}-0" if name != "manager" else name,
+                (sys.executable, "-m", f"{name}_service"),
+                {"MARLAAS_REDIS_URL": f"redis://{name}:{PASSWORDS[name][0]}@127.0.0.1:{server.port}/0"},
+            )
+            for name in SERVICES
+        ]
+
+    variables = {
+        "MARLAAS_REDIS_URL": f"redis://health:health-password@127.0.0.1:{server.port}/0",
+        "MARLAAS_LEASE_S": "2",
+    }
+    async with running(tmp_path / "data", environment=variables, services=services) as (cluster, api):
+        jobs = [await api.submit(skill, max_steps=3, batch_size=4, evaluate=True) for skill in ("sort", "calc")]
+        for name in ("rollout-0", "env-0"):
+            await cluster.restart(name)
+        for job in await api.until_done(*jobs):
+            assert job["status"] == "succeeded", job["error"]
+            assert is_balanced(await api.ledger(job["id"]))
+        answer = await api.post(
+            "/chat/completions",
+            {"model": "tiny", "messages": [{"role": "user", "content": "add 1+2"}], "max_tokens": 8},
+        )
+        assert answer["choices"]
+        admin = Api(cluster.base_url, cluster.admin_key)
+        assert (await admin.get("/cluster/dead"))["data"] == []
+        metrics = await admin.http.get(f"{cluster.base_url}/metrics")
+        assert metrics.status_code == 200 and "marlaas_stream_length" in metrics.text
+        await admin.close()
+    with client(server, "operator") as operator:
+        refused = [entry for entry in operator.acl_log() if "client" not in str(entry["object"])]
+    assert refused == [], refused

@@ -1,0 +1,264 @@
+"""The rules of the code's structure that no other tool checks: who imports whom, who may catch everything, how long
+things are, and that the README's map of the files is true.
+
+The map is the fenced block in the README's section "Map of the files", one path a line, what it is behind it. An
+indented name lies in the folder above it; several names may share a line, separated by commas:
+
+    common/              what the services share
+      bus.py             Redis Streams
+      log.py, tasks.py   helpers
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVICES = ("manager_service", "rollout_service", "env_service", "trainer_service")
+PRODUCT = ("common", "base_model", *SERVICES)
+SHOWN = ("examples", "benchmarks", "models", "tests")
+WITHOUT_TORCH = ("common", "manager_service", "env_service")
+
+MAY_IMPORT = {
+    "common": {"common"},
+    "base_model": {"base_model", "common"},
+    "manager_service": {"manager_service", "common"},
+    "env_service": {"env_service", "common"},
+    "rollout_service": {"rollout_service", "common", "base_model"},
+    "trainer_service": {"trainer_service", "common", "base_model"},
+}
+
+IMPORTERS = {
+    "torch": {
+        "base_model/adapter.py",
+        "base_model/decoder.py",
+        "base_model/stacked.py",
+        "rollout_service/__main__.py",
+        "rollout_service/batch.py",
+        "rollout_service/fused.py",
+        "rollout_service/kv.py",
+        "rollout_service/prefix.py",
+        "rollout_service/sampler.py",
+        "rollout_service/selftest.py",
+        "rollout_service/torch_engine.py",
+        "trainer_service/__main__.py",
+        "trainer_service/lora.py",
+        "trainer_service/losses.py",
+        "trainer_service/model.py",
+        "trainer_service/optimiser.py",
+        "trainer_service/selftest.py",
+        "trainer_service/training.py",
+    },
+    "transformers": set(),
+    "peft": set(),
+    "vllm": set(),
+    "redis": {
+        "common/bus.py",
+        "common/redis_connection.py",
+        "manager_service/api/context.py",
+        "manager_service/api/errors.py",
+        "manager_service/api/health.py",
+        "manager_service/api/metrics.py",
+        "manager_service/inference.py",
+        "manager_service/supervisor.py",
+        "manager_service/transaction.py",
+    },
+    "obstore": {"common/objects.py"},
+    "pickle": set(),
+}
+"""Foreign package -> the product's files that import it."""
+
+CATCHES_ALL = {
+    "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
+    "env_service/handler.py": "an environment's error is a failed trajectory",
+    "env_service/sandbox_child.py": "whatever a tenant's code raises is its result",
+    "env_service/work.py": "an error goes to whoever waits for the shared call",
+    "manager_service/allocator.py": "one job's trouble must not stop the other tenants",
+    "manager_service/api/sampling.py": "a stream's client must hear that it ended in an error",
+    "manager_service/owner.py": "a partition that cannot be loaded must not stop the others",
+    "manager_service/partition.py": "one job's trouble must not stop the other tenants' owner",
+    "manager_service/supervisor.py": "children are stopped before the error goes on",
+    "rollout_service/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
+}
+
+PRINTS = {"env_service/grade_math.py"}
+"""Its helper process answers on standard output."""
+
+READS_ENVIRONMENT = {"common/settings.py", "manager_service/supervisor.py"}
+
+LONG_FILES = {"manager_service/job.py": 580}
+"""The one state machine that is read as a whole."""
+MAX_FILE, MAX_FUNCTION = 450, 60
+
+
+def files(*packages: str) -> list[str]:
+    found = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def imports(file: str) -> Iterator[str]:
+    """Full names of the modules that a file imports, inside of functions too."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield node.module or ""
+
+
+def module_names(*packages: str) -> list[str]:
+    return [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in files(*packages)]
+
+
+# ---- dependencies point down ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
+    ours = {*PRODUCT, *SHOWN}
+    wrong = [
+        f"{file} imports {name}"
+        for file in files(package)
+        for name in imports(file)
+        if (top := name.split(".")[0]) in ours and top not in MAY_IMPORT[package]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("foreign", IMPORTERS)
+def test_a_heavy_or_replaceable_package_is_imported_by_the_listed_files_alone(foreign: str) -> None:
+    found = {file for file in files(*PRODUCT) if any(name.split(".")[0] == foreign for name in imports(file))}
+    assert found == IMPORTERS[foreign]
+
+
+def test_services_that_compute_nothing_start_without_torch() -> None:
+    names = module_names(*WITHOUT_TORCH)
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+# ---- one place each -------------------------------------------------------------------------------------------------
+
+
+def _catches_all(node: ast.ExceptHandler) -> bool:
+    if node.type is None:
+        return True
+    caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in caught)
+
+
+def test_everything_is_caught_only_at_the_listed_boundaries() -> None:
+    found = {
+        file
+        for file in files(*PRODUCT)
+        if any(isinstance(node, ast.ExceptHandler) and _catches_all(node) for node in ast.walk(tree(file)))
+    }
+    assert found == set(CATCHES_ALL)
+
+
+def test_only_programs_for_people_print() -> None:
+    printing = {
+        file
+        for file in files(*PRODUCT)
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert {file for file in printing if not file.startswith("manager_service/cli/")} == PRINTS
+
+
+def test_the_environment_is_read_in_the_settings_alone() -> None:
+    reading = {
+        file
+        for file in files(*PRODUCT)
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    }
+    assert reading == READS_ENVIRONMENT
+
+
+def test_no_path_of_somebodys_machine_is_in_the_repository() -> None:
+    own = re.compile(r"(?<![\w.}])/(?:home|work|root|Users)/\w")
+    texts = (".py", ".md", ".toml", ".yml", ".yaml", ".json", ".sh", "Makefile")
+    wrong = [
+        str(path.relative_to(ROOT))
+        for folder in [*PRODUCT, *SHOWN, "docs", "docker", ".ci"]
+        for path in [*(ROOT / folder).rglob("*"), *ROOT.glob("*")]
+        if path.is_file() and path.name.endswith(texts) and own.search(path.read_text(errors="replace"))
+    ]
+    assert wrong == []
+
+
+# ---- small ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_functions_are_short() -> None:
+    long_files = {
+        file: lines
+        for file in files(*PRODUCT, "examples", "models")
+        if (lines := len((ROOT / file).read_text().splitlines())) > LONG_FILES.get(file, MAX_FILE)
+    }
+    long_functions = {
+        f"{file}:{node.name}": lines
+        for file in files(*PRODUCT, "examples", "models")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION
+    }
+    assert (long_files, long_functions) == ({}, {})
+
+
+# ---- the map --------------------------------------------------------------------------------------------------------
+
+
+def mapped(readme: str) -> set[str]:
+    """Paths in the README's map, folders without the slash at their end."""
+    section = re.search(r"^#+ Map of the files$.*?^```\w*\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    assert section is not None, 'the README has no section "Map of the files" with a fenced block'
+    paths: set[str] = set()
+    folders: list[tuple[int, str]] = []  # indentation, path
+    for line in filter(str.strip, section[1].splitlines()):
+        indent = len(line) - len(line.lstrip())
+        folders = [(depth, path) for depth, path in folders if depth < indent]
+        names = re.match(r"[^\s,]+(?:, [^\s,]+)*", line.strip())
+        assert names is not None
+        for name in names[0].split(", "):
+            path = f"{folders[-1][1]}/{name}" if folders else name
+            paths.add(path.rstrip("/"))
+            if name.endswith("/"):
+                folders.append((indent, path.rstrip("/")))
+    return paths
+
+
+def test_the_map_is_read_by_indentation() -> None:
+    readme = "## Map of the files\n\n```\na/          one\n  b.py      two\n  c/        three\n    d.py, e.py   4\nf.md  5\n```\n"
+    assert mapped(readme) == {"a", "a/b.py", "a/c", "a/c/d.py", "a/c/e.py", "f.md"}
+
+
+def test_the_map_in_the_readme_names_what_there_is() -> None:
+    paths = mapped((ROOT / "README.md").read_text())
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    folders = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith((".", "_", "build")) and any(path.iterdir())
+    }
+    modules = {file for file in files("common", *SERVICES) if not file.endswith("__init__.py")}
+    missing = {name for name in folders if not name.endswith(".egg-info")} | modules
+    assert sorted(missing - paths) == []

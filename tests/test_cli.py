@@ -1,0 +1,350 @@
+"""The command line against a small HTTP server that answers like the API."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from typer.testing import CliRunner
+
+from common.errors import InvalidInput, MarlaasError
+from manager_service.cli.client import Client, error_message, server_sent_events
+from manager_service.cli.jobs import event_line
+from manager_service.cli.main import app
+from manager_service.cli.options import CliSettings
+from manager_service.cli.progress import Progress, shortened, sparkline
+from manager_service.cli.pull import unpack
+from manager_service.cli.submit import parse_environment, parse_grader, parse_hyper
+
+KEY = "sk-test"
+JOB = {
+    "id": "ftjob-1",
+    "object": "fine_tuning.job",
+    "created_at": 1_700_000_000,
+    "finished_at": 1_700_000_060,
+    "model": "tiny",
+    "fine_tuned_model": "ft:tiny:acme:sums:ftjob-1",
+    "organization_id": "acme",
+    "user_provided_suffix": "sums",
+    "status": "succeeded",
+    "num_steps": 2,
+    "error": None,
+}
+
+
+def metrics(number: int, **data: Any) -> dict[str, Any]:
+    event = {"id": str(number), "created_at": 1_700_000_000 + number, "level": "info", "type": "metrics"}
+    return {**event, "message": f"event {number}", "data": data}
+
+
+EVENTS = [
+    metrics(1, version=0, eval_reward_mean=0.5),
+    metrics(2, step=1, version=1, reward_mean=0.6, step_tokens=300),
+    metrics(3, step=2, version=2, reward_mean=0.9, step_tokens=300),
+    metrics(4, version=2, eval_reward_mean=0.97),
+]
+
+
+class FakeApi(BaseHTTPRequestHandler):
+    """Answers by (method, path); remembers the bodies that it was sent."""
+
+    answers: dict[tuple[str, str], Any]
+    requests: list[tuple[str, Any]]
+    drop_after: int | None = None
+    """The first stream of events breaks after so many."""
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def _answer(self, method: str) -> None:
+        path = urlsplit(self.path).path
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.requests.append((path, body))
+        answer: Any = self.answers.get((method, path), (404, {"error": {"message": f"no such thing: {path}"}}))
+        if self.headers.get("Authorization") != f"Bearer {KEY}":
+            answer = (401, {"error": {"message": "this API key is not known"}})
+        if path.endswith("/events") and "stream" in self.path:
+            return self._stream()
+        status, content = cast("tuple[int, Any]", answer if isinstance(answer, tuple) else (200, answer))
+        if isinstance(content, list):
+            content = self._page(cast("list[dict[str, Any]]", content))
+        self._send(status, content if isinstance(content, bytes) else json.dumps(content).encode())
+
+    def _page(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Two a page."""
+        after = parse_qs(urlsplit(self.path).query).get("after", [""])[0]
+        start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), 0)
+        return {"object": "list", "data": items[start : start + 2], "has_more": start + 2 < len(items)}
+
+    def _stream(self) -> None:
+        first = int(self.headers.get("Last-Event-ID") or 0)
+        events = EVENTS[first:]
+        if self.drop_after is not None and not first:
+            events = events[: self.drop_after]
+        lines = [f"id: {event['id']}\ndata: {json.dumps(event)}\n\n" for event in events]
+        self._send(200, "".join([": hello\n\n", *lines]).encode(), "text/event-stream")
+
+    def _send(self, status: int, content: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeApi]]:
+    """A running server; the CLI finds it, and its key, in the environment."""
+    handler = type("Handler", (FakeApi,), {"answers": {}, "requests": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("MARLAAS_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("MARLAAS_API_KEY", KEY)
+        monkeypatch.setenv("MARLAAS_DATA_DIR", str(tmp_path))
+        yield handler
+        server.shutdown()
+        thread.join()
+
+
+def run(*arguments: str) -> str:
+    """Standard output. Raises what the command raised."""
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_submit_uploads_the_files_and_creates_the_job(api: type[FakeApi], tmp_path: Path) -> None:
+    # Given two files
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held-out.jsonl"
+    train.write_text('{"messages": [], "answer": "1"}\n')
+    held_out.write_text('{"messages": [], "answer": "2"}\n')
+    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
+    # When they are submitted
+    options = ["--grader", "string_check:answer", "--hyper", "max_steps=40", "--hyper", "loss=dapo", "--suffix", "sums"]
+    printed = run("submit", str(train), "--validation", str(held_out), *options, "--json")
+    # Then the API was asked for just that
+    assert json.loads(printed) == JOB
+    assert [path for path, _ in api.requests] == ["/v1/files", "/v1/files", "/v1/fine_tuning/jobs"]
+    assert train.read_bytes() in api.requests[0][1]
+    request = json.loads(api.requests[2][1])
+    assert request["training_file"] == request["validation_file"] == "file-1"
+    assert request["suffix"] == "sums"
+    reinforcement = request["method"]["reinforcement"]
+    assert reinforcement["hyperparameters"] == {"max_steps": 40, "loss": "dapo"}
+    assert reinforcement["grader"]["reference"] == "{{item.answer}}"
+
+
+def test_jobs_are_read_page_by_page(api: type[FakeApi]) -> None:
+    api.answers["GET", "/v1/fine_tuning/jobs"] = [{**JOB, "id": f"ftjob-{i}"} for i in range(5)]
+    assert [job["id"] for job in json.loads(run("jobs", "--json"))] == [f"ftjob-{i}" for i in range(5)]
+    assert len(json.loads(run("jobs", "--limit", "3", "--json"))) == 3
+    assert "ftjob-4" in run("jobs")
+
+
+def test_events_are_shown_oldest_first(api: type[FakeApi]) -> None:
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = EVENTS[::-1]
+    assert [json.loads(line) for line in run("events", "ftjob-1", "--json").splitlines()] == EVENTS
+    assert "step 2  reward_mean 0.9" in run("events", "ftjob-1")
+
+
+def test_a_broken_stream_of_events_is_resumed_where_it_broke(api: type[FakeApi]) -> None:
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-2"] = {**JOB, "status": "running"}
+    api.drop_after = 2
+    with Client(CliSettings().url, KEY, reconnect_s=0.0) as client:
+        following = client.follow("ftjob-2")  # does not end
+        assert [next(following) for _ in EVENTS] == EVENTS
+    assert len(run("events", "ftjob-1", "--follow", "--json").splitlines()) == 2  # has ended: not asked again
+
+
+@pytest.mark.parametrize("verb", ["cancel", "pause", "resume"])
+def test_a_job_is_told_what_to_do(api: type[FakeApi], verb: str) -> None:
+    api.answers["POST", f"/v1/fine_tuning/jobs/ftjob-1/{verb}"] = {**JOB, "status": "paused"}
+    assert run(verb, "ftjob-1").split() == ["ftjob-1", "paused"]
+
+
+def test_watch_without_a_terminal_prints_lines_until_the_jobs_have_ended(api: type[FakeApi]) -> None:
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = EVENTS[::-1]
+    assert run("watch", "ftjob-1").startswith("acme/sums: succeeded, step 2/2, reward 0.90")
+
+
+def test_watch_fails_with_the_reason_of_a_failed_job(api: type[FakeApi]) -> None:
+    api.answers["GET", "/v1/fine_tuning/jobs"] = [JOB]
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "status": "failed", "error": {"message": "NaN loss"}}
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = []
+    with pytest.raises(MarlaasError, match="ftjob-1 failed: NaN loss"):
+        run("watch")
+
+
+def test_pull_unpacks_the_newest_version(api: type[FakeApi], tmp_path: Path) -> None:
+    path = "/v1/fine_tuning/jobs/ftjob-1/checkpoints"
+    api.answers["GET", path] = [{"id": "c2", "step_number": 2}, {"id": "c1", "step_number": 1}]
+    api.answers["GET", f"{path}/2/content"] = archive("adapter_config.json")
+    printed = json.loads(run("pull", "ftjob-1", "--to", str(tmp_path / "adapter"), "--json"))
+    assert printed["version"] == 2
+    assert (tmp_path / "adapter" / "adapter_config.json").read_text() == "content"
+
+
+def archive(name: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(name, "content")
+    return buffer.getvalue()
+
+
+def test_an_archive_cannot_write_outside_of_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="outside"):
+        unpack(archive("../stolen"), tmp_path / "adapter")
+    assert not (tmp_path / "stolen").exists()
+    with pytest.raises(InvalidInput):
+        unpack(b"no zip", tmp_path / "adapter")
+
+
+def test_chat_answers_once(api: type[FakeApi]) -> None:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "95"}}
+    api.answers["POST", "/v1/chat/completions"] = {
+        "id": "chat-1", "object": "chat.completion", "created": 1, "model": "tiny", "choices": [choice],
+    }  # fmt: skip
+    printed = json.loads(run("chat", "tiny", "add 37+58", "--json"))
+    assert printed["choices"][0]["message"]["content"] == "95"
+    assert json.loads(api.requests[0][1])["messages"] == [{"role": "user", "content": "add 37+58"}]
+
+
+def test_chat_streams(api: type[FakeApi]) -> None:
+    chunks = [
+        {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny",
+         "choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]}
+        for part in ("9", "5")
+    ]  # fmt: skip
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    api.answers["POST", "/v1/chat/completions"] = "".join([*lines, "data: [DONE]\n\n"]).encode()
+    assert run("chat", "tiny", "add 37+58") == "95\n"
+
+
+def test_chat_says_what_the_api_says(api: type[FakeApi]) -> None:
+    with pytest.raises(MarlaasError, match=r"^no such thing"):
+        run("chat", "huge", "hello", "--json")
+
+
+def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = {
+        "id": "w",
+        "service": "rollout",
+        "pid": 7,
+        "state": "busy",
+        "busy": 0.5,
+        "working_for": [{"tenant": "me"}],
+    }
+    letter = {"id": "d", "job": "ftjob-1", "stream": "env", "deliveries": 10, "reason": "poison"}
+    api.answers = {("GET", "/v1/cluster/workers"): [worker], ("GET", "/v1/cluster/dead"): [letter]}
+    assert "rollout 7" in (printed := run("workers"))
+    assert "50%" in printed
+    assert "me" in printed
+    # dead letters need the admin key, which lies in the data folder
+    monkeypatch.delenv("MARLAAS_API_KEY")
+    (tmp_path / "admin_key").write_text(f"{KEY}\n")
+    assert "poison" in run("dead")
+    assert json.loads(run("dead", "--json")) == [letter]
+
+
+def test_errors_are_the_apis_own_words(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MarlaasError, match=r"^no such thing: /v1/fine_tuning/jobs/ftjob-9/cancel$"):
+        run("cancel", "ftjob-9")
+    monkeypatch.setenv("MARLAAS_API_KEY", "sk-wrong")
+    with pytest.raises(MarlaasError, match=r"^this API key is not known$"):
+        run("jobs")
+
+
+def test_without_a_server_or_a_key_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MARLAAS_API_KEY", raising=False)
+    with pytest.raises(InvalidInput, match="MARLAAS_API_KEY"):
+        run("jobs", "--data", str(tmp_path))
+    (tmp_path / "api_key").write_text(KEY)
+    with pytest.raises(MarlaasError, match="is `marlaas up` running"):
+        run("jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9")
+
+
+def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
+    code = "from manager_service.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": ""})
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: no API key")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "type_"),
+    [("math:answer", "math"), ("text_similarity:answer", "text_similarity"), ('{"type": "python"}', "python")],
+)
+def test_graders(text: str, type_: str) -> None:
+    assert parse_grader(text)["type"] == type_
+
+
+@pytest.mark.parametrize("text", ["math", "maths:answer", "math:", "{no json", "[1]", "@/no/such/file"])
+def test_what_is_no_grader_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput):
+        parse_grader(text)
+
+
+def test_shorthands() -> None:
+    assert parse_environment("calculator") == {"name": "calculator"}
+    assert parse_environment('{"name": "search"}') == {"name": "search"}
+    assert parse_hyper("learning_rate=1e-4") == ("learning_rate", 1e-4)
+    assert parse_hyper("lora_targets=q_proj") == ("lora_targets", "q_proj")
+    with pytest.raises(InvalidInput):
+        parse_hyper("max_steps")
+
+
+def test_progress_is_what_the_events_say() -> None:
+    progress = Progress("ftjob-1")
+    for now, event in enumerate(EVENTS):
+        progress.add(event, now=float(now))
+    progress.update(JOB)
+    assert (progress.step, progress.num_steps, progress.rewards) == (2, 2, [0.6, 0.9])
+    assert (progress.eval_before, progress.eval_after) == (0.5, 0.97)
+    assert (progress.tenant, progress.label, progress.seconds) == ("acme", "sums", 60)
+
+
+def test_the_rate_counts_the_last_seconds() -> None:
+    progress = Progress("ftjob-1")
+    for event in EVENTS:
+        progress.add(event, now=10.0)
+    assert progress.tokens_per_s(11.0) == 600
+    assert progress.tokens_per_s(20.0) == 60
+    assert progress.tokens_per_s(40.0) == 0
+
+
+def test_curves() -> None:
+    assert sparkline([0.0, 0.5, 1.0, 1.5, -1.0]) == "▁▅██▁"
+    assert shortened([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    assert len(sparkline([0.5] * 100, 20)) == 20
+
+
+def test_server_sent_events() -> None:
+    lines = iter([": comment", "id: 3", 'data: {"a": 1}', "", "data: [DONE]", 'data: {"never": 1}'])
+    assert list(server_sent_events(lines)) == [("3", {"a": 1})]
+
+
+def test_error_messages_of_other_servers() -> None:
+    assert error_message(502, "<html>bad gateway</html>") == "status 502: <html>bad gateway</html>"
+
+
+def test_an_event_that_is_no_metric_shows_its_message() -> None:
+    event: dict[str, Any] = {"created_at": 0, "level": "error", "type": "message", "message": "it failed", "data": {}}
+    assert event_line(event).endswith("error: it failed")

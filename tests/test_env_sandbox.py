@@ -1,0 +1,229 @@
+"""The sandbox, with real processes: what tenants' code can and cannot do."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from env_service.sandbox import LAYERS, Limits, Outcome, Sandbox
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIGURATIONS = [LAYERS, ("seccomp", "landlock"), ("seccomp",)]
+
+
+def run(
+    source: str, *, timeout_s: float = 5.0, layers: tuple[str, ...] = LAYERS, limits: Limits | None = None
+) -> Outcome:
+    sandbox = Sandbox(layers=layers, limits=limits)
+    return asyncio.run(sandbox.run(source, timeout_s=timeout_s))
+
+
+def call(source: str, *arguments: object, timeout_s: float = 5.0) -> Outcome:
+    return asyncio.run(Sandbox().run(source, call="grade", arguments=arguments, timeout_s=timeout_s))
+
+
+def test_a_function_gets_its_arguments_and_returns_its_value() -> None:
+    outcome = call(
+        "def grade(sample, item):\n    return len(sample['output_text']) + item['n']",
+        {"output_text": "abc"},
+        {"n": 4},
+    )
+    assert (outcome.ending, outcome.value) == ("ok", 7)
+
+
+def test_what_is_printed_is_output_and_not_a_result() -> None:
+    outcome = run("print('hello')\nimport sys\nprint('there', file=sys.stderr)")
+    assert (outcome.ending, outcome.output, outcome.value) == ("ok", "hello\nthere\n", None)
+
+
+def test_the_standard_library_can_be_imported() -> None:
+    outcome = run("import random, re, statistics, decimal, datetime, hashlib, fractions, sqlite3, asyncio\nprint(1)")
+    assert outcome.ending == "ok", outcome.reason
+
+
+def test_an_error_says_its_line() -> None:
+    outcome = run("x = 1\nraise ValueError('no good')")
+    assert (outcome.ending, outcome.reason) == ("raised", "line 2: ValueError: no good")
+
+
+def test_a_call_takes_a_few_times_as_long_as_starting_python() -> None:
+    async def several() -> tuple[float, float]:
+        sandbox, plain, calls = Sandbox(), [], []
+        for _ in range(7):
+            started = time.monotonic()
+            process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", "")
+            await process.wait()
+            plain.append(time.monotonic() - started)
+            calls.append((await sandbox.run("", timeout_s=5)).seconds)
+        return min(plain), min(calls)
+
+    plain, call = asyncio.run(several())
+    assert call < 5 * plain + 0.01
+
+
+def test_an_endless_loop_is_killed_at_its_time_limit() -> None:
+    started = time.monotonic()
+    outcome = run("while True: pass", timeout_s=0.5)
+    assert outcome.ending == "timeout"
+    assert time.monotonic() - started < 3
+
+
+def test_code_that_ignores_signals_is_killed_all_the_same() -> None:
+    outcome = run(
+        "import signal, time\nfor n in range(1, 30):\n try: signal.signal(n, 1)\n except Exception: 0\ntime.sleep(60)",
+        timeout_s=0.5,
+    )
+    assert outcome.ending == "timeout"
+
+
+def test_a_gigabyte_printed_is_stopped_early() -> None:
+    started = time.monotonic()
+    outcome = run("for _ in range(1024): print('x' * 2**20)", limits=Limits(output_bytes=10_000))
+    assert outcome.ending == "output"
+    assert len(outcome.output) == 10_000
+    assert time.monotonic() - started < 3
+
+
+def test_a_memory_bomb_ends_in_a_memory_error() -> None:
+    outcome = run("x = []\nwhile True: x.append(bytearray(10**7))", limits=Limits(memory_bytes=128 * 1024 * 1024))
+    assert outcome.ending == "raised"
+    assert "MemoryError" in outcome.reason
+
+
+@pytest.mark.parametrize("layers", CONFIGURATIONS)
+def test_a_fork_bomb_makes_no_process(layers: tuple[str, ...]) -> None:
+    before = len(os.listdir("/proc"))
+    outcome = run("import os\nwhile True: os.fork()", layers=layers)
+    assert outcome.ending == "raised"
+    assert abs(len(os.listdir("/proc")) - before) < 20
+
+
+def test_a_fork_bomb_without_any_layer_is_bounded_and_cleaned_up() -> None:
+    outcome = run("import os, time\nfor _ in range(100):\n    os.fork()\ntime.sleep(60)", layers=(), timeout_s=1)
+    assert outcome.ending in ("raised", "timeout")
+
+
+@pytest.mark.parametrize("layers", [*CONFIGURATIONS, ("namespaces",), ()])
+def test_the_network_is_out_of_reach(layers: tuple[str, ...]) -> None:
+    async def attempt() -> tuple[Outcome, int]:
+        reached = 0
+
+        async def count(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal reached
+            reached += 1
+            writer.close()
+
+        server = await asyncio.start_server(count, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        source = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)"
+        outcome = await Sandbox(layers=layers).run(source, timeout_s=5)
+        server.close()
+        return outcome, reached
+
+    outcome, reached = asyncio.run(attempt())
+    assert outcome.ending == "raised"
+    assert reached == 0
+
+
+def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARLAAS_REDIS_URL", "redis://:secret@host")
+    outcome = run("import os\nprint(dict(os.environ))")
+    assert "secret" not in outcome.output
+    assert "MARLAAS" not in outcome.output
+
+
+@pytest.mark.parametrize("layers", CONFIGURATIONS)
+def test_the_workers_environment_and_memory_cannot_be_read(layers: tuple[str, ...]) -> None:
+    pid = os.getpid()
+    for file in ("environ", "mem", "cmdline" if "landlock" in layers else "environ"):
+        outcome = run(f"print(open('/proc/{pid}/{file}', 'rb').read(100))", layers=layers)
+        assert outcome.ending == "raised", file
+
+
+@pytest.mark.parametrize("layers", CONFIGURATIONS)
+def test_nothing_can_be_written_outside(layers: tuple[str, ...], tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("before")
+    target.chmod(0o666)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    outcome = run(f"open({str(target)!r}, 'w').write('after')", layers=layers)
+    if "landlock" in layers or "namespaces" in layers:
+        assert outcome.ending == "raised"
+        assert target.read_text() == "before"
+    assert run("import os\nopen(os.__file__, 'a')", layers=layers).ending == "raised"
+
+
+def test_a_temporary_file_can_be_written_and_is_gone_afterwards() -> None:
+    assert run("open('x', 'w').write('1')\nprint(open('x').read())").output == "1\n"
+    assert run("open('x')").ending == "raised"
+
+
+@pytest.mark.parametrize("layers", [LAYERS, ("seccomp", "landlock")])
+def test_the_worker_cannot_be_signalled(layers: tuple[str, ...]) -> None:
+    assert run(f"import os\nos.kill({os.getpid()}, 0)", layers=layers).ending == "raised"
+
+
+def test_other_programs_cannot_be_started() -> None:
+    assert run("import subprocess\nsubprocess.run(['/bin/ls'])").ending == "raised"
+
+
+def test_no_descriptor_of_the_worker_is_inherited() -> None:
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    try:
+        outcome = run(f"import os\nos.write({write}, b'x')")
+        assert outcome.ending == "raised"
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+FORGED = '{"nonce": "", "layers": [], "value": 1.0}'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"print('{FORGED}')\nimport os\nos._exit(0)",
+        f"import os\nfor fd in range(64):\n    try: os.write(fd, b'{FORGED}\\n')\n    except OSError: pass\nos._exit(0)",
+        f"import sys\nsys.stdout.write('{FORGED}')\nsys.stderr.write('{FORGED}')\nsys.exit(0)",
+    ],
+)
+def test_a_result_cannot_be_forged_by_writing_one(source: str) -> None:
+    assert run(source).ending in ("crashed", "raised")
+
+
+def test_numbers_that_are_none_come_back_as_text() -> None:
+    assert call("def grade(s, i): return float('nan')", {}, {}).value == "nan"
+    assert call("def grade(s, i): return [1]", {}, {}).ending == "raised"
+    assert call("def grade(s, i): return 10**400", {}, {}).ending in ("ok", "crashed", "raised")
+
+
+def test_a_missing_function_is_named() -> None:
+    assert "grade()" in call("x = 1", {}, {}).reason
+
+
+def test_the_layers_that_hold_are_reported() -> None:
+    layers = asyncio.run(Sandbox().probe())
+    assert {"network", "seccomp", "audit"} & set(layers)
+
+
+def test_calls_wait_for_a_free_place_and_their_limit_begins_then() -> None:
+    async def three() -> list[str]:
+        sandbox = Sandbox(max_processes=1)
+        runs = [sandbox.run("import time\ntime.sleep(0.4)", timeout_s=1.0) for _ in range(3)]
+        return [outcome.ending for outcome in await asyncio.gather(*runs)]
+
+    assert asyncio.run(three()) == ["ok", "ok", "ok"]
+
+
+def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("open('x', 'w').write('1')", layers=("seccomp",)).ending == "ok"
+    assert run("while True: pass", timeout_s=0.3).ending == "timeout"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,226 @@
+"""The job's state machine against a world in which messages come late, twice, in any order, or not at all."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from standin import StandInEnv, job_spec
+
+from common.messages import (
+    AdapterUpdate,
+    Failure,
+    Init,
+    Parked,
+    Sampling,
+    ScoredTrajectory,
+    Start,
+    Step,
+    TrajectoryRef,
+    TurnRequest,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from common.streams import Cell
+from manager_service.changes import Changes
+from manager_service.items import Items
+from manager_service.job import Job
+from manager_service.records import JobState
+
+CELL = Cell("tiny")
+
+
+def outcome(start: Start, sample: int) -> float | Failure:
+    """A pure function of what is sampled, as in deterministic mode: some fail, some groups are all equal."""
+    draw = random.Random(f"{start.group}/{sample}/{start.adapter.version}").random()
+    if draw < 0.15:
+        return Failure("grader", "it raised")
+    return 1.0 if start.group % 5 == 0 else float(draw > 0.5)
+
+
+@dataclass
+class World:
+    """Everything between the owner's decisions: workers, delivery, and what Redis counts."""
+
+    rng: random.Random
+    job: Job
+    on_its_way: list[Any] = field(default_factory=list)
+    ledger: Counter[str] = field(default_factory=Counter)
+    open: set[str] = field(default_factory=set)
+    steps: list[Step] = field(default_factory=list)
+    entries: int = 0
+    pauses: int = 0
+    now: float = 0.0
+
+    def apply(self, changes: Changes) -> None:
+        for (_, name), amount in changes.ledger.items():
+            self.ledger[name] += amount
+        self.open |= set(changes.opened.get(CELL.open(self.job.id), {}))
+        self.open -= changes.closed.get(CELL.open(self.job.id), set())
+        for stream, message in changes.published:
+            if stream in (CELL.env, CELL.train, CELL.rollout_first):
+                self.on_its_way += self.work(message)
+        settled = sum(self.ledger[n] for n in ("trained", "filtered", "stale", "failed", "cancelled"))
+        assert self.ledger["issued"] == settled + len(self.open), "I7"
+
+    def work(self, message: Any) -> list[Any]:
+        """What the workers make of a message; some of it they make twice."""
+        env = StandInEnv(CELL, outcome)
+        if isinstance(message, Start):
+            results: list[Any] = [env._scored(message, sample)[1] for sample in message.samples]
+            if message.purpose == "train" and self.rng.random() < 0.3:  # some come back parked, should there be a pause
+                results += [self.parked(message, sample) for sample in message.samples]
+        elif isinstance(message, TurnRequest):
+            results = [self.finished(message)]
+        else:
+            results = [self.made(message)]
+        return results + [r for r in results if self.rng.random() < 0.1]
+
+    def made(self, message: Init | Step) -> AdapterUpdate:
+        if isinstance(message, Step):
+            if message.id not in {s.id for s in self.steps}:
+                self.steps.append(message)
+            target = message.adapter.next()
+        else:
+            target = message.adapter
+        return AdapterUpdate(id=f"{message.id}/done", **message.about(), adapter=target, batch=message.id)
+
+    def parked(self, start: Start, sample: int) -> Parked:
+        ref = TrajectoryRef("train", start.seed, start.group, sample, start.attempt)
+        request = TurnRequest(
+            id=turn_id(start.job, ref, start.adapter.version, 1),
+            **start.about(),
+            adapter=start.adapter,
+            trajectory=ref,
+            turn=1,
+            tokens=i32([1]),
+            logprobs=f32([0]),
+            written=u8([0]),
+            sampling=Sampling(),
+        )
+        return Parked(id=request.id, **start.about(), request=request)
+
+    def finished(self, request: TurnRequest) -> ScoredTrajectory:
+        """A parked turn that went on gives what it would have given without the pause."""
+        ref = request.trajectory
+        start = Start(
+            id="x",
+            **request.about(),
+            adapter=request.adapter,
+            purpose="train",
+            seed=ref.seed,
+            group=ref.group,
+            samples=(ref.sample,),
+            attempt=ref.attempt,
+            item=None,
+            env=self.job.spec.env,
+            sampling=request.sampling,
+        )
+        return StandInEnv(CELL, outcome)._scored(start, ref.sample)[1]
+
+    def deliver(self, message: Any, changes: Changes) -> None:
+        self.entries += 1
+        if isinstance(message, AdapterUpdate):
+            self.job.on_adapter(message, self.now, changes)
+        elif isinstance(message, Parked):
+            if self.job.state.status == "paused":
+                self.job.on_parked(f"{self.entries}-0", message, changes)
+        else:
+            self.job.on_scored(f"{self.entries}-0", message, changes)
+
+    def turn(self) -> None:
+        """One thing happens."""
+        self.now += 1
+        changes, job = Changes(), self.job
+        dice = self.rng.random()
+        if dice < 0.02 and self.pauses < 3:
+            self.pauses += job.state.status == "running"
+            job.pause(self.now, changes)
+        elif dice < 0.3 and job.state.status == "paused":
+            job.resume(self.now, changes)
+        elif dice < 0.6 and job.wants_group():
+            job.issue_group(changes)
+        elif self.on_its_way:
+            late = self.rng.randrange(len(self.on_its_way))
+            self.deliver(self.on_its_way.pop(late), changes)
+        job.advance(self.now, changes)
+        if (numbers := job.next_batch()) is not None and self.rng.random() < 0.7:
+            job.publish_step(numbers, changes)
+        self.apply(changes)
+
+
+def run(seed: int, **hyper: Any) -> World:
+    spec = job_spec(**{"num_steps": 4, "batch_size": 3, "group_size": 4, **hyper})
+    world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()))
+    changes = Changes()
+    world.job.queue(0, changes)
+    world.job.start(0, changes)
+    world.apply(changes)
+    for _ in range(3000):
+        world.turn()
+        if world.job.settled:
+            return world
+    raise AssertionError(f"not done: {world.job.state}")
+
+
+def trained(world: World) -> list[Any]:
+    """What each step was made from, whoever was fast."""
+    steps = {step.adapter.version: step for step in world.steps}
+    return [msgspec.msgpack.encode((v, steps[v].rows, steps[v].next_group)) for v in sorted(steps)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.booleans())
+def test_what_a_job_trains_on_does_not_depend_on_order_delays_repeats_or_pauses(seed: int, dynamic: bool) -> None:
+    assert trained(run(seed, dynamic_sampling=dynamic)) == trained(run(0, dynamic_sampling=dynamic))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 3))
+def test_every_trajectory_is_accounted_for_and_none_is_too_old(seed: int, staleness: int) -> None:
+    world = run(seed, max_staleness=staleness)
+    assert world.job.state.status == "succeeded"
+    assert world.open == set()
+    for step in world.steps:
+        lag = step.adapter.version - step.rows.versions.numpy()
+        assert lag.min() >= 0 and lag.max() <= staleness
+    assert [s.adapter.version for s in world.steps] == list(range(4))
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail"])
+def test_a_job_that_ends_early_settles_all_but_a_step_under_way(end: str) -> None:
+    for seed in range(20):
+        spec = job_spec(num_steps=9, batch_size=3, group_size=4)
+        world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()))
+        changes = Changes()
+        world.job.queue(0, changes)
+        world.job.start(0, changes)
+        world.apply(changes)
+        for _ in range(60 + seed):
+            world.turn()
+        changes = Changes()
+        if end == "cancel":
+            world.job.cancel(world.now, changes)
+        else:
+            from manager_service.records import JobError
+
+            world.job.fail(JobError("x", "y"), world.now, changes)
+        world.apply(changes)
+        training = world.job.state.training
+        assert world.open == set(training.keys if training else ())
+
+
+def test_each_item_is_drawn_once_an_epoch_in_an_order_of_the_seeds() -> None:
+    items = Items([b'{"n": %d}' % n for n in range(10)])
+    spec = msgspec.structs.replace(job_spec(num_steps=100, batch_size=5), num_items=10)
+    job = Job(CELL, spec, JobState(status="running", version=0), items, Items())
+    drawn = [job.orders.item(group) for group in range(20)]
+    first, second = ([d["n"] for d in drawn[at : at + 10] if d] for at in (0, 10))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second

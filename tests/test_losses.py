@@ -1,0 +1,233 @@
+"""The seven losses against a second implementation: per-token Python, written from the papers' formulas.
+
+Gradients of the second one are central differences. `stopped` are the log-probs through which no gradient flows.
+"""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from common.messages import LossSpec
+from trainer_service.batch import Batch
+from trainer_service.losses import RULES, advantages, k3, row_terms, token_losses
+
+Rows = list[list[float]]
+NAMES = sorted(RULES)
+
+
+# ---- the second implementation --------------------------------------------------------------------------------------
+
+
+def naive_advantage(rewards: list[float], i: int, name: str) -> float:
+    if len(rewards) < 2 or len(set(rewards)) == 1:
+        return 0.0
+    if name == "rloo":  # RLOO eq. 8: R_i minus the mean of the other k - 1
+        others = rewards[:i] + rewards[i + 1 :]
+        return rewards[i] - sum(others) / len(others)
+    if name == "dr_grpo":  # Dr. GRPO: without the std
+        return rewards[i] - statistics.mean(rewards)
+    return (rewards[i] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def naive_token(name: str, policy: Rows, stopped: Rows, sampled: Rows, i: int, t: int, advantage: float) -> float:
+    """What is maximised, of one token."""
+    if name == "rloo":
+        return min(math.exp(stopped[i][t] - sampled[i][t]), 2.0) * advantage * policy[i][t]
+    if name == "cispo":
+        return clip(math.exp(stopped[i][t] - sampled[i][t]), 0.0, 4.0) * advantage * policy[i][t]
+    if name == "gspo":
+        n = len(policy[i])
+        ratio = math.exp(sum(policy[i]) / n - sum(sampled[i]) / n)
+        return min(ratio * advantage, clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantage)
+    ratio = math.exp(policy[i][t] - sampled[i][t])
+    high = 0.28 if name == "dapo" else 0.2
+    return min(ratio * advantage, clip(ratio, 0.8, 1 + high) * advantage)
+
+
+def naive_loss(spec: LossSpec, policy: Rows, stopped: Rows, case: "Case", base: Rows | None = None) -> float:
+    kept = [i for i in range(len(policy)) if not (spec.mask_truncated and case.truncated[i]) and policy[i]]
+    total = 0.0
+    for i in kept:
+        group = [r for r, g in zip(case.rewards, case.groups, strict=True) if g == case.groups[i]]
+        place = case.groups[:i].count(case.groups[i])
+        advantage = naive_advantage(group, place, spec.name)
+        per_token = [
+            naive_token(spec.name, policy, stopped, case.sampled, i, t, advantage) for t in range(len(policy[i]))
+        ]
+        if base:  # k3: r - log r - 1 with r = base / policy
+            for t in range(len(per_token)):
+                log_r = base[i][t] - policy[i][t]
+                per_token[t] -= spec.kl_coef * (math.exp(log_r) - log_r - 1)
+        if spec.name == "dr_grpo":
+            total += sum(per_token) / spec.max_tokens / len(kept)
+        elif spec.name in ("dapo", "cispo", "ppo"):
+            total += sum(per_token) / sum(len(policy[j]) for j in kept)
+        else:
+            total += sum(per_token) / len(per_token) / len(kept)
+    return -total
+
+
+def naive_gradient(spec: LossSpec, case: "Case", base: Rows | None = None) -> list[float]:
+    gradient: list[float] = []
+    for i, row in enumerate(case.policy):
+        for t in range(len(row)):
+            up, down = [list(r) for r in case.policy], [list(r) for r in case.policy]
+            up[i][t] += 1e-6
+            down[i][t] -= 1e-6
+            difference = naive_loss(spec, up, case.policy, case, base) - naive_loss(spec, down, case.policy, case, base)
+            gradient.append(difference / 2e-6)
+    return gradient
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+class Case:
+    """Three groups of mixed rewards, one of equal rewards, one of a single row; rows of 1 to 9 tokens."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.groups = [0] * 4 + [1] * 3 + [2] * 5 + [3] * 3 + [4]
+        self.rewards = [float(x) for x in rng.choice([0.0, 0.5, 1.0], len(self.groups))]
+        self.rewards[:2] = [0.0, 1.0]
+        self.rewards[12:15] = [0.3] * 3
+        self.truncated = [bool(x) for x in rng.random(len(self.groups)) < 0.3]
+        lengths = rng.integers(1, 10, len(self.groups))
+        self.sampled: Rows = [(-3 * rng.random(n)).tolist() for n in lengths]
+        self.policy: Rows = [(np.array(row) + rng.normal(0, 0.6, len(row))).tolist() for row in self.sampled]
+        self.base: Rows = [(np.array(row) + rng.normal(0, 0.3, len(row))).tolist() for row in self.sampled]
+
+    def batch(self) -> Batch:
+        return Batch(
+            tokens=[np.zeros(len(row) + 2, np.int64) for row in self.sampled],
+            logprobs=[np.array([0.0, 0.0, *row]) for row in self.sampled],
+            written=[np.array([False, False] + [True] * len(row)) for row in self.sampled],
+            groups_R=np.array(self.groups),
+            rewards_R=np.array(self.rewards),
+            versions_R=np.zeros(len(self.groups), np.int64),
+            truncated_R=np.array(self.truncated),
+        )
+
+
+def joined(values: Rows, rows: list[int]) -> torch.Tensor:
+    return torch.tensor([x for i in rows for x in values[i]], dtype=torch.float64)
+
+
+def ours(spec: LossSpec, case: Case, parts: list[list[int]], base: Rows | None = None) -> tuple[float, list[float]]:
+    """Loss and gradient in every log-prob, added up over micro-batches of rows."""
+    terms = row_terms(case.batch(), spec)
+    policy = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in case.policy]
+    total = 0.0
+    for rows in parts:
+        rows_M = torch.tensor(np.repeat(rows, [len(case.policy[i]) for i in rows]))
+        logprobs_M = torch.cat([policy[i] for i in rows])
+        sampled_M = joined(case.sampled, rows)
+        advantages_M, weights_M = torch.tensor(terms.advantages_R)[rows_M], torch.tensor(terms.weights_R)[rows_M]
+        loss_M, _ = token_losses(spec, logprobs_M, sampled_M, advantages_M, rows_M)
+        if base:
+            loss_M = loss_M + spec.kl_coef * k3(logprobs_M, joined(base, rows))
+        loss = (loss_M * weights_M).sum()
+        loss.backward()
+        total += loss.item()
+    return total, [x for p in policy for x in (p.grad if p.grad is not None else torch.zeros_like(p)).tolist()]
+
+
+EVERYTHING = [list(range(16))]
+PIECES = [[3, 8], [0], [15, 1, 2], [4, 5, 6, 7], [9, 10, 11, 12, 13, 14]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_loss_and_gradient_equal_the_papers_formula(name: str, seed: int, mask_truncated: bool) -> None:
+    case, spec = Case(seed), LossSpec(name=name, mask_truncated=mask_truncated, max_tokens=12)  # pyright: ignore
+
+    loss, gradient = ours(spec, case, EVERYTHING)
+
+    assert loss == pytest.approx(naive_loss(spec, case.policy, case.policy, case), abs=1e-9)
+    assert gradient == pytest.approx(naive_gradient(spec, case), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kl_to_the_base_is_added_token_by_token(name: str) -> None:
+    case, spec = Case(3), LossSpec(name=name, kl_coef=0.3)  # pyright: ignore
+
+    loss, gradient = ours(spec, case, EVERYTHING, case.base)
+
+    assert loss == pytest.approx(naive_loss(spec, case.policy, case.policy, case, case.base), abs=1e-9)
+    assert gradient == pytest.approx(naive_gradient(spec, case, case.base), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_do_not_change_the_gradient(name: str) -> None:
+    case, spec = Case(4), LossSpec(name=name, kl_coef=0.1)  # pyright: ignore
+
+    whole, pieces = ours(spec, case, EVERYTHING, case.base), ours(spec, case, PIECES, case.base)
+
+    assert pieces[0] == pytest.approx(whole[0], abs=1e-12)
+    assert pieces[1] == pytest.approx(whole[1], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["standardised", "centred", "leave_one_out"])
+def test_equal_rewards_and_lone_rows_have_no_advantage(kind: str) -> None:
+    rewards = np.array([0.1] * 7 + [5.0])  # the mean of seven times 0.1 is not 0.1 in floating point
+
+    got = advantages(rewards, np.array([0] * 7 + [1]), kind)
+
+    assert got.tolist() == [0.0] * 8
+
+
+def test_a_truncated_row_counts_in_its_groups_mean_but_not_in_the_loss() -> None:
+    case = Case(0)
+    case.truncated = [True] + [False] * 15
+    case.rewards[:4] = [0.0, 1.0, 1.0, 1.0]
+
+    terms = row_terms(case.batch(), LossSpec(mask_truncated=True))
+
+    assert not terms.active_R[0] and terms.weights_R[0] == 0
+    assert (terms.advantages_R[1:4] > 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_clips_of_a_job_replace_the_defaults(name: str) -> None:
+    logprobs_M = torch.tensor([math.log(1.5), math.log(0.5)])
+    narrow = LossSpec(name=name, clip_low=0.1, clip_high=0.1, is_clip=0.1)  # pyright: ignore
+    wide = LossSpec(name=name, clip_low=0.0 if name == "cispo" else 0.9, clip_high=9.0, is_clip=9.0)  # pyright: ignore
+
+    clipped = [
+        token_losses(spec, logprobs_M, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.tensor([0, 1]))[1].tolist()
+        for spec in (narrow, wide)
+    ]
+
+    assert clipped == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(name: str, advantage: float) -> None:
+    logprobs_M = torch.tensor([-1.0, -200.0], requires_grad=True)
+
+    loss_M, _ = token_losses(
+        LossSpec(name=name),  # pyright: ignore
+        logprobs_M,
+        torch.tensor([-200.0, -1.0]),
+        torch.full((2,), advantage),
+        torch.tensor([0, 1]),
+    )
+    loss_M.sum().backward()
+
+    assert torch.isfinite(loss_M).all() and logprobs_M.grad is not None and torch.isfinite(logprobs_M.grad).all()
+
+
+def test_k3_is_never_negative_and_zero_at_equality() -> None:
+    policy = torch.tensor([-1.0, -2.0, -0.5])
+
+    assert k3(policy, policy).tolist() == [0.0] * 3
+    assert (k3(policy, policy + torch.tensor([0.5, -0.5, 2.0])) > 0).all()

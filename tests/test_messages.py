@@ -1,0 +1,169 @@
+"""The wire format: a change of it must be meant."""
+
+import hashlib
+
+import msgspec
+import pytest
+
+from common import messages
+from common.messages import (
+    BASE,
+    AdapterNew,
+    AdapterRef,
+    AdapterUpdate,
+    Array,
+    Cancel,
+    DeadLetter,
+    EnvSpec,
+    Failure,
+    GradeRequest,
+    GradeResult,
+    Init,
+    JobCommand,
+    LoraSpec,
+    LossSpec,
+    Message,
+    OptimSpec,
+    Parked,
+    Rows,
+    Sampling,
+    ScoredTrajectory,
+    Span,
+    Start,
+    Step,
+    TrajectoryRef,
+    TurnDelta,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    WorkerReport,
+    decode,
+    encode,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+
+PLAIN = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
+ADAPTER = AdapterRef("t", "j", 3)
+TRAJECTORY = TrajectoryRef("train", 5, 6, 7, 1)
+REQUEST = TurnRequest(
+    **PLAIN,
+    adapter=ADAPTER,
+    trajectory=TRAJECTORY,
+    turn=0,
+    tokens=i32([1, 2]),
+    logprobs=f32([0, 0]),
+    written=u8([0, 0]),
+    sampling=Sampling(),
+)
+ROWS = Rows(
+    tokens=i32([1, 2]),
+    logprobs=f32([0, -1]),
+    written=u8([0, 1]),
+    lengths=i32([2]),
+    groups=i32([6]),
+    samples=i32([7]),
+    rewards=f32([1]),
+    versions=i32([3]),
+    truncated=u8([0]),
+)
+EXAMPLES: list[Message] = [
+    Start(
+        **PLAIN,
+        adapter=ADAPTER,
+        purpose="train",
+        seed=1,
+        group=2,
+        samples=(0, 1),
+        item={"a": [1, None]},
+        env=EnvSpec("e", {"x": 1}),
+        sampling=Sampling(stop=("\n",)),
+    ),
+    REQUEST,
+    TurnResult(
+        **PLAIN,
+        request=REQUEST,
+        adapter=ADAPTER,
+        tokens=i32([3]),
+        logprobs=f32([-0.5]),
+        stop_reason="stop",
+        usage=Usage(1, 2, 3, 0.5, 0.25, 0.125),
+    ),
+    TurnDelta(**PLAIN, adapter=ADAPTER, offset=1, tokens=i32([3]), logprobs=f32([-0.5])),
+    ScoredTrajectory(
+        **PLAIN,
+        adapter=ADAPTER,
+        trajectory=TRAJECTORY,
+        stop_reason="failed",
+        failure=Failure("grader", "it raised"),
+    ),
+    Parked(**PLAIN, request=REQUEST),
+    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",))),
+    Step(
+        **PLAIN,
+        adapter=ADAPTER,
+        seed=1,
+        lora=LoraSpec(),
+        loss=LossSpec(),
+        optim=OptimSpec(1e-3),
+        rows=ROWS,
+        trajectories=("a",),
+        next_group=9,
+    ),
+    AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}),
+    JobCommand(**PLAIN, action="pause"),
+    GradeRequest(**PLAIN, env=EnvSpec("e"), item={}, output_text="x", reply_to="r"),
+    GradeResult(**PLAIN, reward=0.5),
+    Cancel(**PLAIN, park=True),
+    AdapterNew(**PLAIN, adapter=ADAPTER),
+    DeadLetter(**PLAIN, stream="s", entry="0-1", reason="r", deliveries=11, payload=b"p"),
+    WorkerReport(
+        **PLAIN,
+        service="env",
+        pid=1,
+        host="h",
+        state="idle",
+        busy=0.5,
+        base_model="tiny",
+        spans=(Span(1, 2, "t", "j", "env"),),
+    ),
+]
+SNAPSHOT = "f417ede790d170724db953d8fc36f211e6fce5eb3e9fd0997ae8646ad3beb3ec"
+"""sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
+each other (new fields with defaults only), and CHANGELOG must say so."""
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_every_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    kinds = {kind.__name__ for kind in messages.AnyMessage.__args__}
+    assert {type(m).__name__ for m in EXAMPLES} == kinds
+
+
+def test_the_wire_format_is_the_one_on_record() -> None:
+    assert hashlib.sha256(b"".join(encode(m) for m in EXAMPLES)).hexdigest() == SNAPSHOT
+
+
+def test_a_newer_workers_extra_field_is_ignored() -> None:
+    fields = msgspec.msgpack.decode(encode(EXAMPLES[12]))
+    assert decode(msgspec.msgpack.encode({**fields, "invented_later": 1})) == EXAMPLES[12]
+
+
+def test_an_array_whose_bytes_do_not_fit_its_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 8 bytes"):
+        Array("i4", (2,), b"1234")
+    broken = encode(REQUEST).replace(REQUEST.tokens.data, b"\x01\x00\x00\x00")
+    with pytest.raises(msgspec.MsgspecError):
+        decode(broken)
+
+
+def test_ids_tell_what_they_belong_to() -> None:
+    assert turn_id("j", TRAJECTORY, 3, 0) == "j/6/7/0/1"
+    assert turn_id("j", TrajectoryRef("eval", 5, 6, 7), 3, 0) == "j/eval@3.6/7/0/0"
+    assert str(ADAPTER) == "j@3" and str(BASE) == "base"
+    assert ADAPTER.path() == "adapters/t/j/00000003"

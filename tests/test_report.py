@@ -1,0 +1,74 @@
+"""The demo's picture, from made data."""
+
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from examples.report import (
+    GREY,
+    PALETTE,
+    Busy,
+    Curve,
+    draw,
+    merged,
+    running_mean,
+    tenant_colours,
+    worker_rows,
+    write_report,
+)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def curve(tenant: str, label: str, num_steps: int = 30) -> Curve:
+    rewards = [1 - 0.5 * math.exp(-step / 8) for step in range(num_steps)]
+    return Curve(tenant=tenant, label=label, rewards=rewards, evals={0: 0.5, num_steps: 0.98})
+
+
+def busy(worker: str, service: str, tenant: str, start_s: float) -> Busy:
+    return Busy(worker, service, tenant, start_s, start_s + 0.5)
+
+
+def test_the_report_is_a_picture_of_a_readable_size(tmp_path: Path) -> None:
+    curves = [curve("acme", "add"), curve("acme", "sort"), curve("bluebird", "max"), curve("cobalt", "calc")]
+    stretches = [busy(f"{s}-{i}", s, t, 1e9 + i) for s in ("rollout", "env", "trainer") for i, t in enumerate("ab")]
+    write_report(tmp_path / "report.png", curves, stretches)
+    assert (tmp_path / "report.png").read_bytes().startswith(PNG)
+    height, width, _ = imread(tmp_path / "report.png").shape
+    assert width > 1000
+    assert height > 600
+
+
+@pytest.mark.parametrize("curves", [[], [Curve(tenant="acme", label="add", rewards=[])]])
+def test_a_report_without_data_is_a_picture_too(tmp_path: Path, curves: list[Curve]) -> None:
+    write_report(tmp_path / "report.png", curves, [])
+    assert (tmp_path / "report.png").read_bytes().startswith(PNG)
+
+
+def test_each_job_has_a_panel_and_each_worker_a_row() -> None:
+    figure = draw([curve("acme", "add"), curve("cobalt", "max")], [busy("w1", "trainer", "acme", 5.0)])
+    *panels, timeline = figure.axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["acme · add", "cobalt · max"]
+    assert [label.get_text() for label in timeline.get_yticklabels()] == ["trainer 1"]
+
+
+def test_a_tenant_has_one_colour_everywhere() -> None:
+    colours = tenant_colours(["acme", "cobalt", "acme"])
+    assert colours == {"acme": PALETTE[0], "cobalt": PALETTE[1]}
+    assert tenant_colours(map(str, range(10)))["9"] == GREY
+
+
+def test_workers_stand_in_the_order_of_the_flow() -> None:
+    stretches = [busy("c", "trainer", "a", 0), busy("b", "rollout", "a", 0), busy("a", "rollout", "a", 0)]
+    assert worker_rows(stretches) == {"a": "rollout 1", "b": "rollout 2", "c": "trainer 1"}
+
+
+def test_stretches_that_overlap_or_nearly_touch_are_one() -> None:
+    stretches = [Busy("w", "env", "a", *span) for span in [(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (5.05, 6.0)]]
+    assert merged(stretches, gap_s=0.1) == [(0.0, 3.0), (4.0, 6.0)]
+
+
+def test_the_running_mean_begins_with_what_there_is() -> None:
+    assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]

@@ -1,0 +1,94 @@
+"""What a worker says of itself: spans, busy seconds, counters."""
+
+import time
+
+import pytest
+
+from common.messages import Span
+from common.telemetry import Reporter, Timeline, merged
+
+
+class Clock:
+    """Wall and monotonic time that stand still until they are moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def span(start: float, end: float, job: str = "a") -> Span:
+    return Span(start, end, "tenant", job, "rollout")
+
+
+def test_spans_of_one_job_that_touch_are_one() -> None:
+    assert merged([span(1, 2), span(2.01, 3), span(2.5, 2.6)]) == [span(1, 3)]
+
+
+def test_spans_with_a_gap_between_them_and_of_different_jobs_stay_apart() -> None:
+    assert merged([span(1, 2), span(2.1, 3), span(1.5, 2.5, "b")]) == [span(1, 2), span(1.5, 2.5, "b"), span(2.1, 3)]
+
+
+def test_spans_are_merged_in_the_order_of_time_not_of_arrival() -> None:
+    assert merged([span(2, 3), span(0, 1), span(0.9, 2)]) == [span(0, 3)]
+
+
+def test_a_job_that_works_twice_at_once_is_busy_once(clock: Clock) -> None:
+    timeline = Timeline()
+    timeline.begin("t", "a", "rollout")
+    clock.now += 1
+    timeline.begin("t", "a", "rollout")
+    clock.now += 1
+    timeline.end("t", "a", "rollout")
+    clock.now += 1
+    timeline.end("t", "a", "rollout")
+    assert timeline.take() == ((Span(1000, 1003, "t", "a", "rollout"),), 3.0)
+
+
+def test_two_jobs_at_once_have_two_spans_and_busy_time_counts_once(clock: Clock) -> None:
+    timeline = Timeline()
+    timeline.begin("t", "a", "rollout")
+    timeline.begin("u", "b", "rollout")
+    clock.now += 2
+    timeline.end("t", "a", "rollout")
+    timeline.end("u", "b", "rollout")
+    spans, busy_s = timeline.take()
+    assert {(s.job, s.end_s - s.start_s) for s in spans} == {("a", 2.0), ("b", 2.0)}
+    assert busy_s == 2.0
+
+
+def test_a_stretch_that_goes_on_is_cut_at_each_report_and_nothing_is_told_twice(clock: Clock) -> None:
+    timeline = Timeline()
+    timeline.begin("t", "a", "train")
+    clock.now += 1
+    first = timeline.take()
+    clock.now += 0.5
+    timeline.end("t", "a", "train")
+    assert first == ((Span(1000, 1001, "t", "a", "train"),), 1.0)
+    assert timeline.take() == ((Span(1001, 1001.5, "t", "a", "train"),), 0.5)
+    assert timeline.take() == ((), 0.0)
+
+
+def test_a_report_tells_the_busy_share_since_the_last_one_and_counters_since_the_start(clock: Clock) -> None:
+    reporter = Reporter("w1", "env", "tiny", slots=4, resident=lambda: ["a@1"])
+    reporter.report("idle", in_use=0)
+    reporter.count("turns")
+    reporter.timeline.begin("t", "a", "env")
+    clock.now += 1
+    reporter.timeline.end("t", "a", "env")
+    clock.now += 3
+    report = reporter.report("busy", in_use=2)
+    assert (report.busy, report.in_use, report.slots, report.resident) == (0.25, 2, 4, ("a@1",))
+    reporter.count("turns", 2)
+    clock.now += 1
+    later = reporter.report("idle", in_use=0)
+    assert (later.busy, later.counters["turns"]) == (0.0, 3.0)

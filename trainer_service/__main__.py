@@ -1,0 +1,45 @@
+"""Starts one trainer worker. Wiring only."""
+
+import torch
+
+from base_model.decoder import Decoder
+from common.errors import InvalidInput
+from common.service import Parts, Service, run
+from common.settings import resolve_model
+from common.streams import GROUP_TRAINER
+from common.worker import Inbox
+from trainer_service.handler import TrainHandler
+from trainer_service.selftest import selftest
+from trainer_service.settings import TrainerSettings
+from trainer_service.training import Trainer
+
+DRAIN_S = 5.0
+"""A step under way may finish when the worker is told to stop."""
+
+
+def load_trainer(settings: TrainerSettings) -> Trainer:
+    """Loads the base model. Raises InvalidInput for what cannot be done."""
+    deterministic = settings.deterministic
+    chosen = (settings.trainer_device, settings.trainer_dtype, settings.trainer_threads)
+    if deterministic and chosen != ("cpu", "float32", 1):
+        raise InvalidInput("deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1")
+    torch.set_num_threads(settings.trainer_threads)
+    folder = resolve_model(settings.models[settings.model_name])
+    dtype = getattr(torch, settings.trainer_dtype)
+    decoder = Decoder.load(folder, device=settings.trainer_device, dtype=dtype)
+    trainer = Trainer(decoder, settings.trainer_micro_batch_tokens, deterministic)
+    if deterministic:
+        selftest(trainer)
+    return trainer
+
+
+async def build(settings: TrainerSettings, parts: Parts) -> Service:
+    trainer = load_trainer(settings)
+    base, cached = parts.cell.base_model, settings.trainer_cached_states
+    handler = TrainHandler(trainer, parts.store, base, cached_states=cached)
+    inboxes = [Inbox(parts.cell.train, GROUP_TRAINER)]
+    return Service(handler, inboxes, slots=1, drain_s=DRAIN_S, resident=handler.resident, counters=handler.counters)
+
+
+if __name__ == "__main__":
+    run("trainer", TrainerSettings, build)

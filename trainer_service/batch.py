@@ -1,0 +1,94 @@
+"""The training batch as arrays, checked.
+
+Axes: R rows (trajectories), T tokens of one row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import InvalidInput, TrainingFailed
+from common.messages import Rows
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows sorted by (group, sample)."""
+
+    tokens: list[Ints]  # R times [T]
+    logprobs: list[Floats]  # R times [T], log-prob of each token at sampling
+    written: list[Bools]  # R times [T], the model wrote the token
+    groups_R: Ints
+    rewards_R: Floats
+    versions_R: Ints  # the version that sampled the row
+    truncated_R: Bools  # the last turn was cut off
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def num_written_R(self) -> Ints:
+        return np.array([int(mask.sum()) for mask in self.written], np.int64)
+
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.tokens)
+
+
+def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> Batch:
+    """The rows of a Step that trains `version`.
+
+    A token at position 0 is never trained: nothing predicts it. Raises InvalidInput for rows that contradict themselves
+    or the base model, TrainingFailed for rewards and log-probs that are not finite numbers.
+    """
+    lengths = rows.lengths.numpy().astype(np.int64)
+    _check_shapes(rows, lengths)
+    cuts = np.cumsum(lengths)[:-1]
+    written = rows.written.numpy().astype(bool)
+    batch = Batch(
+        tokens=_split(rows.tokens.numpy().astype(np.int64), cuts, len(lengths)),
+        logprobs=_split(rows.logprobs.numpy().astype(np.float64), cuts, len(lengths)),
+        written=_split(written, cuts, len(lengths)),
+        groups_R=rows.groups.numpy().astype(np.int64),
+        rewards_R=rows.rewards.numpy().astype(np.float64),
+        versions_R=rows.versions.numpy().astype(np.int64),
+        truncated_R=rows.truncated.numpy().astype(bool),
+    )
+    for mask in batch.written:
+        mask[0] = False
+    _check_values(batch, version, vocab, context)
+    return batch
+
+
+def _split(flat: NDArray[Any], cuts: Ints, num_rows: int) -> list[NDArray[Any]]:
+    return np.split(flat, cuts) if num_rows else []
+
+
+def _check_shapes(rows: Rows, lengths: Ints) -> None:
+    per_row = (rows.groups, rows.samples, rows.rewards, rows.versions, rows.truncated)
+    if any(len(array) != len(lengths) for array in per_row):
+        raise InvalidInput("training batch: arrays of one entry a row differ in length")
+    if any(len(array) != lengths.sum() for array in (rows.tokens, rows.logprobs, rows.written)):
+        raise InvalidInput("training batch: arrays of one entry a token do not match the rows' lengths")
+    if (lengths < 1).any():
+        raise InvalidInput("training batch: a row without tokens")
+
+
+def _check_values(batch: Batch, version: int, vocab: int, context: int) -> None:
+    if not np.isfinite(batch.rewards_R).all():
+        raise TrainingFailed("a reward is not a finite number")
+    if (batch.versions_R > version).any():
+        raise InvalidInput(f"training batch: a row was sampled by a version after {version}, the one being trained")
+    if (np.diff(batch.groups_R) < 0).any():
+        raise InvalidInput("training batch: rows are not sorted by group")
+    for tokens, logprobs, mask in zip(batch.tokens, batch.logprobs, batch.written, strict=True):
+        if len(tokens) > context:
+            raise InvalidInput(f"training batch: a row of {len(tokens)} tokens, the base model's context is {context}")
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise InvalidInput("training batch: a token id outside the base model's vocabulary")
+        if not np.isfinite(logprobs[mask]).all():
+            raise TrainingFailed("a log-probability at sampling is not a finite number")

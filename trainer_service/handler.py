@@ -1,0 +1,251 @@
+"""An operation on an adapter in, an AdapterUpdate out.
+
+reads: `train`, adapters/   writes: adapters/, `adapters:<p>`   holds: the last states of some adapters (a cache; the store
+is the truth)   waits for: an Init or Step   unblocked by: manager
+after a crash: another trainer makes the version again; the manifest, created once, says whose counts
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+from base_model.adapter import load_adapter, save_adapter
+from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.errors import (
+    AlreadyExists,
+    CorruptObject,
+    InvalidInput,
+    MarlaasError,
+    NotFound,
+    TrainingFailed,
+    Unavailable,
+)
+from common.messages import AdapterRef, AdapterUpdate, Failure, FailureKind, Init, Message, Step, Usage
+from common.streams import Cell
+from trainer_service import lora
+from trainer_service.optimiser import load_moments, save_moments
+from trainer_service.training import Trained, Trainer, TrainState
+
+Outputs = list[tuple[str, Message]]
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Stopped(Exception):
+    """The step's task was cancelled; its thread leaves at the next micro-batch."""
+
+
+class StateCache:
+    """The most recently used states, at most `capacity`, each of a committed version."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._states: OrderedDict[AdapterRef, TrainState] = OrderedDict()
+
+    def get(self, adapter: AdapterRef) -> TrainState | None:
+        state = self._states.get(adapter)
+        if state is not None:
+            self._states.move_to_end(adapter)
+        return state
+
+    def put(self, adapter: AdapterRef, state: TrainState) -> None:
+        self._states[adapter] = state
+        self._states.move_to_end(adapter)
+        while len(self._states) > self._capacity:
+            self._states.popitem(last=False)
+
+    def drop(self, adapter: AdapterRef) -> None:
+        self._states.pop(adapter, None)
+
+    def names(self) -> list[str]:
+        return [str(adapter) for adapter in self._states]
+
+
+class TrainHandler:
+    """Makes each version once, however often and by however many it is asked."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        store: AdapterStore,
+        base_model: str,
+        *,
+        cached_states: int = 16,
+        retry_delays_s: tuple[float, ...] = (0.2, 1.0, 3.0),
+    ) -> None:
+        self._trainer = trainer
+        self._store = store
+        self._base_model = base_model
+        self._cell = Cell(base_model)
+        self._cache = StateCache(cached_states)
+        self._retry_delays_s = retry_delays_s
+        self._computing = asyncio.Lock()
+        self._busy_s, self._trained_tokens = 0.0, 0
+
+    async def __call__(self, message: Init | Step, beat: Callable[[], None]) -> Outputs:
+        """The AdapterUpdate of the version that `message` asks for; `beat` is called from the computing thread.
+
+        What will fail in the same way again is an AdapterUpdate with a failure. Raises Unavailable when the store stays
+        away or full after a few attempts: nothing is lost, deliver the message again.
+        """
+        target = message.adapter if isinstance(message, Init) else message.adapter.next()
+        try:
+            manifest = await self._patiently(lambda: self._store.manifest(target))
+            if manifest is None:
+                manifest = await self._make(message, target, beat)
+        except (TrainingFailed, CorruptObject, NotFound, InvalidInput) as error:
+            kind = _failure_kind(error)
+            log.warning("step_refused", job=message.job, version=target.version, kind=kind, reason=str(error))
+            return self.failed(message, Failure(kind, str(error)))
+        await self._drop_old_optimizer(target)
+        return [(self._cell.adapters(message.partition), _update(message, manifest))]
+
+    def failed(self, message: Init | Step, failure: Failure) -> Outputs:
+        """What to publish when the operation is given up."""
+        target = message.adapter if isinstance(message, Init) else message.adapter.next()
+        update = AdapterUpdate(
+            id=f"{message.id}/failed",
+            **message.about(),
+            adapter=target,
+            batch=message.id,
+            next_group=message.next_group if isinstance(message, Step) else 0,
+            failure=failure,
+        )
+        return [(self._cell.adapters(message.partition), update)]
+
+    def park(self, message: Init | Step) -> Outputs:
+        """An operation once sent stays in flight (see `common.worker.Voided`); should it be voided, it goes back."""
+        return [(self._cell.train, message)]
+
+    def drop(self, message: Init | Step) -> Outputs:
+        """See `park`."""
+        return self.park(message)
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: `busy_s` in forward, backward and optimiser, `trained_tokens`; lost races included."""
+        return {"busy_s": self._busy_s, "trained_tokens": float(self._trained_tokens)}
+
+    def hand_back(self, message: Init | Step) -> Outputs | None:
+        """Half a step is worth nothing elsewhere: the message goes back as it was."""
+        return None
+
+    def resident(self) -> list[str]:
+        """Adapters in memory, as `job@version`."""
+        return self._cache.names()
+
+    async def _make(self, message: Init | Step, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
+        """Compute and commit; if somebody else was first, what they committed."""
+        trained = await self._compute(message, beat)
+        self._busy_s += trained.train_s
+        self._trained_tokens += trained.trained_tokens
+        files = save_adapter(trained.state.adapter, self._base_model)
+        files[OPTIMIZER_FILE] = save_moments(trained.state.moments)
+        try:
+            manifest = await self._patiently(
+                lambda: self._store.commit(_manifest(message, target, trained, self._base_model), files)
+            )
+        except AlreadyExists:
+            winner = await self._patiently(lambda: self._store.manifest(target))
+            if winner is None:
+                raise Unavailable(f"the manifest of {target} exists but cannot be read") from None
+            log.info("commit_lost", job=message.job, version=target.version, wasted_s=trained.train_s)
+            return winner
+        self._cache.put(target, trained.state)
+        log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
+        return manifest
+
+    async def _compute(self, message: Init | Step, beat: Callable[[], None]) -> Trained:
+        if isinstance(message, Init):
+            return Trained(self._trainer.init(message), {}, 0, 0.0)
+        state = await self._state(message.adapter)
+        stop = threading.Event()
+
+        def beat_or_stop() -> None:
+            if stop.is_set():
+                raise Stopped
+            beat()
+
+        async with self._computing:
+            try:
+                return await asyncio.to_thread(self._trainer.step, message, state, beat_or_stop)
+            finally:
+                stop.set()
+
+    async def _state(self, adapter: AdapterRef) -> TrainState:
+        """From memory, else from the store. Raises CorruptObject or NotFound."""
+        state = self._cache.get(adapter)
+        if state is None:
+            files = await self._patiently(lambda: self._store.read(adapter, (*PEFT_FILES, OPTIMIZER_FILE)))
+            state = self._load(files)
+            self._cache.put(adapter, state)
+        return state
+
+    def _load(self, files: dict[str, bytes]) -> TrainState:
+        adapter = load_adapter(files)
+        num_values = lora.flatten(adapter).numel()
+        return TrainState(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
+
+    async def _drop_old_optimizer(self, newest: AdapterRef) -> None:
+        """Optimiser state is kept for the newest two versions. A failure here costs only space."""
+        if newest.version < 2:
+            return
+        old = AdapterRef(newest.tenant, newest.job, newest.version - 2)
+        self._cache.drop(old)
+        try:
+            await self._store.drop_optimizer(old)
+        except MarlaasError as error:
+            log.warning("optimizer_not_dropped", job=old.job, version=old.version, reason=str(error))
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Try again while the store is unavailable, a bounded number of times."""
+        for delay_s in self._retry_delays_s:
+            try:
+                return await call()
+            except Unavailable as error:
+                log.warning("store_unavailable", reason=str(error), retry_s=delay_s)
+                await asyncio.sleep(delay_s)
+        return await call()
+
+
+def _failure_kind(error: MarlaasError) -> FailureKind:
+    match error:
+        case TrainingFailed():
+            return "non_finite"
+        case InvalidInput():
+            return "invalid"
+        case _:
+            return "corrupt_adapter"
+
+
+def _manifest(message: Init | Step, target: AdapterRef, trained: Trained, base_model: str) -> Manifest:
+    is_step = isinstance(message, Step)
+    return Manifest(
+        adapter=target,
+        base_model=base_model,
+        attempt="",
+        files={},
+        parent=message.adapter.version if is_step else None,
+        batch=message.id,
+        seed=message.seed,
+        next_group=message.next_group if is_step else 0,
+        trajectories=message.trajectories if is_step else (),
+        metrics=trained.metrics,
+        usage=Usage(trained_tokens=trained.trained_tokens, train_s=trained.train_s),
+    )
+
+
+def _update(message: Init | Step, manifest: Manifest) -> AdapterUpdate:
+    """The same for whoever made the version, and however often it is told."""
+    return AdapterUpdate(
+        id=f"{manifest.batch}/done",
+        **message.about(),
+        adapter=manifest.adapter,
+        batch=manifest.batch,
+        next_group=manifest.next_group,
+        metrics=manifest.metrics,
+        usage=manifest.usage,
+    )

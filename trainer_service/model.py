@@ -1,0 +1,119 @@
+"""Log-probabilities of trained tokens under the base model with adapters, differentiable in the adapters.
+
+Axes: B sequences, T positions, M trained tokens of the micro-batch, E hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from base_model.decoder import Attend, Decoder, Project, plain
+from trainer_service.packing import Cost, Tree
+
+MAX_SCORES = 1 << 22  # logits that exist at one time
+ATTENTION_COST = (
+    4  # time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A micro-batch on the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    bias_BTT: Tensor | None  # added to attention scores; None: every sequence is one row, plainly causal
+    predictors_M: Tensor  # index into the flattened B x T
+    targets_M: Tensor  # token ids
+    num_padding: int
+
+
+def make_inputs(batch: Sequence[Tree], targets: Sequence[np.ndarray], decoder: Decoder, *, multiple: int) -> Inputs:
+    """`targets`: trained token ids in order of (sequence, row); T is rounded up to `multiple`."""
+    width = -(-max(len(tree) for tree in batch) // multiple) * multiple
+    tokens_BT, positions_BT, branches_BT = np.zeros((3, len(batch), width), np.int64)
+    branches_BT -= 1
+    predictors = []
+    for i, tree in enumerate(batch):
+        tokens_BT[i, : len(tree)], positions_BT[i, : len(tree)] = tree.tokens, tree.positions
+        branches_BT[i, : len(tree)] = tree.branches
+        predictors += [row_M + i * width for row_M in tree.predictors]
+    device = decoder.device
+    branched = any(len(tree.rows) > 1 for tree in batch)
+    return Inputs(
+        tokens_BT=torch.from_numpy(tokens_BT).to(device),
+        positions_BT=torch.from_numpy(positions_BT).to(device),
+        bias_BTT=_attention_bias(torch.from_numpy(branches_BT).to(device), decoder.embedding.dtype)
+        if branched
+        else None,
+        predictors_M=torch.from_numpy(np.concatenate(predictors)).to(device),
+        targets_M=torch.from_numpy(np.concatenate(targets)).to(device),
+        num_padding=len(batch) * width - sum(len(tree) for tree in batch),
+    )
+
+
+def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a position sees another, else -inf: backwards, the shared beginning and its own branch. [B, 1, T, T]"""
+    to, by = branches_BT[:, None, None, :], branches_BT[:, None, :, None]
+    seen = ((to == by) | (to == 0)).tril()
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def logprobs(decoder: Decoder, inputs: Inputs, temperature: float, project: Project = plain) -> Tensor:
+    """float32 log_softmax(logits / temperature) of each target, [M]. `project` plain: the bare base model."""
+    hidden_BTE = decoder.forward(inputs.tokens_BT, inputs.positions_BT, _attend(decoder, inputs.bias_BTT), project)
+    hidden_ME = hidden_BTE.flatten(0, 1).index_select(0, inputs.predictors_M)
+    return _TargetLogprobs.apply(hidden_ME, decoder.head, inputs.targets_M, temperature)  # pyright: ignore
+
+
+def sequence_cost(decoder: Decoder) -> Cost:
+    """What sequences cost in this base model. It only decides how rows are packed."""
+    shapes = decoder.linear_shapes().values()
+    config = decoder.config
+    per_token = sum(out * width for out, width in shapes) // config.num_layers
+    return Cost(per_token, ATTENTION_COST * 2 * config.num_heads * config.head_dim)
+
+
+def _attend(decoder: Decoder, bias_BTT: Tensor | None) -> Attend:
+    grouped = decoder.config.num_heads > decoder.config.num_kv_heads
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        causal = bias_BTT is None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BTT, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Hidden states [M, E] and a frozen head [V, E] -> log-probs [M], without keeping [M, V].
+
+    d logprob / d hidden = (head[target] - softmax @ head) / temperature does not depend on what comes back from the loss,
+    so it is made in the forward, a chunk of M at a time, and backward is one product by rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, temperature: float) -> Tensor:
+        logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_ME.device)
+        slope_ME = torch.empty_like(hidden_ME) if ctx.needs_input_grad[0] else None
+        chunk = max(1, MAX_SCORES // len(head_VE))
+        for start in range(0, len(targets_M), chunk):
+            part = slice(start, start + chunk)
+            scores_MV = F.linear(hidden_ME[part], head_VE).float().div_(temperature).log_softmax(-1)
+            logprobs_M[part] = scores_MV.gather(1, targets_M[part, None]).squeeze(1)
+            if slope_ME is not None:
+                mean_ME = scores_MV.exp_().to(head_VE.dtype) @ head_VE
+                slope_ME[part] = (head_VE[targets_M[part]] - mean_ME).div_(temperature)
+        ctx.save_for_backward(slope_ME)
+        return logprobs_M
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (slope_ME,) = ctx.saved_tensors
+        return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None

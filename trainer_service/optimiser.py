@@ -1,0 +1,75 @@
+"""AdamW over one flat tensor, and its state as bytes.
+
+Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2 (decoupled weight decay), constant rate. All operations go element
+by element in a fixed order, so the same state and gradient give the same bits on any day.
+
+Axes: P all values of an adapter.
+"""
+
+from dataclasses import dataclass
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from common.errors import CorruptObject
+from common.messages import OptimSpec
+
+
+@dataclass(slots=True)
+class Moments:
+    """The optimiser's memory of one adapter, float32."""
+
+    mean_P: Tensor  # first moment
+    square_P: Tensor  # second moment
+    num_steps: int
+
+    @classmethod
+    def zeros(cls, num_values: int, device: torch.device) -> "Moments":
+        return cls(torch.zeros(num_values, device=device), torch.zeros(num_values, device=device), 0)
+
+    def clone(self) -> "Moments":
+        return Moments(self.mean_P.clone(), self.square_P.clone(), self.num_steps)
+
+
+def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
+    """Scale in place to a Euclidean norm of at most `max_norm`; returns the norm before. As torch's clip_grad_norm_."""
+    norm = float(torch.linalg.vector_norm(grad_P))
+    if norm > max_norm:
+        grad_P.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+def update(values_P: Tensor, grad_P: Tensor, moments: Moments, spec: OptimSpec) -> None:
+    """One AdamW step, in place on values and moments."""
+    moments.num_steps += 1
+    values_P.mul_(1.0 - spec.learning_rate * spec.weight_decay)
+    moments.mean_P.lerp_(grad_P, 1.0 - spec.beta1)
+    moments.square_P.mul_(spec.beta2).addcmul_(grad_P, grad_P, value=1.0 - spec.beta2)
+    mean_correction = 1.0 - spec.beta1**moments.num_steps
+    square_correction = 1.0 - spec.beta2**moments.num_steps
+    root_P = moments.square_P.sqrt().div_(square_correction**0.5).add_(spec.eps)
+    values_P.addcdiv_(moments.mean_P, root_P, value=-spec.learning_rate / mean_correction)
+
+
+def save_moments(moments: Moments) -> bytes:
+    """safetensors: `mean`, `square` (flat, in the adapter's order) and `num_steps`."""
+    tensors = {
+        "mean": moments.mean_P.cpu(),
+        "square": moments.square_P.cpu(),
+        "num_steps": torch.tensor(moments.num_steps),
+    }
+    return safetensors.torch.save(tensors)
+
+
+def load_moments(data: bytes, num_values: int, device: torch.device) -> Moments:
+    """The inverse. Raises CorruptObject if the bytes are not the moments of an adapter of `num_values` values."""
+    try:
+        tensors = safetensors.torch.load(data)
+        mean_P, square_P, num_steps = tensors["mean"], tensors["square"], int(tensors["num_steps"])
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
+        raise CorruptObject(f"not an optimiser state: {error}") from error
+    if mean_P.shape != (num_values,) or square_P.shape != (num_values,):
+        raise CorruptObject("the optimiser state does not match the adapter")
+    return Moments(mean_P.to(device), square_P.to(device), num_steps)
