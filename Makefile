@@ -35,7 +35,7 @@ up: .venv/.ready
 	@$(BIN)/marlaas up
 
 test: .venv/.ready-dev
-	@$(RUN) -m pytest -m "not slow" $(ARGS)
+	@$(RUN) -m pytest -m "not slow" -n 3 $(ARGS)
 	@$(RUN) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 check: .venv/.ready-dev

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from common import log
 from common.adapters import AdapterStore
@@ -59,10 +59,21 @@ def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable
         log.configure(name, level=settings.log_level)
         asyncio.run(_run(name, settings, build))
     except (MarlaasError, ValueError) as error:
-        sys.exit(f"{name}: {error}")
+        leave(f"{name}: {error}")
+    leave()
+
+
+def leave(error: str = "") -> NoReturn:
+    """End this process now, with status 1 and the error's line if there is one.
+
+    Threads are not waited for: one may still compute what was handed back, and one of the object store's may want to tell
+    its result to an interpreter that is shutting down, which aborts the process.
+    """
+    if error:
+        sys.stderr.write(f"{error}\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a computation that was handed back may still run in its thread: nobody waits for its result
+    os._exit(1 if error else 0)
 
 
 async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Service]]) -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 import signal
-import sys
 
 from common import log
 from common.errors import MarlaasError
+from common.service import leave
 from common.settings import refuse_unknown
 from common.tasks import cancel_all
 from manager_service.api.context import Api, Base
@@ -42,4 +42,5 @@ if __name__ == "__main__":
         refuse_unknown()
         asyncio.run(main())
     except (MarlaasError, ValueError) as error:  # wrong settings end it with one line that says what to do
-        sys.exit(f"manager: {error}")
+        leave(f"manager: {error}")
+    leave()

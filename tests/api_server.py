@@ -122,7 +122,8 @@ async def running_jobs(server: ApiServer) -> AsyncGenerator[StandInEnv]:
         yield env
     finally:
         stop.set()
-        await asyncio.gather(*tasks)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*tasks)
 
 
 # ---- a rollout worker that knows its lines ---------------------------------------------------------------------------
