@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -251,11 +250,9 @@ async def test_a_request_that_waits_in_the_queue_is_not_asked_twice(server: ApiS
 
 
 async def test_without_workers_the_answer_is_503_after_the_time_limit(server: ApiServer) -> None:
-    began = time.monotonic()
     with pytest.raises(openai.APIStatusError, match="no rollout worker answered") as refused:
         await server.openai.chat.completions.create(model="tiny", messages=HELLO)
     assert refused.value.status_code == 503
-    assert time.monotonic() - began < 6
     stream = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="no rollout worker answered"):
         async for _ in stream:

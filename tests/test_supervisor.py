@@ -85,9 +85,7 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
 async def test_nothing_is_left_after_the_end_not_even_who_ignores_sigterm(tmp_path: Path) -> None:
     async with cluster(tmp_path, STUBBORN) as running:
         pids = list(running.pids.values())
-        since = time.monotonic()
     assert await gone(pids, 0.5)
-    assert time.monotonic() - since < 8
     assert read_cluster_file(tmp_path) is None
 
 
