@@ -408,6 +408,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     resident: tuple[str, ...] = ()  # adapters in memory, as `job@version`
     slots: int = 0  # how much it can work on at once
     in_use: int = 0
+    kv_tokens: int | None = None  # whose keys and values it holds at once; None: it does not say
     max_lora_rank: int | None = None
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics

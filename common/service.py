@@ -43,6 +43,7 @@ class Service:
     handler: Handler
     inboxes: list[Inbox]
     slots: int
+    kv_tokens: int | None = None
     drain_s: float = 0.0
     max_lora_rank: int | None = None
     resident: Callable[[], list[str]] = field(default=list)
@@ -95,6 +96,7 @@ async def _serve(name: str, settings: S, build: Callable[[S, Parts], Awaitable[S
         name,
         cell.base_model,
         slots=service.slots,
+        kv_tokens=service.kv_tokens,
         max_lora_rank=service.max_lora_rank,
         resident=service.resident,
         measured=service.counters,

@@ -77,6 +77,7 @@ class Reporter:
     service: str
     base_model: str
     slots: int
+    kv_tokens: int | None = None
     max_lora_rank: int | None = None
     resident: Callable[[], list[str]] = field(default=list)
     measured: Callable[[], dict[str, float]] = field(default=dict)
@@ -106,6 +107,7 @@ class Reporter:
             resident=tuple(self.resident()),
             slots=self.slots,
             in_use=in_use,
+            kv_tokens=self.kv_tokens,
             max_lora_rank=self.max_lora_rank,
             spans=spans,
             counters={**self.counters, **self.measured(), "cpu_s": time.process_time()},

@@ -32,8 +32,15 @@ async def main() -> None:
 
 
 def make_owner(api: Api, base: Base) -> Owner:
+    settings = api.settings
     return Owner(
-        bus=base.bus, cluster=base.cluster, store=api.adapters, objects=api.objects, lease_s=api.settings.lease_s
+        bus=base.bus,
+        cluster=base.cluster,
+        store=api.adapters,
+        objects=api.objects,
+        lease_s=settings.lease_s,
+        policy=settings.scheduling,
+        training_queue=settings.training_queue,
     )
 
 

@@ -3,8 +3,10 @@
 State in, Changes out: it waits for nothing, so that a simulator can run it under a virtual clock.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,13 +14,18 @@ import structlog
 
 from manager_service.changes import Changes
 from manager_service.demand import Demand, view_of
+from manager_service.groups import num_tokens
 from manager_service.job import Job
-from manager_service.partition import Partition
+from manager_service.policies import MARLAAS, Policy, closed, may_start
 from manager_service.records import JobError, TenantRecord
-from manager_service.scheduler import Fairness, room, serve, step_order
+from manager_service.scheduler import Fairness, is_longest_waiting, kv_room, room, serve
+from manager_service.training_queue import Batch, TrainingQueue
 
-STEPS_PER_TRAINER = 2
-"""Batches under way for each trainer: one that it trains, one that waits for it."""
+STEPS_PER_SLOT = 2
+"""Batches under way for each of the trainers' slots: one that is trained, one that waits for it."""
+
+TOKENS = ("prompt_tokens", "sampled_tokens", "trained_tokens")
+"""Counters that a tenant's daily quota limits."""
 
 log = structlog.get_logger()
 
@@ -30,52 +37,74 @@ class Slots(Protocol):
         """Live slots of a service's workers."""
         ...
 
+    def kv_tokens(self) -> int | None:
+        """Tokens whose keys and values all rollout engines hold at once; None: not known."""
+        ...
+
+
+class Jobs(Protocol):
+    """A partition, as far as decisions need it."""
+
+    jobs: dict[str, Job]
+
 
 @dataclass(slots=True)
 class Allocator:
     """Shares the cell's workers between the tenants of the partitions that its owner has."""
 
     cluster: Slots
+    policy: Policy = MARLAAS
+    queue: TrainingQueue = field(default_factory=TrainingQueue)
     tenants: dict[str, TenantRecord] = field(default_factory=dict)
     used_today: dict[str, int] = field(default_factory=dict)  # tenant -> tokens
     memory_used: float = 0.0  # Redis' memory over its limit, 0 to 1
     share: float = 1.0  # of the cell's capacity that is this owner's, 0 to 1
+    env_backlog: int = 0  # entries of the cell's `env` stream: trajectories that are not at a rollout worker
     demand: Demand = field(default_factory=Demand)
     _jobs: dict[str, Job] = field(default_factory=dict)
     _rollouts: Fairness = field(default_factory=Fairness)
-    _training: Fairness = field(default_factory=Fairness)
+    _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
+    _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
-    def refresh(self, partition: Partition, jobs: Iterable[str]) -> None:
+    def refresh(self, partition: Jobs, jobs: Iterable[str], now: float) -> None:
         """Look at these jobs of a partition again; those that it no longer has are forgotten."""
         for name in list(jobs):
             job = partition.jobs.get(name)
             if job is None:
-                self._jobs.pop(name, None)
-                self.demand.update(name, None)
+                self._forget_job(name)
             else:
-                self._look_at(job)
+                self._look_at(job, now)
 
-    def forget(self, partition: Partition) -> None:
+    def forget(self, partition: Jobs) -> None:
         """The owner lost this partition."""
         for name in partition.jobs:
-            self._jobs.pop(name, None)
-            self.demand.update(name, None)
+            self._forget_job(name)
 
-    def _look_at(self, job: Job) -> None:
+    def _forget_job(self, name: str) -> None:
+        self._jobs.pop(name, None)
+        self.demand.update(name, None)
+        self.queue.remove(name)
+
+    def _look_at(self, job: Job, now: float) -> None:
         self._jobs[job.id] = job
         self.demand.update(job.id, view_of(job))
+        if job.id not in self.demand.ready:
+            self.queue.remove(job.id)
+        elif job.id not in self.queue.batches:
+            tokens = num_tokens(job.groups[number] for number in job.next_batch() or ())
+            self.queue.put(Batch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
 
     def charge(self, changes: Changes) -> None:
         """Fairness charges what was actually used."""
         for (tenant, _, counter), amount in changes.usage.items():
             if counter in ("prompt_tokens", "sampled_tokens"):
                 self._rollouts.charge(tenant, amount, self._weight(tenant))
-            elif counter == "trained_tokens":
-                self._training.charge(tenant, amount, self._weight(tenant))
-            else:
+            elif counter == "train_s":
+                self.queue.measured(amount)
+            if counter not in TOKENS:
                 continue
             self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
 
@@ -84,23 +113,47 @@ class Allocator:
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
         """Everything that may happen now. `changes`: of each owned partition, filled in."""
         self._start_queued(now, changes)
-        self._publish_steps(now, changes)
-        self._issue(now, changes)
+        if self.policy.barrier:
+            self._closed = self._is_closed()
+        if self._closed or not self.policy.barrier:
+            self._publish_steps(now, changes)
+        if not self._closed:
+            self._issue(now, changes)
+
+    def _is_closed(self) -> bool:
+        demand = self.demand
+        behind = sum(num for tenant, num in demand.behind.items() if not self._is_exhausted(tenant))
+        return closed(self._closed, num_behind=behind, num_ready=len(demand.ready), num_training=demand.num_training)
 
     def _start_queued(self, now: float, changes: dict[int, Changes]) -> None:
-        """Oldest first, within each tenant's number of concurrent jobs."""
-        for tenant in list(self.demand.queued):
-            free = self._tenant(tenant).max_jobs - self.demand.active[tenant]
-            waiting = [self._jobs[name] for name in self.demand.queued[tenant]] if free > 0 else []
-            for job in sorted(waiting, key=lambda j: (j.spec.created_at, j.id))[:free]:
-                self._guarded(job, now, changes, job.start)
+        """As many as the policy lets run, oldest first; within each tenant's number of concurrent jobs."""
+        demand = self.demand
+        left = may_start(self.policy, num_running=demand.num_running, num_queued=sum(map(len, demand.queued.values())))
+        found: list[Job] = []
+        for tenant in list(demand.queued) if left else []:
+            free = self._tenant(tenant).max_jobs - demand.active[tenant]
+            found += self._next_starts(tenant, min(free, left))
+        for job in sorted(found, key=_age)[:left]:
+            self._starts[job.spec.tenant] += 1
+            self._guarded(job, now, changes, job.start)
+
+    def _next_starts(self, tenant: str, num: int) -> list[Job]:
+        """The tenant's queued jobs that start next: the most urgent, every fourth time the oldest."""
+        if num <= 0:
+            return []
+        waiting = sorted((self._jobs[name] for name in self.demand.queued[tenant]), key=_age)
+        found: list[Job] = []
+        while waiting and len(found) < num:
+            oldest = is_longest_waiting(self._starts[tenant] + len(found))
+            found.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
+        return found
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
-        free = max(1, STEPS_PER_TRAINER * self.cluster.slots("trainer")) - self.demand.num_training
+        free = max(1, STEPS_PER_SLOT * self.cluster.slots("trainer")) - self.demand.num_training
         if free <= 0 or not self.demand.ready:
             return
-        self._training.busy(self.demand.active)
-        for _, name in zip(range(free), step_order(dict(self.demand.ready), self._training), strict=False):
+        self.queue.fairness.busy(self.demand.active)
+        for name in self.queue.take(free, now, self._weight):
             self._guarded(self._jobs[name], now, changes, self._publish_step(self._jobs[name]))
 
     def _publish_step(self, job: Job) -> "Act":
@@ -113,24 +166,51 @@ class Allocator:
 
     def _issue(self, now: float, changes: dict[int, Changes]) -> None:
         demand = self.demand
-        slots = self.cluster.slots("rollout")
-        left = room(slots=slots, open_work=demand.open_work, share=self.share, memory_used=self.memory_used)
-        if left <= 0 or not demand.hungry:
+        left = self.room(self.in_env) if demand.hungry else 0
+        if left <= 0:
             return
         self._rollouts.busy(demand.tenants())
         virtual = {t: self._virtual_time(t) for t in demand.hungry if self._within_quota(t, now, changes)}
         serve(virtual, lambda tenant: self._grant(tenant, now, changes), left)
 
+    def room(self, in_env: int) -> int:
+        """How many trajectories may be issued now, if so many of those under way need no rollout slot."""
+        return room(
+            slots=self.cluster.slots("rollout"),
+            open_work=self.demand.open_work,
+            share=self.share,
+            memory_used=self.memory_used,
+            in_env=in_env,
+            holds_slots=self.policy.holds_slots,
+        )
+
+    @property
+    def in_env(self) -> int:
+        """Trajectories with an env worker. More than its slots wait there, and count like those that wait for a rollout."""
+        return min(self.env_backlog, self.cluster.slots("env"))
+
+    def _fits(self, job: Job) -> bool:
+        """Is there room for the keys and values of one more group? One may always be under way."""
+        demand, group_size = self.demand, job.spec.hyper.group_size
+        at_rollout = max(0.0, 1 - self.in_env * self.share / max(1, demand.open_work))
+        left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=self.share)
+        return demand.open_work == 0 or group_size * job.lengths.kv_tokens <= left
+
     def _grant(self, tenant: str, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
-        """Issue one group, or one item of an evaluation, of the tenant's most urgent job."""
-        wanted = self.demand.hungry.get(tenant)
-        name = wanted.first() if wanted else None
+        """Issue one group, or one item of an evaluation, of the tenant's job whose turn it is.
+
+        Where its keys and values do not fit, all wait: whoever needs little must not keep out who needs much.
+        """
+        name = self.demand.next_job(tenant)
         if name is None:
             return None
         job, before = self._jobs[name], self.demand.open_work
+        if not self._fits(job):
+            return 0.0, sys.maxsize
         self._guarded(job, now, changes, self._issue_one(job))
+        self.demand.granted(tenant, name)
         issued = self.demand.open_work - before
-        return issued * job.tokens_per_trajectory / self._weight(tenant), max(issued, 0)
+        return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
 
     def _issue_one(self, job: Job) -> "Act":
         def act(now: float, changes: Changes) -> None:
@@ -149,14 +229,14 @@ class Allocator:
         except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
             log.exception("decision_failed", job_id=job.id)
             job.fail(JobError("internal_error", f"{type(error).__name__}: {error}"), now, change)
-        self._look_at(job)
+        self._look_at(job, now)
 
     # ---- tenants ----------------------------------------------------------------------------------------------------
 
     def _within_quota(self, tenant: str, now: float, changes: dict[int, Changes]) -> bool:
-        limit = self._tenant(tenant).max_tokens_per_day
-        if limit is None or self.used_today.get(tenant, 0) < limit:
+        if not self._is_exhausted(tenant):
             return True
+        limit = self._tenant(tenant).max_tokens_per_day
         for name in self.demand.jobs_of(tenant):
             if (name, today()) not in self._told_quota:
                 self._told_quota.add((name, today()))
@@ -164,6 +244,10 @@ class Allocator:
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
                 job.warn(now, text, changes[job.partition])
         return False
+
+    def _is_exhausted(self, tenant: str) -> bool:
+        limit = self._tenant(tenant).max_tokens_per_day
+        return limit is not None and self.used_today.get(tenant, 0) >= limit
 
     def _virtual_time(self, tenant: str) -> float:
         """What a tenant was charged, and an estimate of what is under way."""
@@ -177,6 +261,15 @@ class Allocator:
 
 
 Act = Callable[[float, Changes], None]
+
+
+def _age(job: Job) -> tuple[int, str]:
+    return job.spec.created_at, job.id
+
+
+def _most_urgent(jobs: Sequence[Job]) -> int:
+    """Its index; the first of equals."""
+    return min(range(len(jobs)), key=lambda n: jobs[n].spec.urgency)
 
 
 def today() -> str:

@@ -84,6 +84,11 @@ class Cluster:
         """How much the live workers of a service can work on at once."""
         return sum(worker.slots for worker in self.workers() if worker.service == service)
 
+    def kv_tokens(self) -> int | None:
+        """Tokens whose keys and values all rollout engines hold at once; None: one does not say."""
+        announced = [worker.kv_tokens for worker in self.workers() if worker.service == "rollout"]
+        return None if None in announced else sum(filter(None, announced))
+
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: nobody announces one."""
         ranks = [worker.max_lora_rank for worker in self.workers() if worker.max_lora_rank is not None]

@@ -4,68 +4,99 @@ A pass of the owner touches the few jobs that something happened to; what it dec
 thousands of others. So each job is seen as a small `View`, and the sums change when a view does.
 """
 
+import heapq
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from manager_service.job import Job
+from manager_service.scheduler import is_longest_waiting
 
-Urgency = tuple[int, int]
-"""Smaller first within a tenant: training before evaluation, then the groups that a batch still misses."""
+Urgency = tuple[float, ...]
+"""Smaller first within a tenant: priority, deadline, training before evaluation, the groups that a batch still misses."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Of one job, what matters to who decides."""
 
     tenant: str
-    queued: bool
-    active: bool  # counts towards the tenant's concurrent jobs
-    waiting: int  # trajectories under way
-    tokens: float  # estimate of what those will cost
-    training: bool  # a Step is under way
-    ready: bool  # a Step could be published
-    urgency: Urgency | None  # None: wants nothing issued
+    queued: bool = False
+    active: bool = False  # counts towards the tenant's concurrent jobs
+    running: bool = False
+    behind: bool = False  # samples what it must train next
+    waiting: int = 0  # trajectories under way
+    tokens: float = 0.0  # estimate of what those will cost
+    kv_tokens: float = 0.0  # estimate of the keys and values that they need
+    training: bool = False  # a Step is under way
+    ready: bool = False  # a Step could be published
+    urgency: Urgency | None = None  # None: wants nothing issued
 
 
 def view_of(job: Job) -> View:
-    status, waiting = job.state.status, job.num_waiting
+    status, waiting, training = job.state.status, job.num_waiting, job.state.training is not None
+    ready, running = job.next_batch() is not None, status == "running"
     return View(
         tenant=job.spec.tenant,
         queued=status == "queued",
         active=status in ("running", "paused"),
+        running=running,
+        behind=running and not (ready or training) and job.steps_sent < job.spec.hyper.num_steps,
         waiting=waiting,
-        tokens=waiting * job.tokens_per_trajectory,
-        training=job.state.training is not None,
-        ready=job.next_batch() is not None,
+        tokens=waiting * job.lengths.tokens,
+        kv_tokens=waiting * job.lengths.kv_tokens,
+        training=training,
+        ready=ready,
         urgency=_urgency(job),
     )
 
 
 def _urgency(job: Job) -> Urgency | None:
     if job.wants_group():
-        return (0, job.groups_missing())
-    return (1, 0) if job.wants_eval() else None
+        return (*job.spec.urgency, 0, job.groups_missing())
+    return (*job.spec.urgency, 1, 0) if job.wants_eval() else None
 
 
 @dataclass(slots=True)
 class TenantDemand:
-    """One tenant's jobs that want something issued, by urgency; first come, first served within one."""
+    """One tenant's jobs that want something issued: by urgency, first come, first served within one; and by how long
+    they have waited for a turn."""
 
     buckets: dict[Urgency, "OrderedDict[str, None]"] = field(default_factory=dict)
+    line: "OrderedDict[str, None]" = field(default_factory=OrderedDict)  # longest waiting first
+    _keys: list[Urgency] = field(default_factory=list)  # heap over the buckets' urgencies, and some that are gone
 
     def add(self, job: str, urgency: Urgency) -> None:
-        self.buckets.setdefault(urgency, OrderedDict())[job] = None
+        if urgency not in self.buckets:
+            self.buckets[urgency] = OrderedDict()
+            heapq.heappush(self._keys, urgency)
+        self.buckets[urgency][job] = None
+        self.line.setdefault(job)
 
-    def remove(self, job: str, urgency: Urgency) -> None:
+    def remove(self, job: str, urgency: Urgency, *, leaves: bool = True) -> None:
+        """`leaves`: it wants nothing more, and loses its place in the line."""
         bucket = self.buckets[urgency]
         del bucket[job]
         if not bucket:
             del self.buckets[urgency]
+            self._tidy()
+        if leaves:
+            del self.line[job]
 
-    def first(self) -> str | None:
-        """The most urgent job."""
-        return next(iter(self.buckets[min(self.buckets)])) if self.buckets else None
+    def first(self, *, longest_waiting: bool = False) -> str | None:
+        """The most urgent job, or the one that has waited longest."""
+        if not self.line:
+            return None
+        if longest_waiting:
+            return next(iter(self.line))
+        while self._keys[0] not in self.buckets:
+            heapq.heappop(self._keys)
+        return next(iter(self.buckets[self._keys[0]]))
+
+    def _tidy(self) -> None:
+        """Keep what is gone from outnumbering what is there."""
+        if len(self._keys) > 16 + 2 * len(self.buckets):
+            self._keys = sorted(self.buckets)
 
 
 @dataclass(slots=True)
@@ -74,19 +105,24 @@ class Demand:
 
     open_work: int = 0
     num_training: int = 0
+    num_running: int = 0
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Tenant -> tokens under way, estimated."""
+    kv_tokens: float = 0.0
     active: Counter[str] = field(default_factory=Counter)  # tenant -> jobs that run or are paused
+    behind: Counter[str] = field(default_factory=Counter)  # tenant -> jobs that sample what they must train next
     queued: dict[str, "OrderedDict[str, None]"] = field(default_factory=dict)  # tenant -> jobs, oldest first
     ready: dict[str, str] = field(default_factory=dict)  # job -> tenant
     hungry: dict[str, TenantDemand] = field(default_factory=dict)  # tenant -> jobs that want something issued
+    _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
     _views: dict[str, View] = field(default_factory=dict)
 
     def update(self, job: str, view: View | None) -> None:
         """A job as it is now; None: it is gone."""
         old = self._views.pop(job, None)
         if old is not None:
-            self._subtract(job, old)
+            stays = view is not None and view.tenant == old.tenant and view.urgency is not None
+            self._subtract(job, old, stays_hungry=stays)
         if view is not None:
             self._views[job] = view
             self._add(job, view)
@@ -98,12 +134,21 @@ class Demand:
     def jobs_of(self, tenant: str) -> Iterator[str]:
         return (job for job, view in self._views.items() if view.tenant == tenant)
 
+    def next_job(self, tenant: str) -> str | None:
+        """Whose turn it is among the tenant's jobs that want something issued."""
+        wanted = self.hungry.get(tenant)
+        return wanted.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if wanted else None
+
+    def granted(self, tenant: str, job: str) -> None:
+        """The job had its turn, and goes to the end of the line."""
+        self._turns[tenant] += 1
+        wanted = self.hungry.get(tenant)
+        if wanted is not None and job in wanted.line:
+            wanted.line.move_to_end(job)
+
     def _add(self, job: str, view: View) -> None:
         tenant = view.tenant
-        self.open_work += view.waiting
-        self.tokens[tenant] += view.tokens
-        self.num_training += view.training
-        self.active[tenant] += view.active
+        self._count(view, 1)
         if view.queued:
             self.queued.setdefault(tenant, OrderedDict())[job] = None
         if view.ready:
@@ -111,20 +156,27 @@ class Demand:
         if view.urgency is not None:
             self.hungry.setdefault(tenant, TenantDemand()).add(job, view.urgency)
 
-    def _subtract(self, job: str, view: View) -> None:
+    def _subtract(self, job: str, view: View, *, stays_hungry: bool) -> None:
         tenant = view.tenant
-        self.open_work -= view.waiting
-        self.tokens[tenant] -= view.tokens
-        self.num_training -= view.training
-        self.active[tenant] -= view.active
+        self._count(view, -1)
         if view.queued:
             del self.queued[tenant][job]
             if not self.queued[tenant]:
                 del self.queued[tenant]
         self.ready.pop(job, None)
         if view.urgency is not None:
-            self.hungry[tenant].remove(job, view.urgency)
-            if not self.hungry[tenant].buckets:
+            self.hungry[tenant].remove(job, view.urgency, leaves=not stays_hungry)
+            if not self.hungry[tenant].line:
                 del self.hungry[tenant]
         if not self.active[tenant] and tenant not in self.queued:
-            del self.active[tenant], self.tokens[tenant]
+            del self.active[tenant], self.tokens[tenant], self.behind[tenant], self._turns[tenant]
+
+    def _count(self, view: View, sign: int) -> None:
+        tenant = view.tenant
+        self.open_work += sign * view.waiting
+        self.tokens[tenant] += sign * view.tokens
+        self.kv_tokens += sign * view.kv_tokens
+        self.num_training += sign * view.training
+        self.num_running += sign * view.running
+        self.active[tenant] += sign * view.active
+        self.behind[tenant] += sign * view.behind

@@ -4,7 +4,7 @@ A batch is the first `batch_size` usable groups in group order, never in order o
 not depend on who was fast.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,11 @@ class Group:
     def rows(self) -> list[Scored]:
         """By sample."""
         return [self.scored[sample] for sample in sorted(self.scored)]
+
+
+def num_tokens(groups: Iterable[Group]) -> int:
+    """Of all their rows, prompts included."""
+    return sum(len(scored.message.tokens) for group in groups for scored in group.scored.values())
 
 
 def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size: int) -> list[int] | None:

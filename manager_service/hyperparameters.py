@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from common.errors import InvalidInput
 from common.graders import nearest
 from common.messages import LoraSpec, LossSpec, OptimSpec
+from manager_service.policies import MARLAAS, MAX_ETA, Policy
 from manager_service.records import Hyper
 
 PARAM = "method.reinforcement.hyperparameters"
@@ -50,12 +51,14 @@ class Hyperparameters(BaseModel):
     clip_high: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     is_clip: float = Field(2.0, gt=0, le=1000, allow_inf_nan=False)
     kl_coef: float = Field(0.0, ge=0, le=100, allow_inf_nan=False)
-    max_staleness: int = Field(0, ge=0, le=64)
+    max_staleness: int | None = Field(None, ge=0, le=MAX_ETA)
     dynamic_sampling: bool = False
     mask_truncated: bool = False
     grad_clip: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     tool_timeout: float = Field(10.0, gt=0, le=300, allow_inf_nan=False)  # seconds
+    priority: int = Field(0, ge=-100, le=100)  # larger first among the tenant's jobs
+    deadline: float | None = Field(None, gt=0, le=366 * 86_400, allow_inf_nan=False)  # seconds after creation
 
     @field_validator("compute_multiplier")
     @classmethod
@@ -106,7 +109,7 @@ def _translated(error: ValidationError) -> InvalidInput:
     return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{given}", param=f"{PARAM}.{name}")
 
 
-def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float) -> Hyper:
+def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float, policy: Policy = MARLAAS) -> Hyper:
     """All defaults filled in. `num_items` 0: the environment makes its own. Raises InvalidInput."""
     rate = given.learning_rate or base_learning_rate * (given.learning_rate_multiplier or 1.0)
     return Hyper(
@@ -121,9 +124,11 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
         temperature=given.temperature,
         max_tokens=given.max_tokens,
         max_turns=given.max_turns,
-        max_staleness=given.max_staleness,
+        max_staleness=policy.max_staleness(given.max_staleness),
         dynamic_sampling=given.dynamic_sampling,
         tool_timeout_s=given.tool_timeout,
+        priority=given.priority,
+        deadline_s=given.deadline,
     )
 
 
@@ -165,4 +170,5 @@ def as_given(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:
         **{name: value for name, value in optional.items() if value is not None},
         "max_steps": hyper.num_steps,
         "learning_rate": hyper.optim.learning_rate,
+        "max_staleness": hyper.max_staleness,
     }

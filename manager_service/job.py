@@ -12,13 +12,15 @@ from typing import Any
 
 import msgspec
 
-from common.messages import AdapterRef, AdapterUpdate, Failure, Parked, ScoredTrajectory, TurnRequest, Usage
+from common.messages import AdapterRef, AdapterUpdate, Failure, Parked, ScoredTrajectory, TurnRequest
 from common.streams import Cell, partition_of
 from manager_service.changes import Changes
 from manager_service.evaluation import EvalKey, count, new_tally, next_unit, summary
 from manager_service.groups import Group, Scored, is_sound, next_batch
 from manager_service.items import Items
+from manager_service.lengths import Lengths
 from manager_service.orders import Orders
+from manager_service.policies import capacity
 from manager_service.records import (
     FINAL,
     CheckpointRecord,
@@ -54,7 +56,7 @@ class Job:
         self.last_commit_at: float | None = None
         self.last_progress_at: float | None = None
         self.told_stall = False
-        self.tokens_per_trajectory = float(spec.hyper.max_tokens)  # a moving average, to charge what is under way
+        self.lengths = Lengths(spec.hyper.max_tokens)
 
     # ---- what others ask --------------------------------------------------------------------------------------------
 
@@ -92,9 +94,10 @@ class Job:
             return False
         if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
             return False
-        under_way = len(self.groups) + (hyper.batch_size if state.training else 0)
+        untrained = len(self.groups) + (hyper.batch_size if state.training else 0)
+        room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (hyper.num_steps - self.steps_sent) * hyper.batch_size
-        return under_way < (hyper.max_staleness + 1) * hyper.batch_size and len(self.groups) < left
+        return room > 0 and len(self.groups) < left
 
     def wants_eval(self) -> bool:
         """May a part of an evaluation be issued now?"""
@@ -252,7 +255,7 @@ class Job:
             changes.ack(self.cell.scored(self.partition), entry)
             return
         changes.add_usage(self.spec.tenant, self.id, message.usage)
-        self._learn_length(message.usage)
+        self.lengths.learn(message)
         if message.failure is None and not is_sound(message):
             broken = Failure("grader", f"reward {message.reward} or a log-prob is not a finite number of sensible size")
             message = msgspec.structs.replace(message, failure=broken, reward=None)
@@ -325,10 +328,6 @@ class Job:
         tally = self.state.evals.get(str(version))
         if tally is not None:
             count(tally, message)
-
-    def _learn_length(self, usage: Usage) -> None:
-        tokens = usage.prompt_tokens + usage.sampled_tokens
-        self.tokens_per_trajectory += 0.05 * (tokens - self.tokens_per_trajectory)
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 

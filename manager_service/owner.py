@@ -27,7 +27,9 @@ from common.telemetry import KEEP_S
 from manager_service.allocator import Allocator, Slots, today
 from manager_service.changes import Changes, commands
 from manager_service.partition import Partition
+from manager_service.policies import MARLAAS, Policy
 from manager_service.records import GLOBAL, TenantRecord
+from manager_service.training_queue import Discipline, TrainingQueue
 from manager_service.transaction import Fence, Held, Lost
 
 READ_COUNT = 512
@@ -42,7 +44,15 @@ class Owner:
     """Owns as many partitions of one cell as it can get, for as long as it lives."""
 
     def __init__(
-        self, *, bus: Bus, cluster: Slots, store: AdapterStore, objects: Objects, lease_s: float = 10.0
+        self,
+        *,
+        bus: Bus,
+        cluster: Slots,
+        store: AdapterStore,
+        objects: Objects,
+        lease_s: float = 10.0,
+        policy: Policy = MARLAAS,
+        training_queue: Discipline = "fused",
     ) -> None:
         self._bus = bus
         self._cell = bus.cell
@@ -52,7 +62,7 @@ class Owner:
         self._token = secrets.token_hex(16)
         self._owned: dict[int, tuple[Partition, Fence]] = {}
         self._lock = asyncio.Lock()
-        self._allocator = Allocator(cluster)
+        self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
         self._idle_since: float | None = None
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -101,10 +111,10 @@ class Owner:
     async def _take_over(self, number: int, fence: Fence) -> None:
         async with self._lock:
             await fence.read_stamp()
-            partition, changes = Partition(number, self._bus, self._objects, self._store), Changes()
-            await partition.load(time.time(), changes)
+            partition, changes, now = Partition(number, self._bus, self._objects, self._store), Changes(), time.time()
+            await partition.load(now, changes)
             self._owned[number] = (partition, fence)
-            self._allocator.refresh(partition, list(partition.jobs))
+            self._allocator.refresh(partition, list(partition.jobs), now)
             self._allocator.share = len(self._owned) / NUM_PARTITIONS
             await self._commit(number, changes)
         if partition.jobs:
@@ -147,11 +157,19 @@ class Owner:
             number = _partition_number(delivery)
             await self._owned[number][0].handle(delivery, now, changes[number])
         for number, change in changes.items():
-            self._allocator.refresh(self._owned[number][0], change.touched)
+            self._allocator.refresh(self._owned[number][0], change.touched, now)
+        await self._look_at_env()
         self._allocator.decide(now, changes)
         for number, change in changes.items():
             self._owned[number][0].forget_settled(change)
         await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
+
+    async def _look_at_env(self) -> None:
+        """How many trajectories are with env workers; asked only where that decides whether more may be issued."""
+        allocator, backlog = self._allocator, 0
+        if allocator.demand.hungry and not allocator.policy.holds_slots and not allocator.room(in_env=0):
+            backlog = await self._bus.retrying(lambda: self._bus.client.xlen(self._cell.env))
+        allocator.env_backlog = backlog
 
     async def _commit(self, number: int, changes: Changes) -> None:
         _, fence = self._owned[number]
@@ -262,7 +280,7 @@ class Owner:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
                 await partition.find_lost(time.time(), changes)
-                self._allocator.refresh(partition, changes.touched)
+                self._allocator.refresh(partition, changes.touched, time.time())
                 if changes:
                     await self._commit(number, changes)
 

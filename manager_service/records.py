@@ -17,6 +17,7 @@ file:<file>                string   FileRecord; content is in object storage at 
 files:<tenant>             zset     file id by creation time
 """
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -46,6 +47,8 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 0
     dynamic_sampling: bool = False
     tool_timeout_s: float = 10.0
+    priority: int = 0  # larger first among the tenant's jobs
+    deadline_s: float | None = None  # after creation; earlier first among the tenant's jobs of one priority
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +73,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tuned_model(self) -> str:
         return f"ft:{self.base_model}:{self.tenant}:{self.suffix}:{self.id}"
+
+    @property
+    def urgency(self) -> tuple[float, float]:
+        """Smaller first among the tenant's jobs: by priority, then by earliest deadline (seconds since 1970)."""
+        deadline_s = self.hyper.deadline_s
+        return -self.hyper.priority, math.inf if deadline_s is None else self.created_at + deadline_s
 
 
 class Training(msgspec.Struct, frozen=True):

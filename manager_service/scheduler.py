@@ -6,13 +6,16 @@ can neither hoard service nor be starved. What is under way is charged by estima
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 OVERSUBSCRIPTION = 1.5
 """Open work per live slot: enough that no slot waits for the manager, little enough that fairness acts at once."""
 MAX_MEMORY_USED = 0.6
 """Of Redis' limit; above it nothing new is issued."""
+LONGEST_WAITING_EVERY = 4
+"""Of a tenant's turns, one in so many goes to the job that waits longest, however urgent its others are."""
 
 
 @dataclass(slots=True)
@@ -62,16 +65,29 @@ def serve(virtual: Mapping[str, float], grant: Callable[[str], tuple[float, int]
         heapq.heapreplace(heap, (time + added, tenant))
 
 
-def room(*, slots: int, open_work: int, share: float, memory_used: float) -> int:
+def room(
+    *, slots: int, open_work: int, share: float, memory_used: float, in_env: int = 0, holds_slots: bool = False
+) -> int:
     """How many trajectories may be issued now. `share`: of the cell's capacity that is this owner's, 0 to 1.
 
-    `memory_used`: Redis' memory over its limit, 0 to 1.
+    `open_work`: trajectories issued and not back; `in_env` of the cell's are with an env worker, with a tool or a grader,
+    and need no slot meanwhile, unless each `holds_slots` from its start until it is scored. `memory_used`: Redis' memory
+    over its limit, 0 to 1.
     """
     if memory_used > MAX_MEMORY_USED:
         return 0
-    return max(0, int(OVERSUBSCRIPTION * slots * share) - open_work)
+    capacity = slots if holds_slots else OVERSUBSCRIPTION * slots + in_env
+    return max(0, int(capacity * share) - open_work)
 
 
-def step_order(ready: Mapping[str, str], fairness: Fairness) -> Iterator[str]:
-    """Jobs whose batch is complete (-> tenant), in the order in which their batches go to the trainers."""
-    return iter(sorted(ready, key=lambda job: (fairness.virtual_time(ready[job]), job)))
+def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:
+    """Tokens of keys and values that issued trajectories may still need. `kv_tokens`: what the engines hold; None: unknown.
+
+    `open_tokens`: what those that are issued and not with an env worker may need.
+    """
+    return math.inf if kv_tokens is None else OVERSUBSCRIPTION * kv_tokens * share - open_tokens
+
+
+def is_longest_waiting(num_turns: int) -> bool:
+    """Does a tenant's next turn, after so many, go to whoever waits longest instead of to the most urgent?"""
+    return num_turns % LONGEST_WAITING_EVERY == LONGEST_WAITING_EVERY - 1

@@ -1,9 +1,11 @@
 """Settings of one manager process, read once at its start."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from common.settings import Settings
+from manager_service.policies import Policy, parse_policy
+from manager_service.training_queue import Discipline
 
 
 class ManagerSettings(Settings):
@@ -13,6 +15,11 @@ class ManagerSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    policy: str = "marlaas"
+    """Who may be sampled and trained when: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
+    `manager_service.policies`."""
+    training_queue: Discipline = "fused"
+    """Which complete batches go to the trainers first. See `manager_service.training_queue`."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
     """Of one uploaded file."""
     max_line_bytes: int = Field(default=256 << 10, ge=1)
@@ -33,3 +40,13 @@ class ManagerSettings(Settings):
     """Between comments on a silent stream of events."""
     idempotency_s: int = Field(default=86_400, ge=1)
     """How long an Idempotency-Key is remembered."""
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        parse_policy(value)
+        return value
+
+    @property
+    def scheduling(self) -> Policy:
+        return parse_policy(self.policy)

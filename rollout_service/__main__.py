@@ -46,6 +46,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> Service:
         handler,
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
         slots=engine.slots,
+        kv_tokens=engine.kv_tokens,
         resident=lambda: [str(adapter) for adapter in engine.resident()],
         counters=engine.counters,
         on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),

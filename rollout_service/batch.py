@@ -104,6 +104,11 @@ class Batch:
         return self._limits.slots - len(self._seats.free)
 
     @property
+    def kv_tokens(self) -> int:
+        """What fits beside each other; a row sets aside the length class of the longest that it may become."""
+        return self._limits.kv_bytes // self._row_bytes
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting) or self.num_active > 0
 

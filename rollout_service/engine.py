@@ -57,6 +57,11 @@ class Engine(Protocol):
         """Turns under way or waiting."""
         ...
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens whose keys and values fit into its memory at once, beside the cache of prompts; None: not known."""
+        ...
+
     async def start(self) -> None:
         """Ready to generate when it returns; raises if this machine cannot keep the engine's promises."""
         ...

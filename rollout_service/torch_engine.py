@@ -97,6 +97,10 @@ class TorchEngine:
     def in_use(self) -> int:
         return len(self._open)
 
+    @property
+    def kv_tokens(self) -> int:
+        return self._batch.kv_tokens
+
     def resident(self) -> list[AdapterRef]:
         return list(self._adapters)
 

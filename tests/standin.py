@@ -166,6 +166,9 @@ class FixedSlots:
     def slots(self, service: str) -> int:
         return {"rollout": self.rollout, "trainer": self.trainer, "env": self.env}[service]
 
+    def kv_tokens(self) -> int | None:
+        return None
+
 
 def stand_in_worker(
     bus: Bus, service: str, inbox: Inbox, handler: object, *, slots: int = 8, lease_s: float = 1.0

@@ -45,6 +45,7 @@ async def test_the_alive_are_listed_and_the_stopped_are_not(bus: Bus) -> None:
     await cluster.follow_once()
     assert [worker.id for worker in cluster.workers()] == ["r1", "r2"]
     assert (cluster.slots("rollout"), cluster.slots("trainer"), cluster.max_lora_rank()) == (12, 0, 16)
+    assert cluster.kv_tokens() is None, "one of them does not say"
 
 
 async def test_old_reports_count_for_the_timeline_but_not_as_alive(bus: Bus) -> None:

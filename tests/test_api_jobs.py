@@ -125,6 +125,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"method": method(reasoning_effort="high")}, f"{HYPER}.reasoning_effort", 'only "default"'),
     ({"method": method(lora_targets=["q_prj"])}, f"{HYPER}.lora_targets", "did you mean 'q_proj'?"),
     ({"method": method(lora_targets=["lm_head"])}, f"{HYPER}.lora_targets", "not the name of a linear layer"),
+    ({"method": method(priority=1.5)}, f"{HYPER}.priority", "valid integer, not 1.5"),
+    ({"method": method(priority=101)}, f"{HYPER}.priority", "less than or equal to 100, not 101"),
+    ({"method": method(deadline=0)}, f"{HYPER}.deadline", "greater than 0, not 0"),
+    ({"method": method(dead_line=60)}, f"{HYPER}.dead_line", "did you mean 'deadline'?"),
     ({"method": method(max_tokens=2048)}, f"{HYPER}.max_tokens", "leaves no room for a prompt"),
 ]
 

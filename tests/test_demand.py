@@ -1,22 +1,28 @@
 """The sums over all jobs equal what a fresh look at each would give."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manager_service.demand import Demand, View
+from manager_service.scheduler import LONGEST_WAITING_EVERY
 
-URGENCY = st.none() | st.tuples(st.integers(0, 1), st.integers(0, 3))
+URGENCY = st.none() | st.tuples(st.integers(-2, 2), st.integers(0, 1), st.integers(0, 3))
 VIEWS = st.builds(
     View,
     tenant=st.sampled_from("abc"),
     queued=st.booleans(),
     active=st.booleans(),
+    running=st.booleans(),
+    behind=st.booleans(),
     waiting=st.integers(0, 64),
     tokens=st.integers(0, 1000).map(float),
+    kv_tokens=st.integers(0, 1000).map(float),
     training=st.booleans(),
     ready=st.booleans(),
     urgency=URGENCY,
-)
+).map(lambda view: replace(view, behind=view.behind and view.active))
 
 
 @given(st.lists(st.tuples(st.sampled_from("123456"), st.none() | VIEWS), max_size=60))
@@ -29,9 +35,12 @@ def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
             now[job] = view
     assert demand.open_work == sum(v.waiting for v in now.values())
     assert demand.num_training == sum(v.training for v in now.values())
+    assert demand.num_running == sum(v.running for v in now.values())
+    assert demand.kv_tokens == sum(v.kv_tokens for v in now.values())
     assert demand.ready == {job: v.tenant for job, v in now.items() if v.ready}
     for tenant in "abc":
         mine = {job: v for job, v in now.items() if v.tenant == tenant}
+        assert demand.behind[tenant] == sum(v.behind for v in mine.values())
         assert set(demand.queued.get(tenant, ())) == {job for job, v in mine.items() if v.queued}
         assert set(demand.jobs_of(tenant)) == set(mine)
         wanted = [v.urgency for v in mine.values() if v.urgency is not None]
@@ -41,10 +50,45 @@ def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
             assert now[first].urgency == min(wanted)
 
 
+def hungry(*urgency: float) -> View:
+    return View(tenant="a", active=True, urgency=urgency)
+
+
 def test_within_one_urgency_the_first_to_ask_is_served_first() -> None:
     demand = Demand()
     for job in ("x", "y"):
-        demand.update(job, View("a", False, True, 0, 0.0, False, False, (0, 4)))
-    assert demand.hungry["a"].first() == "x"
-    demand.update("x", View("a", False, True, 8, 8.0, False, False, (0, 4)))
-    assert demand.hungry["a"].first() == "y", "having been served, x stands behind"
+        demand.update(job, hungry(0, 4))
+    assert demand.next_job("a") == "x"
+    demand.update("x", View(tenant="a", active=True, waiting=8, tokens=8.0, urgency=(0, 4)))
+    assert demand.next_job("a") == "y", "having been served, x stands behind"
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 2)), min_size=1, max_size=8))
+def test_of_a_tenants_jobs_the_most_urgent_goes_first_and_none_waits_longer_than_four_rounds(
+    urgencies: list[tuple[int, int]],
+) -> None:
+    demand, waited = Demand(), [0] * len(urgencies)
+    for job, urgency in enumerate(urgencies):
+        demand.update(str(job), hungry(*urgency))
+    for turn in range(200):
+        name = demand.next_job("a")
+        assert name is not None
+        if turn % LONGEST_WAITING_EVERY != LONGEST_WAITING_EVERY - 1:
+            assert urgencies[int(name)] == min(urgencies)
+        waited = [n + 1 for n in waited]
+        waited[int(name)] = 0
+        # The owner looks at it again, and it wants more: it keeps its place in the line until `granted`
+        demand.update(name, hungry(*urgencies[int(name)]))
+        demand.granted("a", name)
+        assert max(waited) <= LONGEST_WAITING_EVERY * len(urgencies)
+
+
+def test_a_job_that_wants_nothing_for_a_while_goes_to_the_end_of_the_line() -> None:
+    demand = Demand()
+    for job in ("x", "y"):
+        demand.update(job, hungry(0, 4))
+    demand.update("x", View(tenant="a", active=True))
+    demand.update("x", hungry(0, 4))
+    for _ in range(LONGEST_WAITING_EVERY - 1):
+        demand.granted("a", "nobody")
+    assert demand.next_job("a") == "y"

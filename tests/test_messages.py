@@ -130,7 +130,7 @@ EXAMPLES: list[Message] = [
         spans=(Span(1, 2, "t", "j", "env"),),
     ),
 ]
-SNAPSHOT = "f417ede790d170724db953d8fc36f211e6fce5eb3e9fd0997ae8646ad3beb3ec"
+SNAPSHOT = "c08d40e96e995e46e75eea2821be2b2a16198881c7fbe4e1f2f71d95ae29001e"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

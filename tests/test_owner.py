@@ -31,6 +31,7 @@ from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_TRAINER, partition_of
 from common.worker import Inbox
 from manager_service.owner import Owner
+from manager_service.policies import MARLAAS
 from manager_service.records import EventRecord, TenantRecord
 
 LEASE_S = 0.6
@@ -46,6 +47,7 @@ class System:
         self.env = StandInEnv(bus.cell)
         self.trainer = StandInTrainer(bus.cell, self.store)
         self.slots = FixedSlots()
+        self.policy = MARLAAS
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.owner_task: asyncio.Task[None] | None = None
@@ -60,7 +62,14 @@ class System:
         self.start_owner()
 
     def start_owner(self) -> Owner:
-        owner = Owner(bus=self.bus, cluster=self.slots, store=self.store, objects=self.objects, lease_s=LEASE_S)
+        owner = Owner(
+            bus=self.bus,
+            cluster=self.slots,
+            store=self.store,
+            objects=self.objects,
+            lease_s=LEASE_S,
+            policy=self.policy,
+        )
         self.owner_task = asyncio.create_task(owner.run(self._stop))
         return owner
 

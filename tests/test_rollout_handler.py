@@ -39,6 +39,7 @@ class FakeEngine:
     size: int = 10
     slots: int = 4
     in_use: int = 0
+    kv_tokens: int | None = None
     echo: AdapterRef | None = None
     loads: list[AdapterRef] = field(default_factory=list[AdapterRef])
     held: list[AdapterRef] = field(default_factory=list[AdapterRef])

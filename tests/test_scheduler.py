@@ -1,5 +1,6 @@
 """Fair sharing and batch assembly, as the pure functions that they are."""
 
+import math
 import random
 
 from hypothesis import given
@@ -8,7 +9,7 @@ from test_messages import PLAIN
 
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef, f32, i32, u8
 from manager_service.groups import Group, Scored, next_batch, pack
-from manager_service.scheduler import Fairness, room, serve
+from manager_service.scheduler import OVERSUBSCRIPTION, Fairness, kv_room, room, serve
 
 
 def served(weights: dict[str, float], rounds: int, tokens: dict[str, int]) -> dict[str, float]:
@@ -64,6 +65,28 @@ def test_nothing_is_issued_beyond_the_slots_or_into_a_full_redis() -> None:
     assert room(slots=64, open_work=0, share=0.5, memory_used=0.1) == 48
     assert room(slots=64, open_work=0, share=1.0, memory_used=0.7) == 0
     assert room(slots=0, open_work=0, share=1.0, memory_used=0.0) == 0
+
+
+def test_what_waits_for_tools_makes_room_but_where_it_holds_its_slot() -> None:
+    limits = {"slots": 64, "open_work": 96, "share": 1.0, "memory_used": 0.0}
+    assert room(**limits, in_env=40) == 40  # type: ignore[arg-type]
+    assert room(**limits, in_env=40, holds_slots=True) == 0  # type: ignore[arg-type]
+    assert room(slots=64, open_work=60, share=1.0, memory_used=0.0, holds_slots=True) == 4
+
+
+@given(st.integers(0, 512), st.integers(0, 1000), st.floats(0, 1), st.integers(0, 256), st.booleans())
+def test_open_work_never_comes_to_more_than_the_workers_can_hold(
+    slots: int, open_work: int, share: float, in_env: int, holds_slots: bool
+) -> None:
+    found = room(slots=slots, open_work=open_work, share=share, memory_used=0.0, in_env=in_env, holds_slots=holds_slots)
+    most = slots if holds_slots else OVERSUBSCRIPTION * slots + in_env
+    assert found >= 0 and (found == 0 or open_work + found <= most * share + 1e-6)
+
+
+def test_keys_and_values_are_limited_where_the_engines_say_how_many_they_hold() -> None:
+    assert kv_room(kv_tokens=None, open_tokens=1e12, share=1.0) == math.inf
+    assert kv_room(kv_tokens=1000, open_tokens=900, share=1.0) == 600
+    assert kv_room(kv_tokens=1000, open_tokens=900, share=0.5) == -150
 
 
 def scored(group: int, sample: int, reward: float = 1.0, version: int = 0) -> Scored:

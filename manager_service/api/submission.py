@@ -89,7 +89,8 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     if training is None and not makes_items(plan.env):
         raise InvalidInput(f"the environment {plan.env.name!r} needs a training_file", param="training_file")
     num_items = training.num_items if training else 0
-    hyper = resolve(plan.given, num_items=num_items, base_learning_rate=base.tokenizer.learning_rate)
+    rate, policy = base.tokenizer.learning_rate, api.settings.scheduling
+    hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
     for record, param in ((training, "training_file"), (validation, "validation_file")):
         if record is not None:
             content = await api.files.content(record)

@@ -1,0 +1,97 @@
+"""Scheduling policies: what one name decides differently, as data, and the rules as pure functions of state.
+
+    policy       jobs at once   rollouts and training          a trajectory at its tools   staleness of a job
+    sequential   one            of that job, in turn           frees its slot              0
+    synchronous  all            global barrier between them    frees its slot              0
+    naive        all            event-driven                   holds its slot              0
+    marlaas      all            event-driven                   frees its slot              its `max_staleness`, 0 by default
+    bounded      all            event-driven                   frees its slot              its `max_staleness`, eta by default
+
+The first three are the baselines that MARLaaS (arXiv 2605.08527) compares with, `marlaas` is its strict versioning, and
+`bounded` follows AReaL (arXiv 2505.24298). Everything else (engine, batching, training queue, fair shares) is the same
+under each. One job at a time, and the barrier, are kept by each owner for its own partitions: run one manager to compare.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+MAX_ETA = 64
+_NAME = re.compile(r"([a-z]+)(?::(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a policy decides differently from the others."""
+
+    name: str
+    one_job: bool = False
+    """The oldest queued job starts only when no other runs."""
+    barrier: bool = False
+    """Nothing trains until every job's batch is complete; nothing is sampled until all of them are trained."""
+    holds_slots: bool = False
+    """A trajectory takes up a rollout slot from its start until it is scored, while its tools run too."""
+    eta: int | None = None
+    """Staleness of a job that asks for none; None: strict."""
+    fixed: bool = False
+    """Jobs are strict whatever they ask for."""
+
+    def max_staleness(self, asked: int | None) -> int:
+        """Versions that a job's trajectories may lag behind. `asked`: by the job's owner; None: nothing."""
+        if self.fixed:
+            return 0
+        return asked if asked is not None else self.eta or 0
+
+
+MARLAAS = Policy("marlaas")
+POLICIES: Mapping[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("sequential", one_job=True, fixed=True),
+        Policy("synchronous", barrier=True, fixed=True),
+        Policy("naive", holds_slots=True, fixed=True),
+        MARLAAS,
+        Policy("bounded", eta=1),
+    )
+}
+
+
+def parse_policy(text: str) -> Policy:
+    """`marlaas`, or `bounded:4` for another eta than 1. Raises ValueError with the names that there are."""
+    found = _NAME.fullmatch(text)
+    policy = POLICIES.get(found[1]) if found else None
+    if found is None or policy is None:
+        raise ValueError(f"unknown policy {text!r}: use {', '.join(POLICIES)}, or bounded:ETA such as bounded:4")
+    if found[2] is None:
+        return policy
+    if policy.eta is None:
+        raise ValueError(f"the policy {policy.name!r} takes no number; bounded:{found[2]} does")
+    if not 1 <= int(found[2]) <= MAX_ETA:
+        raise ValueError(f"bounded:{found[2]}: eta must be between 1 and {MAX_ETA}")
+    return replace(policy, eta=int(found[2]))
+
+
+def may_start(policy: Policy, *, num_running: int, num_queued: int) -> int:
+    """How many queued jobs may start, for all that the policy says."""
+    return min(num_queued, max(0, 1 - num_running)) if policy.one_job else num_queued
+
+
+def closed(was_closed: bool, *, num_behind: int, num_ready: int, num_training: int) -> bool:
+    """Is the barrier closed to rollouts, and open to training? `was_closed`: before; at first it is not.
+
+    It closes when every batch is complete, none of the jobs being `behind` (still sampling what they must train next), and
+    opens when all of them are trained. Jobs that come later join the rollouts under way; the next training waits for them.
+    """
+    if was_closed:
+        return num_ready + num_training > 0
+    return num_behind == 0 and num_ready > 0
+
+
+def capacity(*, eta: int, batch_size: int, num_untrained: int) -> int:
+    """How many more groups a job may have issued: AReaL's rule `(eta + version + 1) B - (accepted + running)`.
+
+    `num_untrained`: groups issued and not yet trained: under way, complete, or with a trainer. `accepted` are those and the
+    `version * B` trained ones, so the versions cancel out; dropped groups count as neither. Because the count is of what is
+    there, and not a counter that a restart could forget, there is no burst after a recovery.
+    """
+    return max(0, (eta + 1) * batch_size - num_untrained)

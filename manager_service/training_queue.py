@@ -1,0 +1,188 @@
+"""The training queue: in which order complete batches go to the trainers. Pure functions over state.
+
+    fused     as many as the trainers' slots take, to be computed together: tenants by weighted fair share
+    fifo      the batch that was complete first
+    drr       deficit round robin over tenants (Shreedhar and Varghese 1995), by tokens and weight
+    shortest  the batch with the fewest tokens; may starve the longest one
+    hrrn      highest response ratio next (Brinch Hansen 1971): (wait + service) / service
+
+`fused` and `drr` share by the tenants' weights; which of a tenant's own batches is next, its jobs' priorities and deadlines
+say, but every fourth time it is the one that waits longest, so that none starves. The others look at batches alone.
+"""
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from manager_service.scheduler import Fairness, is_longest_waiting
+
+Discipline = Literal["fused", "fifo", "drr", "shortest", "hrrn"]
+DISCIPLINES: tuple[Discipline, ...] = get_args(Discipline)
+Weight = Callable[[str], float]
+
+FIRST_RATE = 5000.0
+"""Tokens a second that a trainer is thought to do until one has been measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A job's complete batch, as the queue sees it."""
+
+    job: str
+    tenant: str
+    since: float  # when it was complete, seconds
+    tokens: int  # of all its rows, prompts included
+    urgency: tuple[float, ...] = ()  # smaller first among a tenant's own
+
+
+@dataclass(slots=True)
+class Deficits:
+    """State of deficit round robin: tokens that each tenant may still use, and whose turn it is."""
+
+    tokens: dict[str, float] = field(default_factory=dict)
+    ring: list[str] = field(default_factory=list)  # tenants with batches; the first one's turn
+    began: bool = False  # the first has had its quantum of this round
+
+
+@dataclass(slots=True)
+class TrainingQueue:
+    """Complete batches, and what the discipline remembers."""
+
+    discipline: Discipline = "fused"
+    batches: dict[str, Batch] = field(default_factory=dict)  # job -> batch, in order of `since`
+    fairness: Fairness = field(default_factory=Fairness)
+    turns: Counter[str] = field(default_factory=Counter)  # tenant -> batches handed over
+    deficits: Deficits = field(default_factory=Deficits)
+    _handed_tokens: float = 0.0
+    _train_s: float = 0.0
+
+    def put(self, batch: Batch) -> None:
+        """A batch is complete. It keeps its place if it was there."""
+        self.batches.setdefault(batch.job, batch)
+
+    def remove(self, job: str) -> None:
+        self.batches.pop(job, None)
+
+    def measured(self, train_s: float) -> None:
+        """A trainer was busy for this long with what was handed over."""
+        self._train_s += train_s
+
+    def take(self, num: int, now: float, weight: Weight) -> list[str]:
+        """Jobs whose batches go to the trainers now, at most `num`; they leave the queue."""
+        if num <= 0 or not self.batches:
+            return []
+        taken = self._chosen(num, now, weight)
+        for batch in taken:
+            self._handed_tokens += batch.tokens
+            del self.batches[batch.job]
+        return [batch.job for batch in taken]
+
+    def _chosen(self, num: int, now: float, weight: Weight) -> list[Batch]:
+        batches = self.batches.values()
+        match self.discipline:
+            case "fused":
+                return take_fair(batches, self.fairness, self.turns, num, weight)
+            case "drr":
+                return take_deficit(batches, self.deficits, self.turns, num, weight)
+            case "fifo":
+                return heapq.nsmallest(num, batches, key=lambda b: (b.since, b.job))
+            case "shortest":
+                return heapq.nsmallest(num, batches, key=lambda b: (b.tokens, b.since, b.job))
+            case "hrrn":
+                rate = self._handed_tokens / self._train_s if self._train_s > 0 else FIRST_RATE
+                return heapq.nsmallest(num, batches, key=lambda b: (-response_ratio(b, now, rate), b.since, b.job))
+
+
+def response_ratio(batch: Batch, now: float, tokens_per_s: float) -> float:
+    """(wait + service) / service, at least 1."""
+    service_s = max(1, batch.tokens) / tokens_per_s
+    return (max(0.0, now - batch.since) + service_s) / service_s
+
+
+def take_fair(
+    batches: Iterable[Batch], fairness: Fairness, turns: Counter[str], num: int, weight: Weight
+) -> list[Batch]:
+    """From the tenant that was charged least, again and again; each batch is charged as it is taken."""
+    waiting = _by_tenant(batches)
+    heap = [(fairness.virtual_time(tenant), tenant) for tenant in waiting]
+    heapq.heapify(heap)
+    taken: list[Batch] = []
+    while heap and len(taken) < num:
+        _, tenant = heap[0]
+        batch = _next_of(waiting[tenant], turns)
+        assert batch is not None, "without a limit there is always one"
+        taken.append(batch)
+        fairness.charge(tenant, batch.tokens, weight(tenant))
+        if waiting[tenant]:
+            heapq.heapreplace(heap, (fairness.virtual_time(tenant), tenant))
+        else:
+            heapq.heappop(heap)
+    return taken
+
+
+def take_deficit(
+    batches: Iterable[Batch], deficits: Deficits, turns: Counter[str], num: int, weight: Weight
+) -> list[Batch]:
+    """Each tenant in turn may use a quantum of tokens times its weight, and what it saved up while it waited.
+
+    The quantum is the largest batch over the smallest weight, so a turn always serves (the O(1) of the paper); a tenant
+    without a batch leaves the ring and its savings.
+    """
+    waiting = _by_tenant(batches)
+    _enter(deficits, waiting)
+    weights = {tenant: weight(tenant) for tenant in waiting}
+    quantum = max(1, *(b.tokens for each in waiting.values() for b in each)) / min(weights.values())
+    taken: list[Batch] = []
+    while deficits.ring and len(taken) < num:
+        tenant = deficits.ring[0]
+        if not deficits.began:
+            deficits.tokens[tenant] += quantum * weights[tenant]
+            deficits.began = True
+        batch = _next_of(waiting[tenant], turns, limit=deficits.tokens[tenant]) if waiting[tenant] else None
+        if batch is not None:
+            deficits.tokens[tenant] -= batch.tokens
+            taken.append(batch)
+            continue
+        deficits.ring.pop(0)
+        deficits.began = False
+        if waiting[tenant]:
+            deficits.ring.append(tenant)
+        else:
+            del deficits.tokens[tenant]
+    return taken
+
+
+def _enter(deficits: Deficits, waiting: Collection[str]) -> None:
+    """Newcomers join the ring's end; those without batches leave."""
+    if deficits.ring and deficits.ring[0] not in waiting:
+        deficits.began = False
+    deficits.ring = [tenant for tenant in deficits.ring if tenant in waiting]
+    deficits.tokens = {tenant: deficits.tokens[tenant] for tenant in deficits.ring}
+    for tenant in waiting:
+        if tenant not in deficits.tokens:
+            deficits.ring.append(tenant)
+            deficits.tokens[tenant] = 0.0
+
+
+def _by_tenant(batches: Iterable[Batch]) -> dict[str, list[Batch]]:
+    found: defaultdict[str, list[Batch]] = defaultdict(list)
+    for batch in batches:
+        found[batch.tenant].append(batch)
+    return dict(found)
+
+
+def _next_of(mine: list[Batch], turns: Counter[str], limit: float = math.inf) -> Batch | None:
+    """Takes a tenant's next batch out of `mine`; None: it is larger than `limit`."""
+    tenant = mine[0].tenant
+    if is_longest_waiting(turns[tenant]):
+        batch = min(mine, key=lambda b: (b.since, b.job))
+    else:
+        batch = min(mine, key=lambda b: (b.urgency, b.since, b.job))
+    if batch.tokens > limit:
+        return None
+    mine.remove(batch)
+    turns[tenant] += 1
+    return batch

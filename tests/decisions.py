@@ -1,0 +1,118 @@
+"""The owner's decisions in a world without Redis, workers or a clock: what is sent out comes back in any order."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from standin import FixedSlots, StandInEnv
+
+from common.messages import AdapterUpdate, Init, Start, Step, Usage
+from common.streams import Cell
+from manager_service.allocator import Allocator
+from manager_service.changes import Changes
+from manager_service.items import Items
+from manager_service.job import Job
+from manager_service.policies import MARLAAS, Policy
+from manager_service.records import JobSpec, JobState
+from manager_service.training_queue import Discipline, TrainingQueue
+
+CELL = Cell("tiny")
+
+
+@dataclass
+class World:
+    """Jobs, the Allocator that decides, and what is under way. `turn` lets one thing happen."""
+
+    rng: random.Random
+    policy: Policy = MARLAAS
+    discipline: Discipline = "fused"
+    cluster: FixedSlots = field(default_factory=lambda: FixedSlots(rollout=8, trainer=1, env=8))
+    jobs: dict[str, Job] = field(default_factory=dict)
+    in_env: list[Any] = field(default_factory=list)  # scored trajectories that still wait for their grader
+    on_its_way: list[Any] = field(default_factory=list)
+    issued: Counter[str] = field(default_factory=Counter)  # job -> groups for training
+    started: list[str] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    entries: int = 0
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.allocator = Allocator(self.cluster, self.policy, TrainingQueue(self.discipline))
+
+    def add(self, spec: JobSpec) -> Job:
+        job = self.jobs[spec.id] = Job(CELL, spec, JobState(), Items(), Items())
+        changes = Changes()
+        job.queue(self.now, changes)
+        self.allocator.refresh(self, [job.id], self.now)
+        return job
+
+    @property
+    def open_work(self) -> int:
+        return sum(job.num_waiting for job in self.jobs.values())
+
+    @property
+    def training(self) -> set[str]:
+        return {name for name, job in self.jobs.items() if job.state.training}
+
+    def turn(self) -> None:
+        self.now += 1
+        changes = {number: Changes() for number in range(16)}
+        if self.in_env and self.rng.random() < 0.3:
+            self.on_its_way.append(self.in_env.pop(self.rng.randrange(len(self.in_env))))
+        if self.on_its_way:
+            self._deliver(self.on_its_way.pop(self.rng.randrange(len(self.on_its_way))), changes)
+        self.allocator.env_backlog = len(self.in_env)
+        self.allocator.decide(self.now, changes)
+        for change in changes.values():
+            for _, message in change.published:
+                self._send(message)
+
+    def run(self, turns: int = 20_000) -> None:
+        """Until every job has succeeded."""
+        for _ in range(turns):
+            self.turn()
+            if not self.jobs:
+                return
+        raise AssertionError({name: job.state for name, job in self.jobs.items()})
+
+    def _deliver(self, message: Any, changes: dict[int, Changes]) -> None:
+        job = self.jobs[message.job]
+        change = changes[job.partition]
+        self.entries += 1
+        if isinstance(message, AdapterUpdate):
+            job.on_adapter(message, self.now, change)
+        else:
+            job.on_scored(f"{self.entries}-0", message, change)
+        job.advance(self.now, change)
+        if job.settled:
+            assert job.state.status == "succeeded", job.state
+            del self.jobs[job.id]
+        self.allocator.refresh(self, [job.id], self.now)
+        self.allocator.charge(change)
+
+    def _send(self, message: Any) -> None:
+        match message:
+            case Start():
+                self.issued[message.job] += 1
+                scored = [StandInEnv(CELL)._scored(message, sample)[1] for sample in message.samples]
+                for trajectory in scored:
+                    (self.in_env if self.rng.random() < 0.5 else self.on_its_way).append(trajectory)
+            case Init() | Step():
+                if isinstance(message, Step):
+                    self.trained.append(message.job)
+                else:
+                    self.started.append(message.job)
+                self.on_its_way.append(_update(message))
+            case _:
+                pass
+
+
+def _update(message: Init | Step) -> AdapterUpdate:
+    return AdapterUpdate(
+        id=f"{message.id}/done",
+        **message.about(),
+        adapter=message.adapter if isinstance(message, Init) else message.adapter.next(),
+        batch=message.id,
+        usage=Usage(trained_tokens=10, train_s=0.1),
+    )
