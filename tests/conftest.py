@@ -5,11 +5,17 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings
 from redis_server import RedisServer
 
 from common.bus import Bus
 from common.objects import Objects
 from common.streams import Cell
+
+settings.register_profile(
+    "steady", deadline=None, derandomize=True
+)  # the same cases each time, however busy the machine
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")
