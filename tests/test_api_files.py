@@ -134,7 +134,7 @@ VALUES = st.recursive(
 )
 @example({"messages": [{"role": "user", "content": "x", "tool_calls": True}]})
 @example({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "x"}}]}]})
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, Any]) -> None:
     try:
         assert check_content(jsonl(row), 10_000) == 1

@@ -175,13 +175,13 @@ def trained(world: World) -> list[Any]:
     return [msgspec.msgpack.encode((v, steps[v].rows, steps[v].next_group)) for v in sorted(steps)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.booleans())
 def test_what_a_job_trains_on_does_not_depend_on_order_delays_repeats_or_pauses(seed: int, dynamic: bool) -> None:
     assert trained(run(seed, dynamic_sampling=dynamic)) == trained(run(0, dynamic_sampling=dynamic))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(0, 3))
 def test_every_trajectory_is_accounted_for_and_none_is_too_old(seed: int, staleness: int) -> None:
     world = run(seed, max_staleness=staleness)
