@@ -70,6 +70,16 @@ class DecoderConfig:
         )
 
 
+class RunLayer(Protocol):
+    """Calls a layer's function with its arguments; what it keeps for the backward is its business."""
+
+    def __call__(self, layer: Callable[..., Tensor], *args: Any) -> Tensor: ...
+
+
+def directly(layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    return layer(*args)
+
+
 def _refuse_unsupported(raw: Mapping[str, Any], folder: Path) -> None:
     if raw.get("model_type") not in SUPPORTED:
         kinds = ", ".join(SUPPORTED)
@@ -128,18 +138,28 @@ class Decoder:
             if name.endswith(".weight") and name.split(".")[-2] in LINEAR_LAYERS
         }
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, project: Project = plain) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        project: Project = plain,
+        run_layer: RunLayer = directly,
+    ) -> Tensor:
         """tokens, positions [B, T] -> hidden states [B, T, E] after the last norm. `logits` makes them scores."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
         for layer in range(self.config.num_layers):
-            x = x + self._attention(layer, x, cos, sin, attend, project)
-            x = x + self._mlp(layer, x, project)
+            x = run_layer(self._layer, layer, x, cos, sin, attend, project)
         return self._norm("norm", x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V]"""
         return F.linear(hidden, self.head)
+
+    def _layer(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, project: Project) -> Tensor:
+        x = x + self._attention(layer, x, cos, sin, attend, project)
+        return x + self._mlp(layer, x, project)
 
     def _attention(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, project: Project) -> Tensor:
         at, c = f"layers.{layer}.self_attn", self.config

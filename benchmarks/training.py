@@ -28,6 +28,7 @@ from benchmarks._report import Goal, make_table, parser, show
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
 from trainer_service.batch import Batch, parse_rows
 from trainer_service.losses import row_terms
+from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
@@ -134,8 +135,8 @@ def contenders(step: Step) -> dict[str, Callable[[], object]]:
     decoder = Decoder.load(TINY)
     batch = parse_rows(step.rows, version=0, vocab=decoder.config.vocab, context=decoder.config.context)
     peft, ids = PeftLoop(), {"id": "i", "tenant": "t", "job": "j", "partition": 0}
-    shared, plain = Trainer(decoder, BUDGET), Trainer(decoder, BUDGET, share_prefixes=False)
-    exact = Trainer(decoder, BUDGET, deterministic=True)
+    shared, plain = Trainer(decoder, Budget(BUDGET)), Trainer(decoder, Budget(BUDGET), share_prefixes=False)
+    exact = Trainer(decoder, Budget(BUDGET), deterministic=True)
     state = shared.init(Init(**ids, adapter=AdapterRef("t", "j", 0), seed=0, lora=LORA))  # pyright: ignore
     return {
         "peft": lambda: peft.step(batch),

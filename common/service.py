@@ -49,6 +49,7 @@ class Service:
     resident: Callable[[], list[str]] = field(default=list)
     counters: Callable[[], dict[str, float]] = field(default=dict)
     on_adapter_new: Callable[[AdapterNew], None] | None = None
+    has_room: Callable[[], bool] = lambda: True
     close: Sequence[Callable[[], Awaitable[None]]] = ()
 
 
@@ -110,6 +111,7 @@ async def _serve(name: str, settings: S, build: Callable[[S, Parts], Awaitable[S
         max_deliveries=settings.max_deliveries,
         drain_s=service.drain_s,
         on_adapter_new=service.on_adapter_new,
+        has_room=service.has_room,
     )
     try:
         await worker.run(stop)

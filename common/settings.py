@@ -24,7 +24,8 @@ _KNOWN = (
     "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes "
     "rollout_idle_adapter_bytes "
     # trainers
-    "trainer_device trainer_dtype trainer_threads trainer_micro_batch_tokens trainer_cached_states "
+    "trainer_device trainer_dtype trainer_threads trainer_slots trainer_micro_batch_tokens trainer_memory_bytes "
+    "trainer_checkpointing trainer_cached_states "
     # the command line
     "url api_key"
 )

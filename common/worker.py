@@ -69,6 +69,8 @@ class Handler(Protocol):
 class Inbox:
     stream: str
     group: str
+    at_once: int | None = None
+    """Entries taken by one read; None: as many as there are free slots. Fewer let others share a burst."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +125,12 @@ class Worker:
         drain_s: float = 0.0,
         unavailable_limit_s: float = 600.0,
         on_adapter_new: Callable[[AdapterNew], None] | None = None,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`reporter.slots` deliveries are worked on at once. `drain_s`: how long SIGTERM lets work finish before hand-back."""
+        """`reporter.slots` deliveries are worked on at once, fewer while `has_room` says no: asked after each that ends.
+
+        `drain_s`: how long SIGTERM lets work finish before hand-back.
+        """
         self._bus = bus
         self._handler = handler
         self._inboxes = list(inboxes)
@@ -134,6 +140,7 @@ class Worker:
         self._drain_s = drain_s
         self._unavailable_limit_s = unavailable_limit_s
         self._on_adapter_new = on_adapter_new
+        self._has_room = has_room
         self._active: dict[str, Active] = {}
         self._finished: list[Settlement] = []
         self._flush = asyncio.Event()
@@ -180,7 +187,7 @@ class Worker:
 
     @property
     def _free(self) -> int:
-        return self._reporter.slots - len(self._active)
+        return self._reporter.slots - len(self._active) if not self._active or self._has_room() else 0
 
     async def _read(self) -> None:
         while not self._stopping:
@@ -200,12 +207,12 @@ class Worker:
         found: list[Delivery] = []
         for inbox in self._inboxes:
             if self._free > len(found):
-                count = self._free - len(found)
+                count = min(self._free - len(found), inbox.at_once or self._free)
                 found += await self._bus.read([inbox.stream], inbox.group, self.name, count=count)
         if found or self._alone:
             return found
         streams = [inbox.stream for inbox in self._inboxes]
-        count = max(1, self._free // len(streams))
+        count = min(max(1, self._free // len(streams)), *(inbox.at_once or self._free for inbox in self._inboxes))
         return await self._bus.read(streams, self._inboxes[0].group, self.name, count=count, block_ms=500)
 
     def _begin(self, delivery: Delivery) -> Active:

@@ -5,6 +5,7 @@ Gradients of the second one are central differences. `stopped` are the log-probs
 
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from common.messages import LossSpec
 from trainer_service.batch import Batch
-from trainer_service.losses import RULES, advantages, k3, row_terms, token_losses
+from trainer_service.losses import RULES, RowTerms, advantages, column, k3, row_terms, token_losses
 
 Rows = list[list[float]]
 NAMES = sorted(RULES)
@@ -116,27 +117,30 @@ class Case:
         )
 
 
-def joined(values: Rows, rows: list[int]) -> torch.Tensor:
-    return torch.tensor([x for i in rows for x in values[i]], dtype=torch.float64)
+WIDTH = 9
+
+
+def padded(values: Rows, rows: list[int]) -> torch.Tensor:
+    """[R, WIDTH]; what stands behind a row's tokens must not matter."""
+    return torch.tensor([values[i] + [-0.7] * (WIDTH - len(values[i])) for i in rows], dtype=torch.float64)
 
 
 def ours(spec: LossSpec, case: Case, parts: list[list[int]], base: Rows | None = None) -> tuple[float, list[float]]:
     """Loss and gradient in every log-prob, added up over micro-batches of rows."""
     terms = row_terms(case.batch(), spec)
-    policy = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in case.policy]
-    total = 0.0
+    total, gradients = 0.0, {}
     for rows in parts:
-        rows_M = torch.tensor(np.repeat(rows, [len(case.policy[i]) for i in rows]))
-        logprobs_M = torch.cat([policy[i] for i in rows])
-        sampled_M = joined(case.sampled, rows)
-        advantages_M, weights_M = torch.tensor(terms.advantages_R)[rows_M], torch.tensor(terms.weights_R)[rows_M]
-        loss_M, _ = token_losses(spec, logprobs_M, sampled_M, advantages_M, rows_M)
+        own = RowTerms.join([(terms, rows)])
+        written_RW = torch.arange(WIDTH) < torch.tensor([len(case.policy[i]) for i in rows])[:, None]
+        logprobs_RW = padded(case.policy, rows).requires_grad_()
+        loss_RW, _ = token_losses(own, logprobs_RW, padded(case.sampled, rows), written_RW)
         if base:
-            loss_M = loss_M + spec.kl_coef * k3(logprobs_M, joined(base, rows))
-        loss = (loss_M * weights_M).sum()
+            loss_RW = loss_RW + column(own.kl_coefs_R, loss_RW) * k3(logprobs_RW, padded(base, rows))
+        loss = (loss_RW * column(own.weights_R, loss_RW) * written_RW).sum()
         loss.backward()
         total += loss.item()
-    return total, [x for p in policy for x in (p.grad if p.grad is not None else torch.zeros_like(p)).tolist()]
+        gradients |= dict(zip(rows, logprobs_RW.grad.tolist(), strict=True))  # pyright: ignore
+    return total, [x for i in range(len(case.policy)) for x in gradients[i][: len(case.policy[i])]]
 
 
 EVERYTHING = [list(range(16))]
@@ -195,14 +199,32 @@ def test_a_truncated_row_counts_in_its_groups_mean_but_not_in_the_loss() -> None
     assert (terms.advantages_R[1:4] > 0).all()
 
 
+def lone_rows(spec: LossSpec, advantages_: list[float]) -> RowTerms:
+    """Rows of one token with these advantages."""
+    num = len(advantages_)
+    batch = Batch(
+        tokens=[np.zeros(2, np.int64)] * num,
+        logprobs=[np.zeros(2)] * num,
+        written=[np.array([False, True])] * num,
+        groups_R=np.arange(num),
+        rewards_R=np.zeros(num),
+        versions_R=np.zeros(num, np.int64),
+        truncated_R=np.zeros(num, bool),
+    )
+    return replace(row_terms(batch, spec), advantages_R=np.array(advantages_))
+
+
+WRITTEN = torch.ones(2, 1, dtype=torch.bool)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_clips_of_a_job_replace_the_defaults(name: str) -> None:
-    logprobs_M = torch.tensor([math.log(1.5), math.log(0.5)])
+    logprobs_RW = torch.tensor([[math.log(1.5)], [math.log(0.5)]])
     narrow = LossSpec(name=name, clip_low=0.1, clip_high=0.1, is_clip=0.1)  # pyright: ignore
     wide = LossSpec(name=name, clip_low=0.0 if name == "cispo" else 0.9, clip_high=9.0, is_clip=9.0)  # pyright: ignore
 
     clipped = [
-        token_losses(spec, logprobs_M, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.tensor([0, 1]))[1].tolist()
+        token_losses(lone_rows(spec, [1.0, -1.0]), logprobs_RW, torch.zeros(2, 1), WRITTEN)[1].flatten().tolist()
         for spec in (narrow, wide)
     ]
 
@@ -212,18 +234,28 @@ def test_the_clips_of_a_job_replace_the_defaults(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(name: str, advantage: float) -> None:
-    logprobs_M = torch.tensor([-1.0, -200.0], requires_grad=True)
+    logprobs_RW = torch.tensor([[-1.0], [-200.0]], requires_grad=True)
+    terms = lone_rows(LossSpec(name=name), [advantage] * 2)  # pyright: ignore
 
-    loss_M, _ = token_losses(
-        LossSpec(name=name),  # pyright: ignore
-        logprobs_M,
-        torch.tensor([-200.0, -1.0]),
-        torch.full((2,), advantage),
-        torch.tensor([0, 1]),
-    )
-    loss_M.sum().backward()
+    loss_RW, _ = token_losses(terms, logprobs_RW, torch.tensor([[-200.0], [-1.0]]), WRITTEN)
+    loss_RW.sum().backward()
 
-    assert torch.isfinite(loss_M).all() and logprobs_M.grad is not None and torch.isfinite(logprobs_M.grad).all()
+    assert torch.isfinite(loss_RW).all() and logprobs_RW.grad is not None and torch.isfinite(logprobs_RW.grad).all()
+
+
+def test_rows_of_different_losses_share_a_micro_batch() -> None:
+    cases = [Case(seed) for seed in range(len(NAMES))]
+    specs = [LossSpec(name=name, clip_high=0.1, kl_coef=0.1) for name in NAMES]  # pyright: ignore
+    terms = [row_terms(case.batch(), spec) for case, spec in zip(cases, specs, strict=True)]
+    rows = list(range(16))
+    parts = [(RowTerms.join([(own, rows)]), padded(c.policy, rows), padded(c.sampled, rows)) for own, c in zip(terms, cases, strict=True)]
+    written = [torch.arange(WIDTH) < torch.tensor([len(r) for r in case.policy])[:, None] for case in cases]
+
+    apart = [token_losses(*part, mask)[0] for part, mask in zip(parts, written, strict=True)]
+    policy, sampled = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+    together, _ = token_losses(RowTerms.join([(own, rows) for own in terms]), policy, sampled, torch.cat(written))
+
+    assert torch.equal(together, torch.cat(apart))
 
 
 def test_k3_is_never_negative_and_zero_at_equality() -> None:

@@ -11,10 +11,11 @@ from trainer_support import load_tiny, make_init, make_rows, make_step, nothing
 from base_model.adapter import WEIGHTS_FILE, load_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.messages import LoraSpec, LossSpec
-from trainer_service import lora
+from trainer_service.open_step import TrainState
 from trainer_service.optimiser import load_moments, save_moments
+from trainer_service.packing import Budget
 from trainer_service.selftest import selftest
-from trainer_service.training import Trainer, TrainState
+from trainer_service.training import Trainer
 
 NUM_STEPS = 3
 RANK = 3
@@ -32,13 +33,13 @@ def digest(state: TrainState) -> str:
 def through_bytes(state: TrainState) -> TrainState:
     """As a trainer would find it in the store."""
     adapter = load_adapter(save_adapter(state.adapter, "tiny"))
-    moments = load_moments(save_moments(state.moments), lora.flatten(adapter).numel(), state.moments.mean_P.device)
-    return TrainState(adapter, moments)
+    moments = load_moments(save_moments(state.moments), len(state.values_P), state.moments.mean_P.device)
+    return TrainState.of(adapter, moments)
 
 
 def train(decoder: Decoder, *, tokens: int = 4096, reload: bool = False, others: int = 0) -> str:
     """Hash after NUM_STEPS steps of one job, with steps of `others` other jobs before each."""
-    trainer = Trainer(decoder, tokens, deterministic=True)
+    trainer = Trainer(decoder, Budget(tokens), deterministic=True)
     state = trainer.init(make_init(lora=LoraSpec(rank=RANK)))
     for version in range(NUM_STEPS):
         for other in range(others):

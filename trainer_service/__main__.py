@@ -2,13 +2,16 @@
 
 import torch
 
-from base_model.decoder import Decoder
+from base_model.decoder import Decoder, directly
 from common.errors import InvalidInput
 from common.service import Parts, Service, run
 from common.settings import resolve_model
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
 from trainer_service.handler import TrainHandler
+from trainer_service.memory import measured
+from trainer_service.model import checkpointed
+from trainer_service.packing import Budget
 from trainer_service.selftest import selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
@@ -27,7 +30,9 @@ def load_trainer(settings: TrainerSettings) -> Trainer:
     folder = resolve_model(settings.models[settings.model_name])
     dtype = getattr(torch, settings.trainer_dtype)
     decoder = Decoder.load(folder, device=settings.trainer_device, dtype=dtype)
-    trainer = Trainer(decoder, settings.trainer_micro_batch_tokens, deterministic)
+    run_layer = checkpointed if settings.trainer_checkpointing else directly
+    trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
+    trainer.budget = measured(trainer, settings.trainer_memory_bytes)
     if deterministic:
         selftest(trainer)
     return trainer
@@ -37,8 +42,15 @@ async def build(settings: TrainerSettings, parts: Parts) -> Service:
     trainer = load_trainer(settings)
     base, cached = parts.cell.base_model, settings.trainer_cached_states
     handler = TrainHandler(trainer, parts.store, base, cached_states=cached)
-    inboxes = [Inbox(parts.cell.train, GROUP_TRAINER)]
-    return Service(handler, inboxes, slots=1, drain_s=DRAIN_S, resident=handler.resident, counters=handler.counters)
+    return Service(
+        handler,
+        [Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
+        slots=settings.trainer_slots,
+        drain_s=DRAIN_S,
+        resident=handler.resident,
+        counters=handler.counters,
+        has_room=handler.has_room,
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ after a crash: another trainer makes the version again; the manifest, created on
 """
 
 import asyncio
-import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -27,16 +26,15 @@ from common.errors import (
 from common.messages import AdapterRef, AdapterUpdate, Failure, FailureKind, Init, Message, Step, Usage
 from common.streams import Cell
 from trainer_service import lora
+from trainer_service.fusion import Fusion
+from trainer_service.open_step import Trained, TrainState
 from trainer_service.optimiser import load_moments, save_moments
-from trainer_service.training import Trained, Trainer, TrainState
+from trainer_service.packing import WINDOW
+from trainer_service.training import Trainer
 
 Outputs = list[tuple[str, Message]]
 T = TypeVar("T")
 log = structlog.get_logger()
-
-
-class Stopped(Exception):
-    """The step's task was cancelled; its thread leaves at the next micro-batch."""
 
 
 class StateCache:
@@ -83,16 +81,19 @@ class TrainHandler:
         self._cell = Cell(base_model)
         self._cache = StateCache(cached_states)
         self._retry_delays_s = retry_delays_s
-        self._computing = asyncio.Lock()
+        self._fusion = Fusion(trainer)
+        self._held_tokens = 0
         self._busy_s, self._trained_tokens = 0.0, 0
 
     async def __call__(self, message: Init | Step, beat: Callable[[], None]) -> Outputs:
-        """The AdapterUpdate of the version that `message` asks for; `beat` is called from the computing thread.
+        """The AdapterUpdate of the version that `message` asks for; steps that are asked for at a time are trained together.
 
         What will fail in the same way again is an AdapterUpdate with a failure. Raises Unavailable when the store stays
         away or full after a few attempts: nothing is lost, deliver the message again.
         """
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
+        num_tokens = len(message.rows.tokens) if isinstance(message, Step) else 0
+        self._held_tokens += num_tokens
         try:
             manifest = await self._patiently(lambda: self._store.manifest(target))
             if manifest is None:
@@ -101,8 +102,14 @@ class TrainHandler:
             kind = _failure_kind(error)
             log.warning("step_refused", job=message.job, version=target.version, kind=kind, reason=str(error))
             return self.failed(message, Failure(kind, str(error)))
+        finally:
+            self._held_tokens -= num_tokens
         await self._drop_old_optimizer(target)
         return [(self._cell.adapters(message.partition), _update(message, manifest))]
+
+    def has_room(self) -> bool:
+        """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
+        return self._held_tokens < WINDOW * self._trainer.budget.tokens
 
     def failed(self, message: Init | Step, failure: Failure) -> Outputs:
         """What to publish when the operation is given up."""
@@ -161,19 +168,7 @@ class TrainHandler:
     async def _compute(self, message: Init | Step, beat: Callable[[], None]) -> Trained:
         if isinstance(message, Init):
             return Trained(self._trainer.init(message), {}, 0, 0.0)
-        state = await self._state(message.adapter)
-        stop = threading.Event()
-
-        def beat_or_stop() -> None:
-            if stop.is_set():
-                raise Stopped
-            beat()
-
-        async with self._computing:
-            try:
-                return await asyncio.to_thread(self._trainer.step, message, state, beat_or_stop)
-            finally:
-                stop.set()
+        return await self._fusion.train(message, await self._state(message.adapter), beat)
 
     async def _state(self, adapter: AdapterRef) -> TrainState:
         """From memory, else from the store. Raises CorruptObject or NotFound."""
@@ -186,8 +181,8 @@ class TrainHandler:
 
     def _load(self, files: dict[str, bytes]) -> TrainState:
         adapter = load_adapter(files)
-        num_values = lora.flatten(adapter).numel()
-        return TrainState(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
+        num_values = lora.Layout.of(adapter).num_values
+        return TrainState.of(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
 
     async def _drop_old_optimizer(self, newest: AdapterRef) -> None:
         """Optimiser state is kept for the newest two versions. A failure here costs only space."""

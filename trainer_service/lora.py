@@ -1,13 +1,15 @@
-"""Trainable LoRA factors, and linear layers that train them and nothing else.
+"""Trainable LoRA factors of many adapters side by side, and linear layers that train them and nothing else.
 
-Forward y = x W' + s (x A') B'. Backward, with g = dy B s: dx = dy W + g A, dA = g' x, dB = s dy' (x A'). W is frozen, so no
-gradient of it is ever made; dA and dB are added in place into the adapter's gradient.
+Each sequence of a micro-batch goes through its own adapter: one batched product a factor serves all adapters of a shape,
+however many there are. Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
+W is frozen, so no gradient of it is ever made; dA and dB are added in place into the adapter's gradient, sequence by
+sequence, so that their bits do not depend on what else is in the micro-batch.
 
-Axes: B sequences, T positions, N = B T, P all values of an adapter.
+Axes: B sequences, T positions, C places of a stack, P all values of an adapter.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,78 +17,148 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base_model.adapter import Adapter
+from common.messages import LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the values of an adapter lie in one flat tensor [P]: by name, A before B. Equal layouts share their products."""
+
+    rank: int
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...] = field(compare=False)  # of each name's A and B: the base and the rank give them
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> "Layout":
+        return cls(adapter.spec.rank, tuple(adapter.names()), tuple(factor.shape for factor in _factors(adapter)))
+
+    @property
+    def num_values(self) -> int:
+        return sum(shape.numel() for shape in self.shapes)
+
+    @property
+    def num_layers(self) -> int:
+        return len({name.split(".")[1] for name in self.names})
+
+    def cut(self, values: Tensor) -> list[Tensor]:
+        """[..., P] -> views [..., *shape]"""
+        pieces = values.split([shape.numel() for shape in self.shapes], dim=-1)
+        return [piece.view(*piece.shape[:-1], *shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def flatten(adapter: Adapter) -> Tensor:
+    """All values in one new tensor [P]."""
+    return torch.cat([factor.reshape(-1) for factor in _factors(adapter)])
+
+
+def unflatten(values_P: Tensor, layout: Layout, spec: LoraSpec) -> Adapter:
+    """An adapter that is a view of `values_P`."""
+    factors = layout.cut(values_P)
+    a, b = (dict(zip(layout.names, factors[side::2], strict=True)) for side in (0, 1))
+    return Adapter(spec, a, b)
+
+
+def _factors(adapter: Adapter) -> list[Tensor]:
+    return [factors[name] for name in adapter.names() for factors in (adapter.a, adapter.b)]
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """One layer's adapter: a [rank, in], b [out, rank], float32, and where their gradients are added up."""
+    """One layer's adapters in a stack: a [C, rank, in], b [C, out, rank], and their gradients, contiguous: adding to a strided
+    tensor by index takes ten times as long."""
 
     a: Tensor
     b: Tensor
     grad_a: Tensor
     grad_b: Tensor
-    scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Trainable:
-    """An adapter whose values lie in one flat tensor [P], beside a gradient of the same layout."""
+class Stack:
+    """The adapters of one shape that are being trained, each with its gradient.
 
-    values_P: Tensor
-    grad_P: Tensor
-    factors: Mapping[str, Factors]
+    Every layer of the base has the same modules, so the values [P] of an adapter are [L, P / L] in order of layer names.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        of_layer = layout.shapes[: len(layout.shapes) // layout.num_layers]
+        self._values_CP = torch.empty(0, layout.num_values, device=device)
+        self._grads = [torch.empty(layout.num_layers, 0, *shape, device=device) for shape in of_layer]  # of each factor
+        self._taken = torch.empty(layout.num_values, device=device)
+        self._free: list[int] = []
+        self.scales: list[float] = []
+        self.factors: dict[str, Factors] = {}
+
+    def put(self, values_P: Tensor, scale: float) -> int:
+        """The place of a copy of an adapter, its gradient 0."""
+        if not self._free:
+            self._grow()
+        place = self._free.pop()
+        self._values_CP[place] = values_P
+        for grad in self._grads:
+            grad[:, place] = 0.0
+        self.scales[place] = scale
+        return place
+
+    def take(self, place: int) -> tuple[Tensor, Tensor]:
+        """Copies of the values and the gradient of an adapter, [P] both; the second until the next call."""
+        grads = [grad[:, place].flatten(1) for grad in self._grads]
+        torch.cat(grads, dim=1, out=self._taken.view(self._layout.num_layers, -1))
+        return self._values_CP[place].clone(), self._taken
+
+    def remove(self, place: int) -> None:
+        self._free.append(place)
+
+    @property
+    def empty(self) -> bool:
+        return len(self._free) == len(self.scales)
+
+    @property
+    def device(self) -> torch.device:
+        return self._values_CP.device
+
+    def _grow(self) -> None:
+        num = len(self.scales)
+        more = max(1, num)
+        self._values_CP = torch.cat([self._values_CP, self._values_CP.new_empty(more, self._values_CP.shape[1])])
+        self._grads = [torch.cat([g, g.new_empty(len(g), more, *g.shape[2:])], dim=1) for g in self._grads]
+        self.scales += [0.0] * more
+        self._free += range(num + more - 1, num - 1, -1)
+        values = self._layout.cut(self._values_CP)
+        grads = [grad[layer] for layer in range(self._layout.num_layers) for grad in self._grads]
+        every = zip(self._layout.names, values[::2], values[1::2], grads[::2], grads[1::2], strict=True)
+        self.factors = {name: Factors(*tensors) for name, *tensors in every}
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Which adapter the sequences [start, stop) of a micro-batch go through. Pieces do not overlap."""
+@dataclass(slots=True)
+class Part:
+    """The sequences [start, stop) of a micro-batch, and the place of each one's adapter in one stack."""
 
     start: int
     stop: int
-    adapter: Trainable
+    stack: Stack
+    places_B: Tensor
+    scales_B11: Tensor
+
+    @classmethod
+    def make(cls, start: int, stack: Stack, places: Sequence[int]) -> "Part":
+        device = stack.device
+        scales = torch.tensor([stack.scales[place] for place in places], device=device)
+        return cls(start, start + len(places), stack, torch.tensor(places, device=device), scales[:, None, None])
 
 
-def flatten(adapter: Adapter) -> Tensor:
-    """All values in one new tensor [P]: by name, A before B."""
-    return torch.cat([f[name].detach().reshape(-1) for name in adapter.names() for f in (adapter.a, adapter.b)])
-
-
-def unflatten(values_P: Tensor, like: Adapter) -> Adapter:
-    """An adapter that is a view of `values_P`."""
-    a: dict[str, Tensor] = {}
-    b: dict[str, Tensor] = {}
-    start = 0
-    for name in like.names():
-        for views, shape in ((a, like.a[name].shape), (b, like.b[name].shape)):
-            views[name] = values_P[start : start + shape.numel()].view(shape)
-            start += shape.numel()
-    return Adapter(like.spec, a, b)
-
-
-def trainable(adapter: Adapter, device: torch.device) -> Trainable:
-    """A copy of the adapter that can be trained, its gradient 0."""
-    values_P = flatten(adapter).to(device, copy=True)
-    grad_P = torch.zeros_like(values_P)
-    values, grads = unflatten(values_P, adapter), unflatten(grad_P, adapter)
-    factors = {
-        name: Factors(values.a[name], values.b[name], grads.a[name], grads.b[name], adapter.scale)
-        for name in adapter.names()
-    }
-    return Trainable(values_P, grad_P, factors)
-
-
+@dataclass(slots=True)
 class Projection:
-    """The decoder's `project`: each sequence through the base layer and its own adapter."""
+    """The decoder's `project`: each sequence through the base layer and its own adapter. Parts do not overlap."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._anchor = torch.zeros((), requires_grad=True)
+    parts: Sequence[Part]
+    _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        parts = [(p.start, p.stop, p.adapter.factors[name]) for p in self._pieces if name in p.adapter.factors]
+        parts = [part for part in self.parts if name in part.stack.factors]
         if not parts:
             return F.linear(x, weight, bias)
-        return _LoraLinear.apply(x, weight, bias, parts, self._anchor)  # pyright: ignore[reportReturnType]
+        return _LoraLinear.apply(x, weight, bias, name, parts, self._anchor)  # pyright: ignore[reportReturnType]
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -94,16 +166,17 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[tuple[int, int, Factors]], anchor: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, parts: list[Part], anchor: Tensor
     ) -> Tensor:
         y = F.linear(x, weight, bias)
         lows: list[Tensor] = []
-        for start, stop, f in parts:
-            low = x[start:stop].flatten(0, 1) @ f.a.to(x.dtype).t()  # [N, rank]
-            y[start:stop].flatten(0, 1).addmm_(low, f.b.to(x.dtype).t(), alpha=f.scale)
+        for part in parts:
+            a, b = _gathered(part, name, x.dtype)
+            low = _product(x[part.start : part.stop], a.transpose(1, 2)).mul_(part.scales_B11)  # [B, T, rank]
+            y[part.start : part.stop].baddbmm_(low, b.transpose(1, 2))
             lows.append(low)
         ctx.save_for_backward(x, weight, *lows)
-        ctx.parts = parts
+        ctx.name, ctx.parts = name, parts
         return y
 
     @staticmethod
@@ -111,18 +184,31 @@ class _LoraLinear(torch.autograd.Function):
         dy = grads[0].contiguous()
         x, weight, *lows = ctx.saved_tensors
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        for (start, stop, f), low in zip(ctx.parts, lows, strict=True):
-            dy_N = dy[start:stop].flatten(0, 1)
-            dlow_N = (dy_N @ f.b.to(dy.dtype)).mul_(f.scale)
-            _add_product(f.grad_a, dlow_N.t(), x[start:stop].flatten(0, 1), 1.0)
-            _add_product(f.grad_b, dy_N.t(), low, f.scale)
+        for part, low in zip(ctx.parts, lows, strict=True):
+            a, b = _gathered(part, ctx.name, dy.dtype)
+            own, factors = slice(part.start, part.stop), part.stack.factors[ctx.name]
+            dlow = _product(dy[own], b).mul_(part.scales_B11)
+            _add(factors.grad_a, part.places_B, torch.bmm(dlow.transpose(1, 2), x[own]))
+            _add(factors.grad_b, part.places_B, torch.bmm(dy[own].transpose(1, 2), low))
             if dx is not None:
-                dx[start:stop].flatten(0, 1).addmm_(dlow_N, f.a.to(dy.dtype))
-        return dx, None, None, None, None
+                dx[own].baddbmm_(dlow, a)
+        return dx, None, None, None, None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=scale)
-    else:
-        total.add_(left @ right, alpha=scale)
+def _gathered(part: Part, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each sequence's A [B, rank, in] and B [B, out, rank]."""
+    factors = part.stack.factors[name]
+    a, b = (factor.index_select(0, part.places_B) for factor in (factors.a, factors.b))
+    return a.to(dtype), b.to(dtype)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """torch.bmm with bits that do not depend on the number of products: a lone one of one column takes another kernel."""
+    if len(left) == 1 and right.shape[-1] == 1:
+        return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]
+    return torch.bmm(left, right)
+
+
+def _add(totals: Tensor, places_B: Tensor, grads: Tensor) -> None:
+    """Each sequence's gradient to its adapter's, in order of the sequences."""
+    totals.index_add_(0, places_B, grads.to(totals.dtype))

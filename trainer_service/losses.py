@@ -17,10 +17,11 @@ std is the sample's (n - 1), plus 1e-6, as in verl and TRL. A group of equal rew
 `mask_truncated` is DAPO's overlong filtering: a truncated row's reward still counts in its group's mean and std (it is a
 sample of the policy like any other), but the row is left out of the loss, numerator and denominators.
 
-Axes: R rows of the batch, M tokens that the model wrote, of all rows of a batch or of a micro-batch.
+Axes: R rows of a batch, or of a micro-batch that may mix batches; W places for the tokens that the model wrote in a row.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -58,21 +59,53 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """What the whole batch decides about each row, so that micro-batches only add up."""
+    """What the whole batch and its loss decide about each row, so that micro-batches only add up, and may mix jobs."""
 
     advantages_R: Floats
     weights_R: Floats  # factor of each token's loss: the reciprocal of its denominator; 0: not in the loss
     active_R: Bools  # rows that can have a gradient; the others need no forward
+    low_R: Floats  # bounds of the ratio, or of the weight
+    high_R: Floats
+    is_sequence_R: Bools  # the ratio is the row's geometric mean
+    is_weight_R: Bools  # the bounded ratio is a weight through which no gradient flows
+    kl_coefs_R: Floats
+    temperatures_R: Floats
+
+    @classmethod
+    def join(cls, parts: "Sequence[tuple[RowTerms, Sequence[int]]]") -> "RowTerms":
+        """The terms of some rows of each of several batches, one after the other."""
+        columns = [[getattr(terms, f.name)[list(rows)] for terms, rows in parts] for f in fields(cls)]
+        return cls(*(np.concatenate(column) for column in columns))
 
 
 def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
-    advantages_R = advantages(batch.rewards_R, batch.groups_R, RULES[spec.name].advantage)
+    rule = RULES[spec.name]
+    advantages_R = advantages(batch.rewards_R, batch.groups_R, rule.advantage)
     kept_R = batch.num_written_R() > 0
     if spec.mask_truncated:
         kept_R &= ~batch.truncated_R
-    weights_R = token_weights(batch.num_written_R(), kept_R, spec)
-    active_R = kept_R if spec.kl_coef else kept_R & (advantages_R != 0)
-    return RowTerms(advantages_R, weights_R, active_R)
+    low, high = _bounds(rule, spec)
+    ones_R = np.ones(len(batch))
+    return RowTerms(
+        advantages_R=advantages_R,
+        weights_R=token_weights(batch.num_written_R(), kept_R, spec),
+        active_R=kept_R if spec.kl_coef else kept_R & (advantages_R != 0),
+        low_R=low * ones_R,
+        high_R=high * ones_R,
+        is_sequence_R=np.full(len(batch), rule.ratio == "sequence"),
+        is_weight_R=np.full(len(batch), rule.ratio in ("weight", "none")),
+        kl_coefs_R=spec.kl_coef * ones_R,
+        temperatures_R=spec.temperature * ones_R,
+    )
+
+
+def _bounds(rule: Rule, spec: LossSpec) -> tuple[float, float]:
+    """Of the ratio, or of the weight."""
+    low = rule.clip_low if spec.clip_low is None else spec.clip_low
+    high = rule.clip_high if spec.clip_high is None else spec.clip_high
+    if rule.ratio == "none":
+        return 0.0, spec.is_clip
+    return (low, high) if rule.ratio == "weight" else (1.0 - low, 1.0 + high)
 
 
 def advantages(rewards_R: Floats, groups_R: Ints, kind: str) -> Floats:
@@ -108,55 +141,44 @@ def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
     return np.where(kept_R, 1.0 / np.maximum(denominator_R, 1.0), 0.0)
 
 
-def token_losses(
-    spec: LossSpec, logprobs_M: Tensor, sampled_M: Tensor, advantages_M: Tensor, rows_M: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(loss, 1 where the clip binds) of each token, [M] both; the weighted sum of the first is the policy loss.
+def token_losses(terms: RowTerms, logprobs_RW: Tensor, sampled_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, whether the clip binds) of each token, [R, W] both; the weighted sum of the first is the policy loss.
 
-    `sampled_M`: log-probs at sampling; `rows_M`: a number for each token's row, rows whole. The clip binds where it
-    takes away the gradient, and for `cispo` and `rloo` where it changes the weight.
+    One formula for all losses, so that rows of different jobs share it. `sampled_RW`: log-probs at sampling; only places
+    in `written_RW` are tokens, the others' values count nowhere. The clip binds where it takes away the gradient, and
+    where the ratio is a weight, where it changes the weight.
     """
-    rule = RULES[spec.name]
-    low = rule.clip_low if spec.clip_low is None else spec.clip_low
-    high = rule.clip_high if spec.clip_high is None else spec.clip_high
-    log_ratio_M = (logprobs_M - sampled_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if rule.ratio == "none":
-        return _weighted(logprobs_M, log_ratio_M, advantages_M, 0.0, spec.is_clip)
-    if rule.ratio == "weight":
-        return _weighted(logprobs_M, log_ratio_M, advantages_M, low, high)
-    if rule.ratio == "sequence":
-        log_ratio_M = _row_means(log_ratio_M, rows_M)
-    return _clipped(log_ratio_M.exp(), advantages_M, low, high)
+    advantages_R1, low_R1, high_R1 = (
+        column(values, logprobs_RW) for values in (terms.advantages_R, terms.low_R, terms.high_R)
+    )
+    is_sequence_R1, is_weight_R1 = (
+        torch.from_numpy(values).to(logprobs_RW.device)[:, None] for values in (terms.is_sequence_R, terms.is_weight_R)
+    )
+    log_ratio_RW = (logprobs_RW - sampled_RW).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_RW = torch.where(is_sequence_R1, _row_means(log_ratio_RW, written_RW), log_ratio_RW).exp()
+    bound_RW = ratio_RW.clamp(low_R1, high_R1)
+    free_RW, clipped_RW = ratio_RW * advantages_R1, bound_RW * advantages_R1
+    pessimistic_RW = torch.minimum(free_RW, clipped_RW)  # PPO's surrogate
+    reinforce_RW = bound_RW.detach() * advantages_R1 * logprobs_RW
+    binds_RW = torch.where(is_weight_R1, bound_RW != ratio_RW, clipped_RW < free_RW)
+    return -torch.where(is_weight_R1, reinforce_RW, pessimistic_RW), binds_RW & written_RW
 
 
-def _clipped(ratio_M: Tensor, advantages_M: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic surrogate, -min(r A, clip(r) A)."""
-    free_M = ratio_M * advantages_M
-    bound_M = ratio_M.clamp(1.0 - low, 1.0 + high) * advantages_M
-    return -torch.minimum(free_M, bound_M), (bound_M < free_M).detach()
+def column(values_R: Floats, like: Tensor) -> Tensor:
+    """[R] -> [R, 1] with dtype and device of `like`."""
+    return torch.from_numpy(values_R).to(like)[:, None]
 
 
-def _weighted(
-    logprobs_M: Tensor, log_ratio_M: Tensor, advantages_M: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """REINFORCE with a bounded importance weight through which no gradient flows."""
-    ratio_M = log_ratio_M.detach().exp()
-    weight_M = ratio_M.clamp(low, high)
-    return -weight_M * advantages_M * logprobs_M, weight_M != ratio_M
+def _row_means(values_RW: Tensor, written_RW: Tensor) -> Tensor:
+    """The mean over each row's tokens, [R, 1]."""
+    counts_R1 = written_RW.sum(1, keepdim=True).clamp(min=1)
+    return (values_RW * written_RW).sum(1, keepdim=True) / counts_R1
 
 
-def _row_means(values_M: Tensor, rows_M: Tensor) -> Tensor:
-    """Each token's row mean, [M]."""
-    _, row_M = torch.unique(rows_M, return_inverse=True)
-    sums = values_M.new_zeros(int(row_M.max()) + 1).index_add(0, row_M, values_M)
-    counts = torch.bincount(row_M).to(values_M)
-    return (sums / counts)[row_M]
-
-
-def k3(logprobs_M: Tensor, base_M: Tensor) -> Tensor:
-    """KL(policy || base) of each token, [M]: exp(d) - d - 1 with d = base - policy. Never negative.
+def k3(logprobs: Tensor, base: Tensor) -> Tensor:
+    """KL(policy || base) of each token: exp(d) - d - 1 with d = base - policy. Never negative.
 
     Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
     """
-    difference_M = (base_M - logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return difference_M.exp() - difference_M - 1.0
+    difference = (base - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp() - difference - 1.0

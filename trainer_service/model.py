@@ -3,7 +3,7 @@
 Axes: B sequences, T positions, M trained tokens of the micro-batch, E hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from base_model.decoder import Attend, Decoder, Project, plain
+from base_model.decoder import Attend, Decoder, Project, RunLayer, directly, plain
+from trainer_service.batch import Ints
 from trainer_service.packing import Cost, Tree
 
 MAX_SCORES = 1 << 22  # logits that exist at one time
+MIN_ROWS = 8  # of a matrix product
 ATTENTION_COST = (
     4  # time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU
 )
@@ -30,29 +33,32 @@ class Inputs:
     bias_BTT: Tensor | None  # added to attention scores; None: every sequence is one row, plainly causal
     predictors_M: Tensor  # index into the flattened B x T
     targets_M: Tensor  # token ids
+    temperatures_M: Tensor
     num_padding: int
 
 
-def make_inputs(batch: Sequence[Tree], targets: Sequence[np.ndarray], decoder: Decoder, *, multiple: int) -> Inputs:
-    """`targets`: trained token ids in order of (sequence, row); T is rounded up to `multiple`."""
+def make_inputs(
+    batch: Sequence[Tree], targets: Sequence[Ints], temperatures: Sequence[float], decoder: Decoder, *, multiple: int
+) -> Inputs:
+    """`targets`, `temperatures`: trained token ids by (sequence, row), and of each row; T is rounded up to `multiple`."""
     width = -(-max(len(tree) for tree in batch) // multiple) * multiple
     tokens_BT, positions_BT, branches_BT = np.zeros((3, len(batch), width), np.int64)
     branches_BT -= 1
-    predictors = []
+    predictors: list[Ints] = []
     for i, tree in enumerate(batch):
         tokens_BT[i, : len(tree)], positions_BT[i, : len(tree)] = tree.tokens, tree.positions
         branches_BT[i, : len(tree)] = tree.branches
         predictors += [row_M + i * width for row_M in tree.predictors]
-    device = decoder.device
-    branched = any(len(tree.rows) > 1 for tree in batch)
+    device, dtype = decoder.device, decoder.embedding.dtype
+    branched = any(tree.branched for tree in batch)
+    temperatures_M = np.repeat(np.array(temperatures, np.float32), [len(row_M) for row_M in targets])
     return Inputs(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),
-        bias_BTT=_attention_bias(torch.from_numpy(branches_BT).to(device), decoder.embedding.dtype)
-        if branched
-        else None,
+        bias_BTT=_attention_bias(torch.from_numpy(branches_BT).to(device), dtype) if branched else None,
         predictors_M=torch.from_numpy(np.concatenate(predictors)).to(device),
         targets_M=torch.from_numpy(np.concatenate(targets)).to(device),
+        temperatures_M=torch.from_numpy(temperatures_M).to(device),
         num_padding=len(batch) * width - sum(len(tree) for tree in batch),
     )
 
@@ -64,11 +70,19 @@ def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
-def logprobs(decoder: Decoder, inputs: Inputs, temperature: float, project: Project = plain) -> Tensor:
+def logprobs(decoder: Decoder, inputs: Inputs, project: Project = plain, layer: RunLayer = directly) -> Tensor:
     """float32 log_softmax(logits / temperature) of each target, [M]. `project` plain: the bare base model."""
-    hidden_BTE = decoder.forward(inputs.tokens_BT, inputs.positions_BT, _attend(decoder, inputs.bias_BTT), project)
+    attend = _attend(decoder, inputs.bias_BTT)
+    hidden_BTE = decoder.forward(inputs.tokens_BT, inputs.positions_BT, attend, project, layer)
     hidden_ME = hidden_BTE.flatten(0, 1).index_select(0, inputs.predictors_M)
-    return _TargetLogprobs.apply(hidden_ME, decoder.head, inputs.targets_M, temperature)  # pyright: ignore
+    return _TargetLogprobs.apply(  # pyright: ignore[reportReturnType]
+        hidden_ME, decoder.head, inputs.targets_M, inputs.temperatures_M
+    )
+
+
+def checkpointed(layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Keeps the layer's input alone and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
+    return checkpoint(layer, *args, use_reentrant=False)  # pyright: ignore
 
 
 def sequence_cost(decoder: Decoder) -> Cost:
@@ -99,17 +113,18 @@ class _TargetLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, temperature: float) -> Tensor:
-        logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_ME.device)
+    def forward(ctx: Any, hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor) -> Tensor:
         slope_ME = torch.empty_like(hidden_ME) if ctx.needs_input_grad[0] else None
+        logprobs_M = torch.empty_like(temperatures_M)
         chunk = max(1, MAX_SCORES // len(head_VE))
         for start in range(0, len(targets_M), chunk):
-            part = slice(start, start + chunk)
-            scores_MV = F.linear(hidden_ME[part], head_VE).float().div_(temperature).log_softmax(-1)
-            logprobs_M[part] = scores_MV.gather(1, targets_M[part, None]).squeeze(1)
+            own = slice(start, start + chunk)
+            temperatures_M1 = temperatures_M[own, None]
+            scores_MV = _head(hidden_ME[own], head_VE).float().div_(temperatures_M1).log_softmax(-1)
+            logprobs_M[own] = scores_MV.gather(1, targets_M[own, None]).squeeze(1)
             if slope_ME is not None:
-                mean_ME = scores_MV.exp_().to(head_VE.dtype) @ head_VE
-                slope_ME[part] = (head_VE[targets_M[part]] - mean_ME).div_(temperature)
+                mean_ME = _head(scores_MV.exp_().to(head_VE.dtype), head_VE.t())
+                slope_ME[own] = (head_VE[targets_M[own]] - mean_ME).div_(temperatures_M1)
         ctx.save_for_backward(slope_ME)
         return logprobs_M
 
@@ -117,3 +132,9 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (slope_ME,) = ctx.saved_tensors
         return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None
+
+
+def _head(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x W', [M, O]. A product of few rows takes another kernel, with other bits: it is given more."""
+    missing = max(0, MIN_ROWS - len(x_MI))
+    return F.linear(F.pad(x_MI, (0, 0, 0, missing)), weight_OI)[: len(x_MI)]

@@ -17,7 +17,7 @@ from common.errors import CorruptObject
 from common.messages import OptimSpec
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Moments:
     """The optimiser's memory of one adapter, float32."""
 
@@ -29,9 +29,6 @@ class Moments:
     def zeros(cls, num_values: int, device: torch.device) -> "Moments":
         return cls(torch.zeros(num_values, device=device), torch.zeros(num_values, device=device), 0)
 
-    def clone(self) -> "Moments":
-        return Moments(self.mean_P.clone(), self.square_P.clone(), self.num_steps)
-
 
 def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
     """Scale in place to a Euclidean norm of at most `max_norm`; returns the norm before. As torch's clip_grad_norm_."""
@@ -41,16 +38,18 @@ def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
     return norm
 
 
-def update(values_P: Tensor, grad_P: Tensor, moments: Moments, spec: OptimSpec) -> None:
-    """One AdamW step, in place on values and moments."""
-    moments.num_steps += 1
-    values_P.mul_(1.0 - spec.learning_rate * spec.weight_decay)
-    moments.mean_P.lerp_(grad_P, 1.0 - spec.beta1)
-    moments.square_P.mul_(spec.beta2).addcmul_(grad_P, grad_P, value=1.0 - spec.beta2)
-    mean_correction = 1.0 - spec.beta1**moments.num_steps
-    square_correction = 1.0 - spec.beta2**moments.num_steps
-    root_P = moments.square_P.sqrt().div_(square_correction**0.5).add_(spec.eps)
-    values_P.addcdiv_(moments.mean_P, root_P, value=-spec.learning_rate / mean_correction)
+def update(values_P: Tensor, grad_P: Tensor, moments: Moments, spec: OptimSpec) -> Moments:
+    """One AdamW step, in place on the values; returns the new moments. The gradient is used up."""
+    num_steps = moments.num_steps + 1
+    mean_P = moments.mean_P.lerp(grad_P, 1.0 - spec.beta1)
+    square_P = (moments.square_P * spec.beta2).addcmul_(grad_P, grad_P, value=1.0 - spec.beta2)
+    mean_correction = 1.0 - spec.beta1**num_steps
+    square_correction = 1.0 - spec.beta2**num_steps
+    root_P = torch.sqrt(square_P, out=grad_P).div_(square_correction**0.5).add_(spec.eps)
+    if spec.weight_decay:
+        values_P.mul_(1.0 - spec.learning_rate * spec.weight_decay)
+    values_P.addcdiv_(mean_P, root_P, value=-spec.learning_rate / mean_correction)
+    return Moments(mean_P, square_P, num_steps)
 
 
 def save_moments(moments: Moments) -> bytes:

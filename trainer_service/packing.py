@@ -9,12 +9,18 @@ each row's own tokens as a branch that sees the beginning and itself. The gradie
 Axes: B sequences of a micro-batch, T positions of a sequence, M trained tokens.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trainer_service.batch import Batch, Bools, Ints
+
+PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
+WINDOW = 2  # micro-batches' worth of work that is looked at
+PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: what the overhead of one micro-batch more is worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,15 @@ class Tree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def branched(self) -> bool:
+        return len(self.rows) > 1
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Sequences of one kind can share a micro-batch bit by bit: their padded length, and whether they need a mask."""
+        return -(-len(self) // PAD_MULTIPLE) * PAD_MULTIPLE, self.branched
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +123,58 @@ def _tree(batch: Batch, rows: list[int]) -> Tree:
     )
 
 
-def micro_batches(sequences: Sequence[Tree], max_tokens: int, *, by_group: bool) -> Iterator[list[Tree]]:
-    """Sequences of like length together, at most `max_tokens` with padding (one sequence may exceed it).
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a micro-batch may hold, padding included. A lone sequence may exceed it."""
 
-    `by_group`: a micro-batch holds sequences of one group only, groups in order, so that what it computes is a function
-    of the group alone.
+    tokens: int = 2048
+    num_bytes: float = math.inf
+    bytes_per_token: float = 0.0
+    bytes_per_pair: float = 0.0  # of positions, where attention needs a mask
+
+    def holds(self, num_sequences: int, width: int, *, branched: bool) -> bool:
+        tokens = num_sequences * width
+        per_token = self.bytes_per_token + (width * self.bytes_per_pair if branched else 0.0)
+        return tokens <= self.tokens and tokens * per_token <= self.num_bytes
+
+
+def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
+    """A job's open sequences in the order in which they are trained: longest first, `exact`: widest first, then by group."""
+    return sorted(sequences, key=lambda tree: tree.kind if exact else len(tree), reverse=True)
+
+
+def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact: bool) -> list[list[Tree]]:
+    """What comes next of each job's open sequences, jobs by age, sequences as `in_order`; at least one of the oldest job.
+
+    The oldest jobs whose work fills WINDOW micro-batches take part: the others would only delay them. The oldest job's
+    longest sequence gives the width, and the others follow by length while padding is cheaper than a micro-batch more.
+    `exact`: sequences of one kind only, each job's in its own order, so that a job's gradient adds up as if it were alone.
     """
-    if by_group:
-        for group in dict.fromkeys(tree.group for tree in sequences):
-            yield from _filled([tree for tree in sequences if tree.group == group], max_tokens)
+    window = _window(queues, WINDOW * budget.tokens)
+    lead = window[0][0]
+    width = lead.kind[0] if exact else len(lead)
+    if exact:
+        fitting = [[*itertools.takewhile(lambda tree: tree.kind == lead.kind, queue)] for queue in window]
     else:
-        yield from _filled(sequences, max_tokens)
+        fitting = [[tree for tree in queue if len(tree) <= len(lead)] for queue in window]
+    candidates = [(job, tree) for job, queue in enumerate(fitting) for tree in queue]
+    taken: list[list[Tree]] = [[] for _ in queues]
+    padding, branched = 0, False
+    for num, (job, tree) in enumerate(sorted(candidates, key=lambda c: 0 if exact else -len(c[1]))):
+        padding += 0 if exact else width - len(tree)
+        branched |= tree.branched
+        fits = budget.holds(num + 1, width, branched=branched)
+        if num and not (fits and padding <= PADDING_SHARE * budget.tokens):
+            break
+        taken[job].append(tree)
+    return taken
 
 
-def _filled(sequences: Sequence[Tree], max_tokens: int) -> Iterator[list[Tree]]:
-    filling: list[Tree] = []
-    for tree in sorted(sequences, key=len):
-        if filling and (len(filling) + 1) * len(tree) > max_tokens:
-            yield filling
-            filling = []
-        filling.append(tree)
-    if filling:
-        yield filling
+def _window(queues: Sequence[Sequence[Tree]], tokens: int) -> list[Sequence[Tree]]:
+    window: list[Sequence[Tree]] = []
+    for queue in queues:
+        window.append(queue)
+        tokens -= sum(len(tree) for tree in queue)
+        if tokens <= 0:
+            break
+    return window

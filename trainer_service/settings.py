@@ -16,8 +16,14 @@ class TrainerSettings(Settings):
     """Of the base model; adapters and moments are always float32."""
     trainer_threads: int = Field(default=1, ge=1)
     """Of torch. Deterministic mode needs 1."""
-    trainer_micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens in one forward and backward, padding included. Bounds memory. Results depend on it by rounding
-    only; in deterministic mode all trainers need the same value, for a group that exceeds it is cut."""
+    trainer_slots: int = Field(default=32, ge=1)
+    """Steps of different jobs that are trained together at most."""
+    trainer_micro_batch_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one forward and backward, padding included: on a CPU more do not make it faster, a GPU wants as
+    many as its memory holds. Results depend on it by rounding only, in deterministic mode not at all."""
+    trainer_memory_bytes: int = Field(default=0, ge=0)
+    """What one forward and backward may take, by a measurement at the start. 0: half of what is free then."""
+    trainer_checkpointing: bool = False
+    """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time."""
     trainer_cached_states: int = Field(default=16, ge=0)
     """Adapters with optimiser state kept in memory between their steps."""

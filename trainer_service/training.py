@@ -1,227 +1,207 @@
-"""One optimiser step of one adapter: version v and a batch in, version v+1 and its metrics out.
+"""Optimiser steps of many jobs at once: version v and a batch in, version v+1 and its metrics out, job by job.
 
-Axes: R rows of the batch, M trained tokens of a micro-batch, P all values of the adapter.
+    begin ─► micro_batch, micro_batch, ... ─► finish        (or `discard` on the way)
+
+Rows of all open steps go through the base model in the same forward and backward, each through its own adapter. What jobs
+share is the base model alone: factors, gradients, clipping and optimiser state are each job's own, every product has
+the rows of one job, and no number of one job ever meets a number of another's, so that a NaN stays where it is.
+
+Axes: R rows and M trained tokens of a micro-batch, T its positions, W places for the trained tokens of a row.
 """
 
+import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.adapter import Adapter, init_adapter
-from base_model.decoder import Decoder
-from common.errors import InvalidInput, TrainingFailed
-from common.messages import Init, LossSpec, Step
+from base_model.adapter import init_adapter
+from base_model.decoder import Decoder, RunLayer, directly
+from common.errors import TrainingFailed
+from common.messages import Init, Step
 from trainer_service import lora, optimiser
-from trainer_service.batch import Batch, parse_rows
-from trainer_service.losses import RowTerms, k3, row_terms, token_losses
+from trainer_service.batch import Floats, parse_rows
+from trainer_service.losses import RowTerms, column, k3, row_terms, token_losses
 from trainer_service.model import Inputs, logprobs, make_inputs, sequence_cost
+from trainer_service.open_step import OpenStep, Trained, TrainState, batch_metrics, check_spec
 from trainer_service.optimiser import Moments
-from trainer_service.packing import Tree, micro_batches, trees
+from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, trees
 
-PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
-MAX_LEARNING_RATE = 1e4  # far beyond use, far from overflow
-
-
-@dataclass(frozen=True, slots=True)
-class TrainState:
-    """All that the next step of a job needs. Never changed in place: a failed step leaves it as it was."""
-
-    adapter: Adapter
-    moments: Moments
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The result of one step."""
-
-    state: TrainState
-    metrics: dict[str, float | None]
-    trained_tokens: int
-    train_s: float
-
-
-@dataclass(slots=True)
-class _Sums:
-    """What micro-batches add up."""
-
-    loss: float = 0.0
-    kl: float = 0.0
-    clipped: float = 0.0
-    gap: float = 0.0
-    num_gap: int = 0
-    num_trained: int = 0
-    num_forward: int = 0
-    num_padding: int = 0
+Taken = Sequence[tuple[OpenStep, Sequence[Tree]]]
+"""A micro-batch: the sequences of each step, steps of one stack side by side."""
 
 
 @dataclass(slots=True)
 class Trainer:
-    """Computes steps on one base model. Holds nothing of a job. One call at a time."""
+    """Computes steps on one base model. Holds open steps' adapters and nothing else of a job. One call at a time."""
 
     decoder: Decoder
-    micro_batch_tokens: int = 4096
+    budget: Budget = field(default_factory=Budget)
     deterministic: bool = False
     share_prefixes: bool = True
-    _device: torch.device = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._device = self.decoder.device
+    run_layer: RunLayer = directly
+    _stacks: dict[lora.Layout, lora.Stack] = field(default_factory=dict[lora.Layout, lora.Stack])
 
     def init(self, message: Init) -> TrainState:
         """Version 0. Raises InvalidInput for targets that the base does not have."""
         adapter = init_adapter(message.lora, self.decoder.linear_shapes(), message.seed)
-        return TrainState(adapter, Moments.zeros(lora.flatten(adapter).numel(), self._device))
+        return TrainState.of(adapter, Moments.zeros(lora.Layout.of(adapter).num_values, self.decoder.device))
 
     def step(self, message: Step, state: TrainState, beat: Callable[[], None]) -> Trained:
-        """Train `state` on the message's rows; `beat` is called after every micro-batch and may raise to stop.
+        """One step alone; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
+        step = self.begin(message, state)
+        while not step.done:
+            self.micro_batch([step])
+            beat()
+        return self.finish(step)
 
-        Without rows the state comes back unchanged, with the metric `no_signal`. Raises InvalidInput for a batch that
-        cannot be trained on, TrainingFailed if the loss, the gradient or the new weights are not finite.
+    def begin(self, message: Step, state: TrainState) -> OpenStep:
+        """Opens a step of `state` on the message's rows; without rows, or with none that can have a gradient, it is done.
+
+        Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
+        """
+        start, config = time.perf_counter(), self.decoder.config
+        check_spec(message)
+        batch = parse_rows(message.rows, version=message.adapter.version, vocab=config.vocab, context=config.context)
+        terms = row_terms(batch, message.loss)
+        cost = sequence_cost(self.decoder) if self.share_prefixes else None
+        queue = in_order(trees(batch, terms.active_R, cost), exact=self.deterministic)
+        stack = self._stack(state.layout)
+        place = stack.put(state.values_P, state.spec.alpha / state.spec.rank)
+        step = OpenStep(message, state, batch, terms, stack, place, queue)
+        step.sums.seconds = time.perf_counter() - start
+        return step
+
+    def finish(self, step: OpenStep) -> Trained:
+        """The next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
+        start = time.perf_counter()
+        try:
+            if step.failure is not None:
+                raise step.failure
+            if not len(step.batch):
+                return Trained(step.state, batch_metrics(step.batch, step.terms, step.message), 0, 0.0)
+            state, norm = _advance(step)
+        finally:
+            self.discard(step)
+        seconds = step.sums.seconds + time.perf_counter() - start
+        return Trained(state, step.metrics(norm) | {"train_s": seconds}, step.batch.num_tokens(), seconds)
+
+    def discard(self, step: OpenStep) -> None:
+        """Forget an open step."""
+        step.stack.remove(step.place)
+
+    def _stack(self, layout: lora.Layout) -> lora.Stack:
+        """Empty ones are kept until another layout needs the room."""
+        if layout not in self._stacks:
+            self._stacks = {other: stack for other, stack in self._stacks.items() if not stack.empty}
+            self._stacks[layout] = lora.Stack(layout, self.decoder.device)
+        return self._stacks[layout]
+
+    def micro_batch(self, steps: Sequence[OpenStep]) -> None:
+        """One forward and backward over some of the open sequences of these steps, oldest first; none of them is done.
+
+        A step whose loss is not finite fails, and only that one.
         """
         start = time.perf_counter()
-        config = self.decoder.config
-        _check_spec(message)
-        batch = parse_rows(message.rows, version=message.adapter.version, vocab=config.vocab, context=config.context)
-        if not len(batch):
-            return Trained(state, {"no_signal": 1.0, "num_rows": 0.0, "num_groups": 0.0}, 0, 0.0)
-        terms = row_terms(batch, message.loss)
-        weights = lora.trainable(state.adapter, self._device)
-        sums = self._gradient(batch, terms, message, weights, beat)
-        moments, grad_norm = _advance(weights, state.moments, message, sums.loss)
-        adapter = lora.unflatten(weights.values_P, state.adapter)
-        seconds = time.perf_counter() - start
-        metrics = _batch_metrics(batch, terms, message) | _step_metrics(sums, message) | {"grad_norm": grad_norm}
-        metrics["train_s"] = seconds
-        return Trained(TrainState(adapter, moments), metrics, batch.num_tokens(), seconds)
-
-    def _gradient(
-        self, batch: Batch, terms: RowTerms, message: Step, weights: lora.Trainable, beat: Callable[[], None]
-    ) -> _Sums:
-        """Adds the loss's gradient into `weights.grad_P`, micro-batch by micro-batch."""
-        sums = _Sums()
-        cost = sequence_cost(self.decoder) if self.share_prefixes else None
-        sequences = trees(batch, terms.active_R, cost)
-        for part in micro_batches(sequences, self.micro_batch_tokens, by_group=self.deterministic):
-            self._micro_batch(batch, part, terms, message, weights, sums)
-            beat()
-        return sums
-
-    def _micro_batch(
-        self, batch: Batch, part: list[Tree], terms: RowTerms, message: Step, weights: lora.Trainable, sums: _Sums
-    ) -> None:
-        rows = [row for tree in part for row in tree.rows]
-        targets = [batch.tokens[row][batch.written[row]] for row in rows]
-        inputs = make_inputs(part, targets, self.decoder, multiple=PAD_MULTIPLE if self.deterministic else 1)
-        project = lora.Projection([lora.Piece(0, len(part), weights)])
-        logprobs_M = logprobs(self.decoder, inputs, message.loss.temperature, project)
-        base_M = self._base_logprobs(inputs, message.loss)
-        tokens = _Tokens.gather(batch, rows, terms, message.adapter.version, self._device)
-        loss = _loss(message.loss, logprobs_M, base_M, tokens, sums)
-        if not torch.isfinite(loss):
-            raise TrainingFailed("the loss is not a finite number")
+        taken = self._take(steps)
+        inputs = self._inputs(taken)
+        project = lora.Projection(_parts(taken))
+        logprobs_M = logprobs(self.decoder, inputs, project, self.run_layer)
+        base_M = self._base_logprobs(taken, logprobs_M.detach())
+        loss, sums_KR = _loss(taken, inputs, logprobs_M, base_M)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
-        sums.num_forward += inputs.tokens_BT.numel()
-        sums.num_padding += inputs.num_padding
+        _credit(taken, sums_KR.cpu().numpy(), inputs.tokens_BT.shape[1], start)
 
-    def _base_logprobs(self, inputs: Inputs, spec: LossSpec) -> Tensor | None:
-        if not spec.kl_coef:
-            return None
+    def _take(self, steps: Sequence[OpenStep]) -> Taken:
+        """Moves what comes next out of the steps' queues."""
+        found = next_micro_batch([step.queue for step in steps], self.budget, exact=self.deterministic)
+        taken = [(step, sequences) for step, sequences in zip(steps, found, strict=True) if sequences]
+        for step, sequences in taken:
+            gone = {id(tree) for tree in sequences}
+            step.queue = [tree for tree in step.queue if id(tree) not in gone]
+        return sorted(taken, key=lambda t: id(t[0].stack))
+
+    def _inputs(self, taken: Taken) -> Inputs:
+        sequences = [tree for _, own in taken for tree in own]
+        targets = [step.batch.tokens[row][step.batch.written[row]] for step, row in _rows(taken)]
+        temperatures = [step.message.loss.temperature for step, _ in _rows(taken)]
+        multiple = PAD_MULTIPLE if self.deterministic else 1
+        return make_inputs(sequences, targets, temperatures, self.decoder, multiple=multiple)
+
+    def _base_logprobs(self, taken: Taken, logprobs_M: Tensor) -> Tensor:
+        """Log-probs under the bare base model where the job's loss asks for them; elsewhere those of the policy."""
+        asking = [(step, sequences) for step, sequences in taken if step.message.loss.kl_coef]
+        if not asking:
+            return logprobs_M
         with torch.no_grad():
-            return logprobs(self.decoder, inputs, spec.temperature)
+            base = logprobs(self.decoder, self._inputs(asking))
+        asked_M = [np.full(step.batch.written[row].sum(), step.message.loss.kl_coef > 0) for step, row in _rows(taken)]
+        return logprobs_M.masked_scatter(torch.from_numpy(np.concatenate(asked_M)).to(logprobs_M.device), base)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Constants of the trained tokens of a micro-batch, [M] each."""
-
-    rows_M: Tensor
-    sampled_M: Tensor  # log-prob at sampling
-    advantages_M: Tensor
-    weights_M: Tensor
-    current_M: Tensor  # sampled by the version that is trained
-
-    @classmethod
-    def gather(cls, batch: Batch, rows: list[int], terms: RowTerms, version: int, device: torch.device) -> "_Tokens":
-        counts = [int(batch.written[row].sum()) for row in rows]
-        row_M = np.repeat(rows, counts)
-        sampled_M = np.concatenate([batch.logprobs[row][batch.written[row]] for row in rows])
-        return cls(
-            rows_M=torch.from_numpy(row_M).to(device),
-            sampled_M=torch.from_numpy(sampled_M).float().to(device),
-            advantages_M=torch.from_numpy(terms.advantages_R[row_M]).float().to(device),
-            weights_M=torch.from_numpy(terms.weights_R[row_M]).float().to(device),
-            current_M=torch.from_numpy(batch.versions_R[row_M] == version).to(device),
-        )
+def _rows(taken: Taken) -> Iterator[tuple[OpenStep, int]]:
+    """The rows of a micro-batch in order, each with its step."""
+    return ((step, row) for step, sequences in taken for tree in sequences for row in tree.rows)
 
 
-def _loss(spec: LossSpec, logprobs_M: Tensor, base_M: Tensor | None, tokens: _Tokens, sums: _Sums) -> Tensor:
-    """This micro-batch's share of the batch's loss, a scalar; figures for the metrics are added to `sums`."""
-    loss_M, clipped_M = token_losses(spec, logprobs_M, tokens.sampled_M, tokens.advantages_M, tokens.rows_M)
-    if base_M is not None:
-        kl_M = k3(logprobs_M, base_M)
-        loss_M = loss_M + spec.kl_coef * kl_M
-        sums.kl += float(kl_M.detach().sum())
-    loss = (loss_M * tokens.weights_M).sum()
-    gap_M = (logprobs_M.detach() - tokens.sampled_M).abs()
-    sums.loss += float(loss.detach())
-    sums.clipped += float(clipped_M.sum())
-    sums.gap += float(gap_M[tokens.current_M].sum())
-    sums.num_gap += int(tokens.current_M.sum())
-    sums.num_trained += len(logprobs_M)
-    return loss
+def _parts(taken: Taken) -> list[lora.Part]:
+    parts: list[lora.Part] = []
+    for stack, group in itertools.groupby(taken, key=lambda t: t[0].stack):
+        places = [step.place for step, sequences in group for _ in sequences]
+        parts.append(lora.Part.make(parts[-1].stop if parts else 0, stack, places))
+    return parts
 
 
-def _advance(weights: lora.Trainable, moments: Moments, message: Step, loss: float) -> tuple[Moments, float]:
-    """Clip and apply the gradient, in place on `weights`; returns new moments and the gradient's norm."""
-    norm = optimiser.clip_gradient(weights.grad_P, message.optim.grad_clip)
-    if not (math.isfinite(norm) and math.isfinite(loss)):
+def _loss(taken: Taken, inputs: Inputs, logprobs_M: Tensor, base_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The micro-batch's share of all its jobs' losses, a scalar, and the figures of each row, [len(FIGURES), R]."""
+    rows = [(step.batch, row, step.message.adapter.version) for step, row in _rows(taken)]
+    terms = RowTerms.join([(step.terms, [row for tree in own for row in tree.rows]) for step, own in taken])
+    counts = [int(batch.written[row].sum()) for batch, row, _ in rows]
+    width = inputs.tokens_BT.shape[1]
+    written_RW = torch.from_numpy(np.arange(width) < np.array(counts)[:, None]).to(logprobs_M.device)
+    sampled_M = torch.from_numpy(np.concatenate([batch.logprobs[row][batch.written[row]] for batch, row, _ in rows]))
+    current_R = np.array([batch.versions_R[row] == version for batch, row, version in rows])
+
+    def spread(values_M: Tensor) -> Tensor:
+        return logprobs_M.new_zeros(written_RW.shape).masked_scatter(written_RW, values_M.to(logprobs_M))
+
+    logprobs_RW, sampled_RW = spread(logprobs_M), spread(sampled_M)
+    loss_RW, clipped_RW = token_losses(terms, logprobs_RW, sampled_RW, written_RW)
+    kl_RW = k3(logprobs_RW, spread(base_M))
+    loss_RW = (loss_RW + column(terms.kl_coefs_R, loss_RW) * kl_RW) * column(terms.weights_R, loss_RW) * written_RW
+    gap_RW = (logprobs_RW - sampled_RW).abs() * torch.from_numpy(current_R).to(written_RW.device)[:, None]
+    current_RW = torch.from_numpy(current_R).to(written_RW.device)[:, None] & written_RW
+    figures = (loss_RW, kl_RW, clipped_RW, gap_RW, current_RW, written_RW)
+    return loss_RW.sum(), torch.stack([figure.detach().double().sum(1) for figure in figures])
+
+
+def _credit(taken: Taken, figures_KR: Floats, width: int, start: float) -> None:
+    """Adds a micro-batch's figures up by step, its time by each one's share of the tokens."""
+    num_sequences = sum(len(sequences) for _, sequences in taken)
+    row = 0
+    for step, sequences in taken:
+        num_rows = sum(len(tree.rows) for tree in sequences)
+        sums, own_K = step.sums, figures_KR[:, row : row + num_rows].sum(1)
+        sums.figures_K += own_K
+        sums.num_forward += len(sequences) * width
+        sums.num_padding += len(sequences) * width - sum(len(tree) for tree in sequences)
+        sums.seconds += (time.perf_counter() - start) * len(sequences) / num_sequences
+        row += num_rows
+        if not math.isfinite(own_K[0]):
+            step.fail("the loss is not a finite number")
+
+
+def _advance(step: OpenStep) -> tuple[TrainState, float]:
+    """The state after clipping and applying the gradient, and the gradient's norm."""
+    values_P, grad_P = step.stack.take(step.place)
+    norm = optimiser.clip_gradient(grad_P, step.message.optim.grad_clip)
+    if not math.isfinite(norm):
         raise TrainingFailed("the gradient is not finite")
-    advanced = moments.clone()
-    optimiser.update(weights.values_P, weights.grad_P, advanced, message.optim)
-    if not bool(torch.isfinite(weights.values_P).all()):
+    moments = optimiser.update(values_P, grad_P, step.state.moments, step.message.optim)
+    if not math.isfinite(values_P.sum()):
         raise TrainingFailed("the new weights are not finite")
-    return advanced, norm
-
-
-def _check_spec(message: Step) -> None:
-    if not message.loss.temperature > 0:
-        raise InvalidInput("training needs a temperature above 0", param="temperature")
-    if not 0 <= message.optim.learning_rate <= MAX_LEARNING_RATE:
-        raise InvalidInput(f"the learning rate must lie in [0, {MAX_LEARNING_RATE:g}]", param="learning_rate")
-
-
-def _batch_metrics(batch: Batch, terms: RowTerms, message: Step) -> dict[str, float | None]:
-    """What is known without a forward. `entropy`: of the sampling policy a token, estimated by its own samples."""
-    sampled = np.concatenate([values[mask] for values, mask in zip(batch.logprobs, batch.written, strict=True)])
-    return {
-        "reward_mean": float(batch.rewards_R.mean()),
-        "reward_std": float(batch.rewards_R.std()),
-        "advantage_std": float(terms.advantages_R.std()),
-        "entropy": -float(sampled.mean()) if len(sampled) else None,
-        "staleness": float((message.adapter.version - batch.versions_R).mean()),
-        "num_rows": float(len(batch)),
-        "num_groups": float(len(np.unique(batch.groups_R))),
-        "num_signal_rows": float(terms.active_R.sum()),
-        "truncated_share": float(batch.truncated_R.mean()),
-        "trained_tokens": float(batch.num_tokens()),
-        "written_tokens": float(batch.num_written_R().sum()),
-        "learning_rate": message.optim.learning_rate,
-    }
-
-
-def _step_metrics(sums: _Sums, message: Step) -> dict[str, float | None]:
-    """What the forwards showed; None where there was nothing to measure."""
-    trained, forward = max(sums.num_trained, 1), max(sums.num_forward, 1)
-    return {
-        "loss": sums.loss,
-        "kl": sums.kl / trained if message.loss.kl_coef else None,
-        "clip_fraction": sums.clipped / trained,
-        "sampling_gap": sums.gap / sums.num_gap if sums.num_gap else None,
-        "forward_tokens": float(sums.num_forward),
-        "padding_share": sums.num_padding / forward,
-    }
+    return replace(step.state, values_P=values_P, moments=moments), norm

@@ -1,0 +1,114 @@
+"""Steps of many jobs trained together: a step joins between two micro-batches and leaves when its own are done.
+
+waits for: a step   unblocked by: the handler
+
+Steps are served by age, so none waits for the slowest, and none is overtaken for ever. What is wrong with a step is
+raised to its own caller. An error that a micro-batch cannot put down to one step (memory that ran out, a fault of ours) makes
+each step begin again, alone, so that it fails for the one that causes it and for no other.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from common.messages import Step
+from trainer_service.open_step import OpenStep, Trained, TrainState
+from trainer_service.training import Trainer
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A step that somebody waits for."""
+
+    message: Step
+    state: TrainState
+    beat: Callable[[], None]
+    result: "asyncio.Future[Trained]"
+    step: OpenStep | None = None
+    alone: bool = False
+
+
+@dataclass(slots=True)
+class Fusion:
+    """Runs a trainer in a thread for whoever waits for a step."""
+
+    trainer: Trainer
+    _members: list[_Member] = field(default_factory=list[_Member])  # by age
+    _driver: "asyncio.Task[None] | None" = None
+
+    async def train(self, message: Step, state: TrainState, beat: Callable[[], None]) -> Trained:
+        """The step's result; raises as `Trainer.begin` and `finish`. `beat` is called after every micro-batch.
+
+        A caller that is cancelled takes its step out before the next micro-batch.
+        """
+        member = _Member(message, state, beat, asyncio.get_running_loop().create_future())
+        self._members.append(member)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        return await member.result
+
+    async def _drive(self) -> None:
+        while self._members:
+            outcomes = await asyncio.to_thread(self._round, [*self._members])
+            for member in self._members:
+                member.beat()
+            for member, outcome in outcomes.items():
+                self._members.remove(member)
+                if member.result.done():  # cancelled
+                    continue
+                if isinstance(outcome, Exception):
+                    member.result.set_exception(outcome)
+                else:
+                    member.result.set_result(outcome)
+
+    def _round(self, members: list[_Member]) -> "dict[_Member, Trained | Exception]":
+        """One micro-batch, in the computing thread. Returns who leaves, and with what."""
+        outcomes: dict[_Member, Trained | Exception] = {}
+        for member in members:
+            if member.result.cancelled():
+                self._discard(member)
+                outcomes[member] = asyncio.InvalidStateError("nobody waits for this step")
+            elif member.step is None:
+                began = _tried(lambda member=member: self.trainer.begin(member.message, member.state))
+                if isinstance(began, Exception):
+                    outcomes[member] = began
+                else:
+                    member.step = began
+        company = [m for m in members if m not in outcomes]
+        company = company[:1] if company and company[0].alone else [m for m in company if not m.alone]
+        return outcomes | self._micro_batch(company) | self._finish(company)
+
+    def _micro_batch(self, company: list[_Member]) -> "dict[_Member, Trained | Exception]":
+        steps = [m.step for m in company if m.step is not None and not m.step.done]
+        failed = _tried(lambda: self.trainer.micro_batch(steps)) if steps else None
+        if failed is None:
+            return {}
+        log.warning("micro_batch_failed", num_jobs=len(company), reason=f"{type(failed).__name__}: {failed}")
+        outcomes: dict[_Member, Trained | Exception] = {m: failed for m in company if m.alone}
+        for member in company:
+            self._discard(member)
+            member.alone = True
+        return outcomes
+
+    def _finish(self, company: list[_Member]) -> "dict[_Member, Trained | Exception]":
+        done = [(m, m.step) for m in company if m.step is not None and m.step.done]
+        return {member: _tried(lambda step=step: self.trainer.finish(step)) for member, step in done}
+
+    def _discard(self, member: _Member) -> None:
+        if member.step is not None:
+            self.trainer.discard(member.step)
+            member.step = None
+
+
+def _tried(call: Callable[[], T]) -> T | Exception:
+    """What the call returns, or its error, for whoever waits for the step."""
+    try:
+        return call()
+    except Exception as error:
+        return error

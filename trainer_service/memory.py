@@ -1,0 +1,64 @@
+"""How much memory a micro-batch takes on the base model at hand, measured at a trainer's start."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from base_model.decoder import directly
+from common.messages import Step
+from trainer_service.packing import Budget
+from trainer_service.selftest import initial_state, random_step
+from trainer_service.training import Trainer
+
+WIDTH = 128  # positions of a probe's sequence
+
+
+def measured(trainer: Trainer, num_bytes: int) -> Budget:
+    """The trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now.
+
+    A micro-batch keeps its activations for the backward; probes of one group and of two tell what a token adds, and in a
+    branched sequence a pair of positions. With checkpointing that is kept of one layer at a time, and of the others the input.
+    """
+    plain = replace(trainer, budget=Budget(1 << 30), share_prefixes=False, run_layer=directly)
+    shared = replace(plain, share_prefixes=True)
+    tree = WIDTH + 4 * 8
+    rows = [_kept(plain, random_step(0, 0, num_groups=n, num_prompt=WIDTH - 8, num_written=9)) for n in (1, 2)]
+    trees = [_kept(shared, random_step(0, 0, num_groups=n, num_prompt=WIDTH, num_written=9)) for n in (1, 2)]
+    per_token = (rows[1] - rows[0]) / (4 * WIDTH)
+    per_pair = max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2
+    if trainer.run_layer is not directly:
+        config, dtype = trainer.decoder.config, trainer.decoder.embedding.dtype
+        per_token = per_token / config.num_layers + config.num_layers * config.hidden * dtype.itemsize
+    free = num_bytes or free_bytes(trainer.decoder.device) // 2
+    return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=per_pair)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _kept(trainer: Trainer, message: Step) -> int:
+    """Bytes that the one micro-batch of a step keeps for its backward."""
+    step = trainer.begin(message, initial_state(trainer))
+    return kept_bytes(lambda: trainer.micro_batch([step]))
+
+
+def kept_bytes(run: Callable[[], None]) -> int:
+    """Bytes of all storages that the forwards in `run` keep for their backwards."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return sum(kept.values())

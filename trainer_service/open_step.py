@@ -1,0 +1,133 @@
+"""One job's optimiser step while its micro-batches are under way, and the figures that it ends with.
+
+Axes: R rows of the batch, P all values of the adapter.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from base_model.adapter import Adapter
+from common.errors import InvalidInput, TrainingFailed
+from common.messages import LoraSpec, Step
+from trainer_service.batch import Batch, Floats
+from trainer_service.lora import Layout, Stack, flatten, unflatten
+from trainer_service.losses import RowTerms
+from trainer_service.optimiser import Moments
+from trainer_service.packing import Tree
+
+MAX_LEARNING_RATE = 1e4  # far beyond use, far from overflow
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """All that the next step of a job needs. Never changed in place: a failed step leaves it as it was."""
+
+    values_P: Tensor
+    moments: Moments
+    layout: Layout
+    spec: LoraSpec
+
+    @classmethod
+    def of(cls, adapter: Adapter, moments: Moments) -> "TrainState":
+        return cls(flatten(adapter).to(moments.mean_P.device), moments, Layout.of(adapter), adapter.spec)
+
+    @property
+    def adapter(self) -> Adapter:
+        return unflatten(self.values_P, self.layout, self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The result of one step."""
+
+    state: TrainState
+    metrics: dict[str, float | None]
+    trained_tokens: int
+    train_s: float
+
+
+FIGURES = ("loss", "kl", "clipped", "gap", "num_gap", "num_trained")
+"""What is summed over a step's tokens, and added up over micro-batches."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """What micro-batches add up."""
+
+    figures_K: Floats = field(default_factory=lambda: np.zeros(len(FIGURES)))
+    num_forward: int = 0
+    num_padding: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """What is left to do, and what was added up; the gradient lies in the stack."""
+
+    message: Step
+    state: TrainState
+    batch: Batch
+    terms: RowTerms
+    stack: Stack
+    place: int
+    queue: list[Tree]  # open sequences, in order
+    sums: Sums = field(default_factory=Sums)
+    failure: TrainingFailed | None = None
+
+    @property
+    def done(self) -> bool:
+        return not self.queue
+
+    def fail(self, reason: str) -> None:
+        """Nothing of it needs to be computed any more."""
+        self.failure = TrainingFailed(reason)
+        self.queue = []
+
+    def metrics(self, grad_norm: float) -> dict[str, float | None]:
+        return batch_metrics(self.batch, self.terms, self.message) | _step_metrics(self.sums, self.message, grad_norm)
+
+
+def check_spec(message: Step) -> None:
+    """Raises InvalidInput for a step that no batch can make sense of."""
+    if not message.loss.temperature > 0:
+        raise InvalidInput("training needs a temperature above 0", param="temperature")
+    if not 0 <= message.optim.learning_rate <= MAX_LEARNING_RATE:
+        raise InvalidInput(f"the learning rate must lie in [0, {MAX_LEARNING_RATE:g}]", param="learning_rate")
+
+
+def batch_metrics(batch: Batch, terms: RowTerms, message: Step) -> dict[str, float | None]:
+    """What is known without a forward. `entropy`: of the sampling policy a token, estimated by its own samples."""
+    if not len(batch):
+        return {"no_signal": 1.0, "num_rows": 0.0, "num_groups": 0.0}
+    sampled = np.concatenate([values[mask] for values, mask in zip(batch.logprobs, batch.written, strict=True)])
+    return {
+        "reward_mean": float(batch.rewards_R.mean()),
+        "reward_std": float(batch.rewards_R.std()),
+        "advantage_std": float(terms.advantages_R.std()),
+        "entropy": -float(sampled.mean()) if len(sampled) else None,
+        "staleness": float((message.adapter.version - batch.versions_R).mean()),
+        "num_rows": float(len(batch)),
+        "num_groups": float(len(np.unique(batch.groups_R))),
+        "num_signal_rows": float(terms.active_R.sum()),
+        "truncated_share": float(batch.truncated_R.mean()),
+        "trained_tokens": float(batch.num_tokens()),
+        "written_tokens": float(batch.num_written_R().sum()),
+        "learning_rate": message.optim.learning_rate,
+    }
+
+
+def _step_metrics(sums: Sums, message: Step, grad_norm: float) -> dict[str, float | None]:
+    """What the forwards showed; None where there was nothing to measure."""
+    sum_of = dict(zip(FIGURES, sums.figures_K.tolist(), strict=True))
+    trained, forward = max(sum_of["num_trained"], 1), max(sums.num_forward, 1)
+    return {
+        "loss": sum_of["loss"],
+        "kl": sum_of["kl"] / trained if message.loss.kl_coef else None,
+        "clip_fraction": sum_of["clipped"] / trained,
+        "sampling_gap": sum_of["gap"] / sum_of["num_gap"] if sum_of["num_gap"] else None,
+        "forward_tokens": float(sums.num_forward),
+        "padding_share": sums.num_padding / forward,
+        "grad_norm": grad_norm,
+    }
