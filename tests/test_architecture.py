@@ -50,7 +50,9 @@ IMPORTERS = {
         "trainer_service/__main__.py",
         "trainer_service/lora.py",
         "trainer_service/losses.py",
+        "trainer_service/memory.py",
         "trainer_service/model.py",
+        "trainer_service/open_step.py",
         "trainer_service/optimiser.py",
         "trainer_service/selftest.py",
         "trainer_service/training.py",
@@ -84,6 +86,7 @@ CATCHES_ALL = {
     "manager_service/owner.py": "a partition that cannot be loaded must not stop the others",
     "manager_service/partition.py": "one job's trouble must not stop the other tenants' owner",
     "manager_service/supervisor.py": "children are stopped before the error goes on",
+    "trainer_service/fusion.py": "an error goes to whoever waits for the step",
     "rollout_service/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 

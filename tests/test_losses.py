@@ -248,7 +248,10 @@ def test_rows_of_different_losses_share_a_micro_batch() -> None:
     specs = [LossSpec(name=name, clip_high=0.1, kl_coef=0.1) for name in NAMES]  # pyright: ignore
     terms = [row_terms(case.batch(), spec) for case, spec in zip(cases, specs, strict=True)]
     rows = list(range(16))
-    parts = [(RowTerms.join([(own, rows)]), padded(c.policy, rows), padded(c.sampled, rows)) for own, c in zip(terms, cases, strict=True)]
+    parts = [
+        (RowTerms.join([(own, rows)]), padded(c.policy, rows), padded(c.sampled, rows))
+        for own, c in zip(terms, cases, strict=True)
+    ]
     written = [torch.arange(WIDTH) < torch.tensor([len(r) for r in case.policy])[:, None] for case in cases]
 
     apart = [token_losses(*part, mask)[0] for part, mask in zip(parts, written, strict=True)]

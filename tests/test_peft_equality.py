@@ -21,8 +21,9 @@ from trainer_service import lora
 from trainer_service.batch import Batch, parse_rows
 from trainer_service.losses import row_terms
 from trainer_service.model import logprobs, make_inputs, sequence_cost
+from trainer_service.open_step import TrainState
 from trainer_service.packing import trees
-from trainer_service.training import Trainer, TrainState
+from trainer_service.training import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,11 @@ def our_logprobs(decoder: Decoder, adapter: Adapter, batch: Batch, *, share: boo
     everything = np.ones(len(batch), bool)
     sequences = trees(batch, everything, sequence_cost(decoder) if share else None)
     rows = [row for tree in sequences for row in tree.rows]
-    inputs = make_inputs(sequences, [batch.tokens[r][batch.written[r]] for r in rows], decoder, multiple=1)
-    weights = lora.trainable(adapter, decoder.device)
-    values_M = logprobs(decoder, inputs, temperature, lora.Projection([lora.Piece(0, len(sequences), weights)]))
+    targets = [batch.tokens[r][batch.written[r]] for r in rows]
+    inputs = make_inputs(sequences, targets, [temperature] * len(rows), decoder, multiple=1)
+    stack = lora.Stack(lora.Layout.of(adapter), decoder.device)
+    places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(sequences)
+    values_M = logprobs(decoder, inputs, lora.Projection([lora.Part.make(0, stack, places)]))
     return list(values_M.detach().split([int(batch.written[r].sum()) for r in rows]))
 
 

@@ -16,8 +16,8 @@ from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, 
 from common.objects import Objects
 from common.streams import Cell
 from trainer_service.handler import TrainHandler
-from trainer_service.optimiser import Moments, load_moments, save_moments, update
 from trainer_service.open_step import OpenStep, TrainState
+from trainer_service.optimiser import Moments, load_moments, save_moments, update
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
@@ -249,9 +249,7 @@ async def test_metrics_say_what_happened(system: System) -> None:
 
 
 async def test_a_beat_follows_every_micro_batch(decoder: Decoder, tmp_path: Path) -> None:
-    handler = TrainHandler(
-        Trainer(decoder, Budget(1)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny"
-    )
+    handler = TrainHandler(Trainer(decoder, Budget(1)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny")
     beats: list[int] = []
 
     await handler(make_init(), nothing)

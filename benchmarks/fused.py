@@ -1,0 +1,143 @@
+"""A fused step of 32 jobs against 32 separate steps, and against one step of one adapter over the same tokens; one thread.
+
+    python -m benchmarks.fused [--repetitions 9] [--json FILE]
+
+Contenders take turns. A ratio is the median over turns of the ratio within one turn, of processor seconds of this process
+(it has one thread; wall time would count the others that want its core). Every job has a batch and an adapter of its own;
+a step is all of it: checking the batch, forward, backward, clipping and AdamW, the new state. Prompts are not shared, so that all
+contenders put the same tokens through the base model. `mixed` jobs differ in rank (4, 8, 16), targets and length of rows.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from base_model.decoder import Decoder
+from benchmarks._report import Goal, make_table, parser, show
+from benchmarks.training import LORA, TINY, Workload, make_step
+from common.messages import AdapterRef, Init, LoraSpec, Step, f32
+from trainer_service.open_step import TrainState
+from trainer_service.training import Trainer
+
+NUM_JOBS = 32
+MIXED = (LoraSpec(rank=4), LORA, LoraSpec(rank=16), LoraSpec(rank=8, targets=("q_proj", "v_proj")))
+Job = tuple[Step, TrainState]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of every job's batch."""
+
+    name: str
+    num_rows: int
+    num_tokens: tuple[int, int]  # of a row's prompt and answer: from, to (exclusive), half of it each
+    loras: tuple[LoraSpec, ...] = (LORA,)
+
+    def workload(self, num_jobs: int = 1) -> Workload:
+        """Of `num_jobs` jobs' rows."""
+        half = (self.num_tokens[0] // 2, (self.num_tokens[1] - 1) // 2 + 1)
+        group = min(self.num_rows, 8)
+        return Workload(self.name, num_jobs * self.num_rows // group, group, half, half)
+
+
+SHAPES = (
+    Shape("2 rows of 16 tokens", 2, (16, 17)),
+    Shape("16 rows of 32 tokens", 16, (32, 33)),
+    Shape("mixed", 8, (12, 65), MIXED),
+)
+
+
+def fused(trainer: Trainer, jobs: list[Job]) -> None:
+    """All jobs' steps at once."""
+    opened = [trainer.begin(*job) for job in jobs]
+    while open_steps := [step for step in opened if not step.done]:
+        trainer.micro_batch(open_steps)
+    for step in opened:
+        trainer.finish(step)
+
+
+def all_active(step: Step) -> Step:
+    """The step with rewards that give every row an advantage: others need no forward."""
+    return replace(step, rows=replace(step.rows, rewards=f32(np.arange(len(step.rows.lengths)) % 2)))
+
+
+def make_jobs(trainer: Trainer, shape: Shape) -> list[Job]:
+    ids: Any = {"id": "i", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
+    jobs: list[Job] = []
+    for number in range(NUM_JOBS):
+        spec = shape.loras[number % len(shape.loras)]
+        state = trainer.init(Init(**ids, seed=number, lora=spec))
+        jobs.append((replace(all_active(make_step(shape.workload(), number)), lora=spec), state))
+    return jobs
+
+
+def measure(shape: Shape, repetitions: int) -> dict[str, Any]:
+    """Median tokens/s of each contender, and the fused step's ratios to the others."""
+    trainer = Trainer(Decoder.load(TINY), share_prefixes=False)
+    jobs = make_jobs(trainer, shape)
+    everything = all_active(make_step(shape.workload(NUM_JOBS), 0))
+    state = jobs[1 % len(shape.loras)][1]
+    runs: dict[str, Callable[[], object]] = {
+        "separate steps": lambda: [trainer.step(*job, lambda: None) for job in jobs],
+        "fused step": lambda: fused(trainer, jobs),
+        "one adapter": lambda: trainer.step(everything, state, lambda: None),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    num_tokens = {name: sum(len(step.rows.tokens) for step, _ in jobs) for name in runs}
+    num_tokens["one adapter"] = len(everything.rows.tokens)
+    for turn in range(-2, repetitions):  # the first turns warm up
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            if turn >= 0:
+                seconds[name].append((time.process_time() - start) / num_tokens[name])
+    ratios = {
+        name: statistics.median(t / f for t, f in zip(seconds[name], seconds["fused step"], strict=True))
+        for name in runs
+    }
+    return {
+        "shape": shape.name,
+        "tokens": num_tokens["fused step"],
+        "tokens_per_s": {name: 1 / statistics.median(times) for name, times in seconds.items()},
+        "fused_to_separate": ratios["separate steps"],
+        "time_to_one_adapter": 1 / ratios["one adapter"],
+    }
+
+
+def goals(results: list[dict[str, Any]]) -> list[Goal]:
+    small, large, _ = results
+    found = [
+        Goal("fused to separate steps, 2 rows of 16 tokens", small["fused_to_separate"], 3.0, " x"),
+        Goal("fused to separate steps, 16 rows of 32 tokens", large["fused_to_separate"], 1.0, " x"),
+    ]
+    for result in results:
+        name = f"time of the fused step to one of one adapter, {result['shape']}"
+        found.append(Goal(name, result["time_to_one_adapter"], 1.2, " x", more_is_better=False))
+    return found
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--repetitions", type=int, default=9)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    results = [measure(shape, given.repetitions) for shape in SHAPES]
+    tables = [
+        make_table(
+            f"{NUM_JOBS} jobs, {result['shape']} each ({result['tokens']:,} tokens)",
+            ("", "tokens/s"),
+            list(result["tokens_per_s"].items()),
+        )
+        for result in results
+    ]
+    show(tables, results, goals(results), given.json)
+
+
+if __name__ == "__main__":
+    main()
