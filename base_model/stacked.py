@@ -21,7 +21,7 @@ from torch import Tensor
 
 from base_model.adapter import Adapter
 
-LANE_ROWS = 8
+LANE_ROWS = 4
 MIN_RANK = 8
 MIN_INNER = 16
 """Narrower products are slower, not faster."""

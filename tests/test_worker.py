@@ -107,6 +107,23 @@ async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:
         assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 3
 
 
+async def test_a_worker_without_room_leaves_work_to_others(bus: Bus) -> None:
+    held: set[str] = set()
+
+    async def hold(message: Start, beat: Beat) -> None:
+        held.add(message.id)
+        await for_ever(message, beat)
+
+    full, other = Recorder(hold), Recorder(at_once)
+    for number in range(6):
+        await bus.publish([(CELL.env, start(number))])
+    async with working(bus, full, name="full", has_room=lambda: False):
+        await until(lambda: held)
+        async with working(bus, other, name="other"):
+            await until(lambda: len(other.seen) == 5)
+        assert len(full.seen) == 1
+
+
 async def test_work_that_advances_is_not_taken_over(bus: Bus) -> None:
     handler, other = Recorder(for_ever), Recorder(at_once)
     async with working(bus, handler, name="a"):
