@@ -64,10 +64,11 @@ async def for_ever(message: Start, beat: Beat) -> None:
 
 @contextlib.asynccontextmanager
 async def working(
-    bus: Bus, handler: Recorder, *, slots: int = 4, name: str = "w", **options: Any
+    bus: Bus, handler: Recorder, *, slots: int = 4, name: str = "w", a_read: int | None = None, **options: Any
 ) -> AsyncIterator[Worker]:
     reporter = Reporter(name, "env", "tiny", slots=slots)
-    worker = Worker(bus, handler, inboxes=[Inbox(CELL.env, GROUP_ENV)], reporter=reporter, lease_s=LEASE_S, **options)
+    inboxes = [Inbox(CELL.env, GROUP_ENV, a_read)]
+    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=LEASE_S, **options)
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
     try:
@@ -115,9 +116,8 @@ async def test_a_worker_without_room_leaves_work_to_others(bus: Bus) -> None:
         await for_ever(message, beat)
 
     full, other = Recorder(hold), Recorder(at_once)
-    for number in range(6):
-        await bus.publish([(CELL.env, start(number))])
-    async with working(bus, full, name="full", has_room=lambda: False):
+    async with working(bus, full, name="full", a_read=1, has_room=lambda: False):
+        await bus.publish([(CELL.env, start(n)) for n in range(6)])
         await until(lambda: held)
         async with working(bus, other, name="other"):
             await until(lambda: len(other.seen) == 5)
