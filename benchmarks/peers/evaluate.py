@@ -1,0 +1,75 @@
+"""One and the same judge for every system: loads a saved adapter into PEFT and answers the held-out items."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, MODEL, Row, Settings, reward
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean rewards on held-out items."""
+
+    greedy: float
+    sampled: float
+    """At the training temperature."""
+
+
+class Judge:
+    """Holds the base model."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+
+    def score(self, rows: list[Row], adapter: Path | None = None, seed: int = 0) -> Score:
+        """Of the base model itself if there is no adapter. Raises ValueError if a tensor of the adapter has no place."""
+        model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        model = model.eval() if adapter is None else with_adapter(model, adapter)
+        torch.manual_seed(seed)
+        return Score(self._mean(model, rows, samples=0), self._mean(model, rows, samples=self._settings.eval_samples))
+
+    @torch.no_grad()
+    def _mean(self, model: Any, rows: list[Row], samples: int) -> float:
+        """Greedy if `samples` is 0."""
+        texts = [
+            self._tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False) for r in rows
+        ]
+        prompts = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        sampling = {"do_sample": True, "temperature": self._settings.temperature, "top_k": 0, "top_p": 1.0}
+        how = {**sampling, "num_return_sequences": samples} if samples else {"do_sample": False}
+        ids = model.generate(**prompts, max_new_tokens=self._settings.max_tokens, **how)
+        answers = self._tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+        rewards = [reward(answer, rows[i // max(1, samples)]["answer"]) for i, answer in enumerate(answers)]
+        return sum(rewards) / len(rewards)
+
+
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """Through a copy whose `target_modules` are those of its tensors: SkyRL writes none."""
+    with safe_open(adapter / ADAPTER, framework="pt") as file:
+        names = list(file.keys())
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copy(adapter / ADAPTER, copy)
+        named = {**config, "target_modules": target_modules(names), "task_type": "CAUSAL_LM"}
+        (Path(copy) / ADAPTER_CONFIG).write_text(json.dumps(named))
+        tuned = PeftModel.from_pretrained(model, copy)
+    placed = {name.replace(".default.", ".") for name, _ in tuned.named_parameters() if "lora_" in name}
+    if placed != set(names):
+        raise ValueError(f"{adapter}: tensors without a place: {sorted(placed ^ set(names))[:3]}")
+    return tuned.eval()
+
+
+def target_modules(names: Iterable[str]) -> list[str]:
+    """`base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` -> `up_proj`."""
+    return sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in names})

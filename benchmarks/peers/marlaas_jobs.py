@@ -1,0 +1,93 @@
+"""Several jobs at once on MARLaaS, the whole: `python -m benchmarks.peers.marlaas_jobs FOLDER NAME...`.
+
+What `marlaas up` starts (one rollout worker, one env worker, one trainer), and one tenant a job, who uploads items, submits
+and downloads the adapter through the HTTP API, as any customer would.
+"""
+
+import asyncio
+import io
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, Job, Settings, read_job, read_settings
+from manager_service.supervisor import LocalCluster
+from tests.live import GRADER, Api
+
+LIMIT_S = 3600.0
+
+
+def hyperparameters(settings: Settings) -> dict[str, Any]:
+    """The settings under the names of the job API."""
+    return {
+        "batch_size": settings.batch_size,
+        "group_size": settings.group_size,
+        "max_steps": settings.num_steps,
+        "learning_rate": settings.learning_rate,
+        "lora_rank": settings.lora_rank,
+        "lora_alpha": settings.lora_alpha,
+        "lora_targets": list(settings.lora_targets),
+        "loss": "grpo",
+        "clip_low": settings.clip,
+        "clip_high": settings.clip,
+        "temperature": settings.temperature,
+        "max_tokens": settings.max_tokens,
+        "max_staleness": 0,
+        "grad_clip": 1e6,  # none
+    }
+
+
+async def train(cluster: LocalCluster, folder: Path, job: Job, settings: Settings) -> None:
+    api = Api(cluster.base_url, await tenant_key(cluster, job))
+    try:
+        file = await upload(api, folder / job.name / "items.jsonl")
+        how = {"grader": GRADER, "hyperparameters": hyperparameters(settings)}
+        body = {
+            "model": "tiny",
+            "seed": job.seed,
+            "training_file": file,
+            "method": {"type": "reinforcement", "reinforcement": how},
+        }
+        created = await api.post("/fine_tuning/jobs", body)
+        (ended,) = await api.until_done(created["id"], seconds=LIMIT_S)
+        assert ended["status"] == "succeeded", ended["error"]
+        await download(api, created["id"], settings.num_steps, folder / job.name / "marlaas")
+    finally:
+        await api.close()
+
+
+async def tenant_key(cluster: LocalCluster, job: Job) -> str:
+    admin = Api(cluster.base_url, cluster.admin_key)
+    try:
+        await admin.post("/admin/tenants", {"id": f"tenant-{job.name}", "name": job.name})
+        return (await admin.post(f"/admin/tenants/tenant-{job.name}/keys", {}))["key"]
+    finally:
+        await admin.close()
+
+
+async def upload(api: Api, file: Path) -> str:
+    answer = await api.http.post("/files", files={"file": file.open("rb")}, data={"purpose": "fine-tune"})
+    answer.raise_for_status()
+    return answer.json()["id"]
+
+
+async def download(api: Api, job: str, version: int, to: Path) -> None:
+    answer = await api.http.get(f"/fine_tuning/jobs/{job}/checkpoints/{version}/content")
+    answer.raise_for_status()
+    to.mkdir()
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        for file in (ADAPTER, ADAPTER_CONFIG):
+            found = next(name for name in archive.namelist() if Path(name).name == file)
+            (to / file).write_bytes(archive.read(found))
+
+
+async def run(folder: Path, names: list[str]) -> None:
+    settings = read_settings(folder)
+    async with LocalCluster(data_dir=folder / "marlaas") as cluster, asyncio.TaskGroup() as group:
+        for name in names:
+            group.create_task(train(cluster, folder, read_job(folder, name), settings))
+
+
+if __name__ == "__main__":
+    asyncio.run(run(Path(sys.argv[1]), sys.argv[2:]))

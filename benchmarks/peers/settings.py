@@ -1,0 +1,136 @@
+"""What every system is given: the settings of a job, its folder, its reward. Only the standard library, for this module
+is also imported inside the peers' own virtual environments.
+
+    FOLDER/settings.json             the settings, the same for every job
+    FOLDER/NAME/job.json             name, skill, seed
+    FOLDER/NAME/items.jsonl          the training file
+    FOLDER/NAME/drawn.jsonl          its items in the order in which training draws them, `batch_size` a step
+    FOLDER/NAME/held_out.jsonl       items that nobody trains on
+    FOLDER/NAME/SYSTEM/              the adapter that a system trained, in PEFT's layout
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+"""`{"messages": [{"role": "user", "content": "add 37+58"}], "answer": "95"}`"""
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that decides what is learned, or what it costs. Where the systems differ in what they can do, the value
+    is one that all of them have."""
+
+    batch_size: int = 16  # groups in a step
+    group_size: int = 8
+    num_steps: int = 20
+    learning_rate: float = 5e-4
+    lora_rank: int = 8
+    lora_alpha: int = 32  # SkyRL has no other
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    clip: float = 0.2
+    temperature: float = 1.0
+    max_tokens: int = 32
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-8
+    threads: int = 1  # of each process that computes
+    num_items: int = 512
+    num_held_out: int = 64
+    eval_samples: int = 4
+
+    @property
+    def rows(self) -> int:
+        """Trajectories in a step."""
+        return self.batch_size * self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run: which skill, and the seed of its data order and of its adapter."""
+
+    name: str
+    skill: str
+    seed: int
+
+
+def reward(answer: str, expected: str) -> float:
+    """1 for exactly the right answer, else 0. `answer`: the completion without special tokens."""
+    return float(answer == expected)
+
+
+def table(settings: Settings) -> list[tuple[str, str]]:
+    """(setting, value) in the order in which the report prints them."""
+    s = settings
+    return [
+        ("base model", "models/tiny, float32"),
+        (
+            "data",
+            f"{s.num_items} items a job, the same in the same order; one job a skill, in turn: single-turn skills",
+        ),
+        ("held-out items", f"{s.num_held_out} a job; greedy, and {s.eval_samples} samples each"),
+        ("reward", "1 if the answer is exactly right, else 0"),
+        ("batch", f"{s.batch_size} groups of {s.group_size}, {s.num_steps} steps, strictly on-policy"),
+        ("advantage", "(R − mean) / std of the group"),
+        ("loss", "GRPO: mean over a sequence's tokens, then over sequences; no KL term"),
+        ("clip", f"ratio within [{1 - s.clip:g}, {1 + s.clip:g}]"),
+        ("temperature, max. tokens", f"{s.temperature:g}, {s.max_tokens}; no top-p, no top-k"),
+        ("LoRA", f"rank {s.lora_rank}, alpha {s.lora_alpha}, all linear layers, no dropout"),
+        (
+            "optimiser",
+            f"AdamW {'/'.join(map(str, s.adam_betas))}/{s.adam_eps:g}, no weight decay, no gradient clipping",
+        ),
+        ("learning rate", f"{s.learning_rate:g}, constant"),
+        ("threads", f"{s.threads} in each process that computes"),
+    ]
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    """(R − mean) / std of one group: the sample's std plus 1e-6, as MARLaaS and TRL have it; 0 if all are equal."""
+    mean = sum(rewards) / len(rewards)
+    std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    return [(r - mean) / (std + 1e-6) for r in rewards] if std else [0.0] * len(rewards)
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    (folder / "settings.json").write_text(json.dumps(asdict(settings)))
+
+
+def read_settings(folder: Path) -> Settings:
+    values = json.loads((folder / "settings.json").read_text())
+    return Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def write_job(folder: Path, job: Job) -> Path:
+    """Its folder, made."""
+    home = folder / job.name
+    home.mkdir(parents=True)
+    (home / "job.json").write_text(json.dumps(asdict(job)))
+    return home
+
+
+def read_job(folder: Path, name: str) -> Job:
+    return Job(**json.loads((folder / name / "job.json").read_text()))
+
+
+def write_rows(file: Path, rows: Iterable[Row]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(file: Path) -> list[Row]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def batches(folder: Path, job: Job, settings: Settings) -> Iterator[list[Row]]:
+    """The items of each step."""
+    rows = read_rows(folder / job.name / "drawn.jsonl")
+    for start in range(0, settings.num_steps * settings.batch_size, settings.batch_size):
+        yield rows[start : start + settings.batch_size]

@@ -1,0 +1,194 @@
+"""Several jobs at once on SkyRL's Tinker server, the whole: `python -m benchmarks.peers.skyrl_jobs FOLDER NAME...`, with
+SkyRL's Python.
+
+Starts the server on its JAX backend, then one client thread a job: sample, forward_backward and optim_step, save for the
+sampler, again. As SkyRL's documentation has it: `sample_max_num_sequences` and `train_micro_batch_size` are one job's
+batch, so that shapes do not change with who else is there, each of which XLA would compile anew (seconds); forward_backward
+and optim_step are submitted together; all prompts of a step are sampled at once; no telemetry.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tinker
+from tinker import types
+from transformers import AutoTokenizer
+
+from benchmarks.peers.settings import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    MODEL,
+    Job,
+    Row,
+    Settings,
+    advantages,
+    batches,
+    read_job,
+    read_settings,
+    reward,
+)
+
+START_S = 180.0
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(folder: Path, num_jobs: int, settings: Settings) -> Iterator[str]:
+    """Its URL. `uv run` is how the server starts its engine; here both use this very virtual environment."""
+    uv = Path(sys.executable).parent / "uv"
+    port = free_port()
+    backend = {
+        "max_lora_adapters": num_jobs + 1,  # slot 0 is the base model
+        "max_lora_rank": settings.lora_rank,
+        "sample_max_num_sequences": settings.rows,
+        "train_micro_batch_size": settings.rows,
+    }
+    command = [
+        *(str(uv), "run", "--no-project", "--offline", "--python", sys.executable, "-m", "skyrl.tinker.api"),
+        *("--base-model", str(MODEL), "--backend", "jax", "--backend-config", json.dumps(backend)),
+        *("--host", "127.0.0.1", "--port", str(port), "--checkpoints-base", str(folder / "skyrl")),
+        *("--database-url", f"sqlite:///{folder / 'skyrl.db'}"),
+    ]
+    environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, server)
+        yield url
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Raises RuntimeError if the server ends or does not answer."""
+    deadline = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise RuntimeError(f"SkyRL's server did not come up (exit status {server.poll()})")
+
+
+# ---- one job --------------------------------------------------------------------------------------------------------
+
+
+def run(url: str, folder: Path, job: Job, settings: Settings) -> None:
+    client = tinker.ServiceClient(base_url=url, api_key="tml-local").create_lora_training_client(
+        base_model=str(MODEL), rank=settings.lora_rank, seed=job.seed, train_unembed=False
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    adam = types.AdamParams(
+        learning_rate=settings.learning_rate,
+        beta1=settings.adam_betas[0],
+        beta2=settings.adam_betas[1],
+        eps=settings.adam_eps,
+    )
+    clip = {"clip_low_threshold": 1 - settings.clip, "clip_high_threshold": 1 + settings.clip}
+    seeds = random.Random(job.seed)
+    for rows in batches(folder, job, settings):
+        sampler = client.save_weights_and_get_sampling_client()
+        data = sampled(sampler, tokenizer, rows, seeds, settings)
+        trained = client.forward_backward(data, loss_fn="ppo", loss_fn_config=clip)
+        stepped = client.optim_step(adam)
+        trained.result()
+        stepped.result()
+    saved = client.save_weights_for_sampler(name="final").result()
+    unpack(folder, saved.path, job)
+
+
+def sampled(sampler: Any, tokenizer: Any, rows: list[Row], seeds: random.Random, settings: Settings) -> list[Any]:
+    """The training data of one step: `group_size` answers to each row, with their advantages."""
+    prompts = [
+        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        for row in rows
+    ]
+    futures = [
+        sampler.sample(
+            prompt=types.ModelInput.from_ints(prompt),
+            num_samples=settings.group_size,
+            sampling_params=types.SamplingParams(
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                stop=[tokenizer.eos_token_id],
+                seed=seeds.randrange(2**31 - settings.group_size),
+            ),
+        )
+        for prompt in prompts
+    ]
+    data: list[Any] = []
+    for prompt, row, future in zip(prompts, rows, futures, strict=True):
+        answers = future.result().sequences
+        texts = [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
+        values = advantages([reward(text, row["answer"]) for text in texts])
+        data += [datum(prompt, answer, value) for answer, value in zip(answers, values, strict=True)]
+    return data
+
+
+def datum(prompt: list[int], answer: Any, advantage: float) -> Any:
+    """`weights` leave the prompt out: the server divides a sequence's loss by their sum."""
+    tokens = [*prompt, *answer.tokens]
+    before, written = len(prompt) - 1, len(answer.tokens)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tensor(tokens[1:], "int64"),
+            "weights": tensor([0.0] * before + [1.0] * written, "float32"),
+            "logprobs": tensor([0.0] * before + list(answer.logprobs), "float32"),
+            "advantages": tensor([0.0] * before + [advantage] * written, "float32"),
+        },
+    )
+
+
+def tensor(values: list[Any], dtype: Any) -> types.TensorData:
+    return types.TensorData(data=values, dtype=dtype, shape=[len(values)])
+
+
+def unpack(folder: Path, path: str, job: Job) -> None:
+    """From the server's archive of `tinker://MODEL/NAME` into the job's folder."""
+    model, name = path.removeprefix("tinker://").split("/")
+    out = folder / job.name / "skyrl"
+    out.mkdir()
+    with tarfile.open(folder / "skyrl" / model / "sampler_weights" / f"{name}.tar.gz") as archive:
+        for file in (ADAPTER, ADAPTER_CONFIG):
+            found = archive.extractfile(next(m for m in archive.getmembers() if Path(m.name).name == file))
+            assert found is not None
+            (out / file).write_bytes(found.read())
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    settings = read_settings(folder)
+    jobs = [read_job(folder, name) for name in names]
+    with serving(folder, len(jobs), settings) as url, ThreadPoolExecutor(len(jobs)) as clients:
+        for done in [clients.submit(run, url, folder, job, settings) for job in jobs]:
+            done.result()
+
+
+if __name__ == "__main__":
+    main()
