@@ -4,6 +4,7 @@
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C
 #   make check    format, lint, types, architecture
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
+#   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
 #   make cluster  the service on this machine's Docker engine (SCALE="--scale rollout=3 --scale env=4 --scale trainer=2")
 #   make cluster-test   jobs against that cluster, while it is scaled and a worker is killed
 #   make cluster-down   stop it (ARGS=-v: and forget what Redis holds)
@@ -13,7 +14,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test up check bench model clean cluster cluster-test cluster-down docker
+.PHONY: help demo test up check bench bench-peers model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -48,6 +49,9 @@ bench: .venv/.ready-dev
 	@for file in benchmarks/[!_]*$(PATTERN)*.py; do \
 		name=$$(basename $$file .py); echo "== $$name"; $(RUN) -m benchmarks.$$name || exit 1; done
 
+bench-peers: .venv/.ready-dev .peers/trl/.ready .peers/skyrl/.ready
+	@$(RUN) -m benchmarks.peers $(ARGS)
+
 cluster: docker
 	@$(PYTHON) -m deploy.make_secrets
 	$(CLUSTER) build --build-arg PIP_ARGS="$(PIP_ARGS)" --build-arg TORCH_ARGS="$(TORCH_ARGS)"
@@ -69,7 +73,7 @@ model: .venv/.ready-dev
 	$(BIN)/python models/make_tiny.py
 
 clean:
-	rm -rf .venv .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
+	rm -rf .venv .peers .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment in three stamps, so that a change of pyproject.toml does not install torch again.
@@ -92,4 +96,16 @@ clean:
 .venv/.ready-dev: .venv/.ready pyproject.toml
 	@echo "[+] what tests and checks need"
 	@start=$$SECONDS; $(PIP) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
+	@touch $@
+
+# What MARLaaS is compared with, a virtual environment each. SkyRL declares a `typing.TypedDict`, which pydantic takes from
+# Python 3.12 on alone: the .pth file, read when that Python starts, gives it the one of typing_extensions.
+
+.peers/%/.ready: benchmarks/peers/%.txt
+	@echo "[+] $* in .peers/$* (some minutes, once)"
+	@"$(PYTHON)" -m venv .peers/$*
+	@start=$$SECONDS; install=".peers/$*/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary"; \
+		$$install $(TORCH_ARGS) $(TORCH) && $$install $(PIP_ARGS) -r $< && echo "      done in $$((SECONDS - start)) s"
+	@if [ $* = skyrl ]; then echo 'import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict' > \
+		"$$(.peers/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/typed_dict.pth"; fi
 	@touch $@

@@ -23,7 +23,7 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 from benchmarks._report import console, make_table, parser, show
@@ -55,12 +55,11 @@ def plan(numbers: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, Sy
             yield number, SYSTEMS[name]
 
 
-def measure(system: System, num_jobs: int, settings: Settings, logs: Path) -> Result:
+def measure(system: System, num_jobs: int, settings: Settings, judge: Judge, logs: Path) -> Result:
     jobs = make_jobs(num_jobs)
     with tempfile.TemporaryDirectory() as name:
         folder, log = Path(name), logs / f"{system.name}-{num_jobs}.log"
         write_data(folder, jobs, settings)
-        log.unlink(missing_ok=True)
         result = Result(system=system.name, num_jobs=num_jobs)
         try:
             cost = run(
@@ -72,17 +71,15 @@ def measure(system: System, num_jobs: int, settings: Settings, logs: Path) -> Re
             )
         except (RunFailed, FileNotFoundError) as error:
             return replace(result, failed=str(error))
-        before, after = scores(system, folder, jobs, settings)
+        before, after = scores(system, folder, jobs, judge)
         return replace(result, **asdict(cost), before=before, after=after)
 
 
-def scores(system: System, folder: Path, jobs: Sequence[Job], settings: Settings) -> tuple[Scores, Scores]:
+def scores(system: System, folder: Path, jobs: Sequence[Job], judge: Judge) -> tuple[Scores, Scores]:
     """Of the base model, and of the adapters."""
-    judge, before, after = Judge(settings), dict[str, tuple[float, float]](), dict[str, tuple[float, float]]()
-    for job in jobs:
-        rows = read_rows(folder / job.name / "held_out.jsonl")
-        base, tuned = judge.score(rows), judge.score(rows, folder / job.name / system.adapters)
-        before[job.name], after[job.name] = (base.greedy, base.sampled), (tuned.greedy, tuned.sampled)
+    rows = {job.name: read_rows(folder / job.name / "held_out.jsonl") for job in jobs}
+    before = {name: astuple(judge.base(name, items)) for name, items in rows.items()}
+    after = {name: astuple(judge.score(items, folder / name / system.adapters)) for name, items in rows.items()}
     return before, after
 
 
@@ -121,9 +118,10 @@ def main() -> None:
     if given.show is None:
         shutil.rmtree(given.out, ignore_errors=True)
         given.out.mkdir(parents=True)
+        judge = Judge(settings)
         for number, system in plan(numbers, given.systems):
             console.print(f"{system.label}, N = {number} …")
-            results.write(given.out, measure(system, number, settings, given.out))
+            results.write(given.out, measure(system, number, settings, judge, given.out))
     found = results.read(given.show or given.out)
     assert any(result.system == BASELINE for result in found), "nothing to compare with"
     report(with_multiples(found, numbers), settings, given.json)

@@ -31,6 +31,13 @@ class Judge:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+        self._base: dict[str, Score] = {}
+
+    def base(self, job: str, rows: list[Row]) -> Score:
+        """Of the base model on a job's held-out items; asked once a job."""
+        if job not in self._base:
+            self._base[job] = self.score(rows)
+        return self._base[job]
 
     def score(self, rows: list[Row], adapter: Path | None = None, seed: int = 0) -> Score:
         """Of the base model itself if there is no adapter. Raises ValueError if a tensor of the adapter has no place."""

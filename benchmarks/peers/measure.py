@@ -1,20 +1,23 @@
 """Runs a system's commands, and measures their whole process trees: wall time, processor time, memory.
 
-Memory is PSS (a page that n processes share counts 1/n in each), summed over all processes in one look; the peak is of the
-largest look. Processor time is user + system of each process when it was last seen.
+Memory is PSS (a page that n processes share counts 1/n in each), summed over all processes in one look a second; the peak
+is of the largest look. Processor time is what the kernel counts for ended children: user + system of each process in the
+tree that its parent has waited for.
 """
 
 import os
+import resource
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-LOOK_EVERY_S = 0.25
+LOOK_EVERY_S = 1.0
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +34,15 @@ class RunFailed(Exception):
     """A command ended with an error or took too long. The message is the end of its output."""
 
 
-@dataclass(slots=True)
-class Watch:
-    """What was seen so far."""
-
-    peak_mb: float = 0.0
-    cpu_s: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float])
-    """(process id, its start) -> processor seconds."""
-
-    def look(self, roots: Sequence[int]) -> None:
-        total_mb = 0.0
-        for process in with_descendants(roots):
-            try:
-                times = process.cpu_times()
-                self.cpu_s[process.pid, process.create_time()] = times.user + times.system
-                total_mb += pss_mb(process.pid)
-            except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-                continue  # it has just ended
-        self.peak_mb = max(self.peak_mb, total_mb)
+def tree_mb(roots: Sequence[int]) -> float:
+    """What the processes and all below them hold just now."""
+    total = 0.0
+    for process in with_descendants(roots):
+        try:
+            total += pss_mb(process.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+    return total
 
 
 def with_descendants(roots: Sequence[int]) -> Iterator[psutil.Process]:
@@ -69,37 +63,40 @@ def run(
     commands: Sequence[Sequence[str]], *, at_once: int, environment: Mapping[str, str], log: Path, limit_s: float
 ) -> Cost:
     """All commands, at most `at_once` at a time, in order. Raises RunFailed; leaves no process behind."""
-    waiting, running, watch = list(commands), list[subprocess.Popen[bytes]](), Watch()
-    began = time.monotonic()
+    waiting, running = list(commands), list[subprocess.Popen[bytes]]()
+    began, cpu_before, peak_mb, next_look = time.monotonic(), children_cpu_s(), 0.0, 0.0
     with log.open("ab") as out:
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
                     running.append(start(waiting.pop(0), environment, out.fileno()))
-                watch.look([process.pid for process in running])
-                wait_any(running, LOOK_EVERY_S)
-                ended = [process for process in running if process.poll() is not None]
-                running = [process for process in running if process not in ended]
-                if any(process.returncode for process in ended):
-                    raise RunFailed(tail(log))
+                if time.monotonic() >= next_look:
+                    peak_mb = max(peak_mb, tree_mb([process.pid for process in running]))
+                    next_look = time.monotonic() + LOOK_EVERY_S
+                time.sleep(POLL_S)
+                running = still_running(running, log)
                 if time.monotonic() - began > limit_s:
                     raise RunFailed(f"not done after {limit_s:.0f} s")
         finally:
             stop(running)
-    wall_s = time.monotonic() - began
-    return Cost(wall_s, sum(watch.cpu_s.values()), watch.peak_mb, os.getloadavg()[0])
+    return Cost(time.monotonic() - began, children_cpu_s() - cpu_before, peak_mb, os.getloadavg()[0])
+
+
+def children_cpu_s() -> float:
+    """Of all that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def still_running(processes: Sequence["subprocess.Popen[bytes]"], log: Path) -> "list[subprocess.Popen[bytes]]":
+    """Raises RunFailed if one of them ended with an error."""
+    if any(process.poll() for process in processes):
+        raise RunFailed(tail(log))
+    return [process for process in processes if process.returncode is None]
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], out: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, env=dict(environment), stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-
-
-def wait_any(running: Sequence["subprocess.Popen[bytes]"], seconds: float) -> None:
-    """Returns as soon as the first has ended if it is alone, otherwise looks again soon."""
-    try:
-        running[0].wait(seconds if len(running) == 1 else seconds / len(running))
-    except subprocess.TimeoutExpired:
-        return
 
 
 def stop(running: Sequence["subprocess.Popen[bytes]"]) -> None:
