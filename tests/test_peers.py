@@ -7,14 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.__main__ import plan, with_multiples
 from benchmarks.peers.data import SINGLE_TURN, drawn, make_jobs, write_data
-from benchmarks.peers.evaluate import Judge, target_modules
+from benchmarks.peers.evaluate import Judge, target_modules, with_adapter
 from benchmarks.peers.marlaas_jobs import hyperparameters
 from benchmarks.peers.measure import RunFailed, run
 from benchmarks.peers.results import Result, difference, goals, lines, multiple, read, write
-from benchmarks.peers.settings import Settings, advantages, batches, read_job, read_rows, read_settings, reward, table
+from benchmarks.peers.settings import (
+    MODEL,
+    Settings,
+    advantages,
+    batches,
+    read_job,
+    read_rows,
+    read_settings,
+    reward,
+    table,
+)
 from benchmarks.peers.systems import SYSTEMS, environment
 from common.skills import generate
 from env_service.grade_text import string_check
@@ -169,6 +183,34 @@ def test_modules_are_read_from_the_tensors_names() -> None:
     ]
 
 
+def write_adapter(folder: Path, layers: range) -> dict[str, Tensor]:
+    """Rank 2, alpha 4, on `up_proj`, with a configuration that names no modules, as SkyRL writes it."""
+    torch.manual_seed(1)
+    names = [f"base_model.model.model.layers.{layer}.mlp.up_proj" for layer in layers]
+    tensors = {f"{name}.lora_A.weight": torch.randn(2, 128) for name in names}
+    tensors |= {f"{name}.lora_B.weight": torch.randn(384, 2) for name in names}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": None}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_an_adapter_is_judged_with_all_its_tensors(tmp_path: Path) -> None:
+    tensors = write_adapter(tmp_path, range(4))
+    base, tuned = (AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32) for _ in range(2))
+    weights = with_adapter(tuned, tmp_path).state_dict()
+    for layer in range(4):
+        name = f"model.layers.{layer}.mlp.up_proj"
+        product = tensors[f"base_model.model.{name}.lora_B.weight"] @ tensors[f"base_model.model.{name}.lora_A.weight"]
+        torch.testing.assert_close(weights[f"{name}.weight"], base.state_dict()[f"{name}.weight"] + 2 * product)
+
+
+def test_an_adapter_with_a_tensor_missing_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, range(3))
+    with pytest.warns(UserWarning, match="missing adapter keys"), pytest.raises(ValueError, match="without a place"):
+        with_adapter(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path)
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -228,3 +270,8 @@ def test_results_survive_their_files(tmp_path: Path) -> None:
     for each in kept:
         write(tmp_path, each)
     assert read(tmp_path) == kept
+
+
+def test_the_documentation_has_the_settings_that_are_printed() -> None:
+    text = (PROGRAMS.parents[1] / "docs" / "benchmarks.md").read_text()
+    assert [name for name, value in table(Settings()) if f"| {name} | {value} |" not in text] == []

@@ -21,6 +21,8 @@ the jobs and its standard error.
 
 import argparse
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, replace
@@ -112,6 +114,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     given = options()
     settings = replace(Settings(), num_steps=given.steps or (QUICK_STEPS if given.quick else Settings().num_steps))
     numbers = given.jobs or (QUICK if given.quick else FULL)
