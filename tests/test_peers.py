@@ -231,9 +231,9 @@ def result(system: str, num_jobs: int, wall_s: float, peak_mb: float, sampled: f
 def test_a_line_says_how_much_more_a_peer_takes() -> None:
     ours, theirs = result("marlaas", 2, 10, 500), result("trl-1", 2, 45, 1000, sampled=0.9)
     shown = dict(zip(("jobs", "system"), lines([theirs, ours])[1][:2], strict=True))
-    assert shown == {"jobs": "2", "system": "TRL, one job after another"}
+    assert shown == {"jobs": "2", "system": "TRL, one after another"}
     assert lines([theirs, ours])[1][2:] == [
-        *("45.0", "4.50", "90", "4.50", "1,000", "2.00", "0.90 → 1.00", "0.50 → 0.91", "+0.100 ± 0.000"),
+        *("45.0", "4.50", "90", "4.50", "1,000", "2.00", "0.90→1.00", "0.50→0.91", "+0.100 ± 0.000"),
     ]
     assert lines([theirs, ours])[0][3] == "1.00"
 
@@ -246,7 +246,7 @@ def test_a_failure_is_shown_with_its_reason() -> None:
 def test_what_was_not_run_is_a_marked_multiple() -> None:
     (_, added) = with_multiples([result("trl-1", 8, 80, 600)], (8, 16))
     assert (added.num_jobs, added.wall_s, added.peak_mb, added.sum_of) == (16, 160, 600, 8)
-    assert lines([added])[0][1] == "TRL, one job after another (sum of N = 8)"
+    assert lines([added])[0][1] == "TRL, one after another (from N = 8)"
     assert multiple(result("trl-1", 4, 40, 600), 16).wall_s == 160
 
 
@@ -261,7 +261,7 @@ def test_rewards_are_compared_job_by_job() -> None:
 def test_goals_are_about_eight_jobs() -> None:
     found = [result("marlaas", 8, 20, 900), result("trl-1", 8, 90, 600), result("trl-all", 8, 60, 4000)]
     reached = {goal.what: goal.reached for goal in goals(found) if "reward" not in goal.what}
-    assert reached == {"N = 8: faster than TRL, one job after another": True, "memory against 8 TRL processes": True}
+    assert reached == {"N = 8: faster than TRL, one after another": True, "memory against 8 TRL processes": True}
     assert goals(found[1:]) == []
 
 

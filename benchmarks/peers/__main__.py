@@ -13,9 +13,9 @@ FOLDER/SYSTEM-N.json.
     TRL, one after another     GRPOTrainer, one process a job. N = 16 is twice N = 8, and marked so
     TRL, two at once           the same, two processes at a time
     TRL, all at once           at the largest N up to 8: the memory of N processes
-    SkyRL's Tinker server      one server on its JAX backend, N clients at once
+    SkyRL                      its Tinker server: one server on its JAX backend, N clients at once
 
-The second table's "× ours" is the figure over that of MARLaaS; "− ours" is the sampled reward less that of MARLaaS, mean over
+The second table's "×" is the figure over that of MARLaaS; "− ours" is the sampled reward less that of MARLaaS, mean over
 the jobs and its standard error.
 """
 
@@ -127,7 +127,7 @@ def main() -> None:
             results.write(given.out, measure(system, number, settings, judge, given.out))
     found = results.read(given.show or given.out)
     assert any(result.system == BASELINE for result in found), "nothing to compare with"
-    report(with_multiples(found, numbers), settings, given.json)
+    report(with_multiples(found, sorted({result.num_jobs for result in found})), settings, given.json)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def difference(ours: Scores, theirs: Scores, kind: int) -> tuple[float, float]:
 
 # ---- as a table -----------------------------------------------------------------------------------------------------
 
-COLUMNS = ("jobs", "system", "wall s", "× ours", "CPU s", "× ours", "peak MB", "× ours", "greedy", "sampled", "− ours")
+COLUMNS = ("N", "system", "wall s", "×", "CPU s", "×", "peak MB", "×", "greedy", "sampled", "− ours")
 
 
 def lines(results: Sequence[Result]) -> list[list[str]]:
@@ -80,7 +80,7 @@ def line(result: Result, ours: Result | None) -> list[str]:
     label = SYSTEMS[result.system].label
     if result.failed:
         return [str(result.num_jobs), label, f"failed: {result.failed}", *[""] * (len(COLUMNS) - 3)]
-    mark = f" (sum of N = {result.sum_of})" if result.sum_of else ""
+    mark = f" (from N = {result.sum_of})" if result.sum_of else ""
     return [
         str(result.num_jobs),
         label + mark,
@@ -101,7 +101,7 @@ def ratio(value: float, ours: float | None) -> str:
 
 
 def change(result: Result, kind: int) -> str:
-    return f"{result.mean_before(kind):.2f} → {result.mean_after(kind):.2f}" if result.after else ""
+    return f"{result.mean_before(kind):.2f}→{result.mean_after(kind):.2f}" if result.after else ""
 
 
 def compared(result: Result, ours: Result | None) -> str:

@@ -47,12 +47,12 @@ SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
         System(name=BASELINE, label="MARLaaS", adapters=BASELINE, module="marlaas_jobs", python=Path(sys.executable)),
-        _trl("trl-1", "TRL, one job after another", 1),
+        _trl("trl-1", "TRL, one after another", 1),
         _trl("trl-2", "TRL, two at once", 2),
         _trl("trl-all", "TRL, all at once", 0),
         System(
             name="skyrl",
-            label="SkyRL's Tinker server",
+            label="SkyRL",
             adapters="skyrl",
             module="skyrl_jobs",
             python=PEERS / "skyrl" / "bin" / "python",
