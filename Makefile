@@ -2,6 +2,7 @@
 #   make demo     set everything up, then train six jobs of three tenants and show it live
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C
+#   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
 #   make check    format, lint, types, architecture
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
@@ -14,7 +15,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test up check bench bench-peers model clean cluster cluster-test cluster-down docker
+.PHONY: help demo test up vllm check bench bench-peers model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -36,8 +37,12 @@ up: .venv/.ready
 	@$(BIN)/marlaas up
 
 test: .venv/.ready-dev
-	@$(RUN) -m pytest -m "not slow" -n 3 $(ARGS)
-	@$(RUN) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 $(ARGS)
+	@$(RUN) -m pytest -m "slow and not vllm" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
+
+vllm: .venv/.ready
+	@$(BIN)/python -m deploy.install_vllm $(PIP_ARGS)
 
 check: .venv/.ready-dev
 	$(BIN)/ruff format --check .

@@ -35,7 +35,8 @@ from manager_service.processes import Command, KeptProcess, Notify, rotate, tail
 
 GRACE_S = 4.0
 """From SIGTERM to SIGKILL."""
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
+"""Until /readyz: vLLM alone takes a minute where cores are busy."""
 MAX_EXITS_AT_START = 3
 POLL_S = 0.05
 ROTATE_EVERY_S = 30.0

@@ -1,5 +1,7 @@
 """Starts one rollout worker. Wiring only."""
 
+from pathlib import Path
+
 import torch
 
 from base_model.decoder import Decoder
@@ -13,24 +15,50 @@ from common.worker import Inbox
 from rollout_service.adapters import AdapterCache
 from rollout_service.batch import Limits
 from rollout_service.handler import RolloutHandler
+from rollout_service.process_engine import ProcessEngine
 from rollout_service.selftest import selftest
 from rollout_service.settings import RolloutSettings
 from rollout_service.torch_engine import TorchEngine
+from rollout_service.vllm_engine import VllmOptions, vllm_engine
 
 
-def load_engine(settings: RolloutSettings) -> TorchEngine:
-    """Loads the base model. Raises InvalidInput or NotDeterministic for what cannot be done."""
+def load_engine(settings: RolloutSettings) -> TorchEngine | ProcessEngine:
+    """Raises InvalidInput or NotDeterministic for what cannot be done."""
+    folder = resolve_model(settings.models[settings.model_name])
+    return load_vllm(settings, folder) if settings.engine == "vllm" else load_torch(settings, folder)
+
+
+def load_torch(settings: RolloutSettings, folder: Path) -> TorchEngine:
+    """Loads the base model."""
     deterministic = settings.deterministic
-    chosen = (settings.rollout_device, settings.rollout_dtype, settings.rollout_threads)
+    chosen = (settings.rollout_device, settings.dtype, settings.rollout_threads)
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
     torch.set_num_threads(settings.rollout_threads)
-    folder = resolve_model(settings.models[settings.model_name])
-    decoder = Decoder.load(folder, device=settings.rollout_device, dtype=getattr(torch, settings.rollout_dtype))
+    decoder = Decoder.load(folder, device=settings.rollout_device, dtype=getattr(torch, settings.dtype))
     if deterministic:
         selftest(decoder)
     limits = Limits(settings.rollout_slots, settings.rollout_kv_bytes, settings.rollout_prefix_bytes)
     return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits)
+
+
+def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
+    """Loads nothing yet: the engine's process does when it starts."""
+    if settings.deterministic:
+        raise InvalidInput("deterministic mode needs MARLAAS_ENGINE=torch: vLLM's bits depend on what shares a batch")
+    options = VllmOptions(
+        folder=folder,
+        device=settings.rollout_device,
+        dtype=settings.dtype,
+        slots=settings.rollout_slots,
+        max_loras=settings.vllm_max_loras,
+        max_lora_rank=settings.vllm_max_lora_rank,
+        tensor_parallel=settings.vllm_tensor_parallel,
+        memory_fraction=settings.vllm_memory_fraction,
+        kv_bytes=settings.rollout_kv_bytes,
+        enforce_eager=settings.vllm_enforce_eager,
+    )
+    return vllm_engine(options, ChatTokenizer.load(folder))
 
 
 async def build(settings: RolloutSettings, parts: Parts) -> Service:
@@ -47,6 +75,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> Service:
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
         slots=engine.slots,
         kv_tokens=engine.kv_tokens,
+        max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
         resident=lambda: [str(adapter) for adapter in engine.resident()],
         counters=engine.counters,
         on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),

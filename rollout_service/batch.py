@@ -24,11 +24,10 @@ from rollout_service.fused import FusedDecoder
 from rollout_service.prefix import Key, PrefixCache
 from rollout_service.sampler import Plan, Sampled, sample
 from rollout_service.seats import Row, Seats
+from rollout_service.stops import first_stop
 
 PREFILL_TOKENS = 2048
 """The most positions of one prefill forward, so that rows under way do not wait long."""
-STOP_MARGIN = 4
-"""Tokens decoded beyond a stop string's bytes when looking for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +269,12 @@ class Batch:
         tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
         ended = self._seats.append(seats, tokens, logprobs)
         for row in layout.watched:
-            ended[row] |= self._watch(self._row(seats[row]), row, sampled)
+            ended[row] |= self._watch(self._row(int(seats[row])), row, sampled)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         self.sampled_tokens += len(seats)
         self._seats.busy_s[seats] += seconds / len(seats)
-        return [self._finish(self._row(seats[row]), logprobs[row]) for row in np.flatnonzero(ended)]
+        return [self._finish(self._row(int(seats[row])), logprobs[row]) for row in np.flatnonzero(ended)]
 
     def _forward(self, layout: Layout) -> Sampled:
         num, seats = len(layout.seats), self._seats
@@ -333,12 +332,7 @@ class Batch:
 
     def _stop_string(self, row: Row) -> str:
         stops = row.request.sampling.stop
-        if not stops:
-            return ""
-        count = self._seats.count[row.seat]
-        reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
-        text = self._decode(self._seats.tokens[row.seat, max(0, count - reach) : count].tolist())
-        return next((stop for stop in stops if stop and stop in text), "")
+        return first_stop(stops, self._seats.sampled(row.seat)[0], self._decode) if stops else ""
 
     def _finish(self, row: Row, logprob: float) -> Ended:
         if np.isnan(logprob):

@@ -44,6 +44,14 @@ class CorruptAdapter(Exception):
     """The adapter gives scores that are not numbers; only the rows that name it fail."""
 
 
+class Tokenizer(Protocol):
+    """What an engine needs of `common.tokens.ChatTokenizer`."""
+
+    end_of_turn_ids: tuple[int, ...]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+
+
 class Engine(Protocol):
     """Generates turns, many at a time, each with its own adapter. Used from one event loop."""
 
@@ -88,11 +96,12 @@ class Engine(Protocol):
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         """Sample one turn, from `request.num_partial` on. Cancelling it takes it out of the batch at once.
 
-        The tokens are a function of the request alone: its base, adapter, tokens, sampling and trajectory, never of its
-        neighbours, attempt or time. `beat` is called now and then while tokens come.
+        What decides the tokens is the request alone: its base, adapter, tokens, sampling and trajectory, never its
+        neighbours, attempt or time. `torch` keeps that to the bit; on `vllm` scores differ in their last digits with what
+        else is in the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
 
         Raises NotFound if the adapter is not resident, InvalidInput for a request that cannot be computed,
-        CorruptAdapter for scores that are not numbers.
+        CorruptAdapter for one that cannot be loaded or whose scores are not numbers.
         """
         ...
 

@@ -13,10 +13,9 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -26,20 +25,12 @@ from base_model.stacked import FusedAdapter, fuse
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
 from rollout_service.batch import Batch, Ended, Limits
-from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial
+from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.seats import Row
 
 BEAT_EVERY_S = 0.25
 IDLE_S = 5.0
 KEPT_PARTIALS = 1024
-
-
-class Tokenizer(Protocol):
-    """What the engine needs of `common.tokens.ChatTokenizer`."""
-
-    end_of_turn_ids: tuple[int, ...]
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
 
 @dataclass(slots=True, eq=False)

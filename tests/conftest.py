@@ -2,8 +2,10 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 import redis
 from hypothesis import settings
 from redis_server import RedisServer
@@ -11,6 +13,10 @@ from redis_server import RedisServer
 from common.bus import Bus
 from common.objects import Objects
 from common.streams import Cell
+
+if TYPE_CHECKING:  # they import torch, which most tests do not need
+    from rollout_service.core import Core
+    from tests.engines import Numbers, Running
 
 settings.register_profile(
     "steady", deadline=None, derandomize=True
@@ -44,3 +50,35 @@ async def bus(redis_url: str, objects: Objects) -> AsyncIterator[Bus]:
     bus = Bus.connect(redis_url, Cell("tiny"), objects)
     yield bus
     await bus.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_core() -> "AsyncIterator[Core]":
+    """A real vLLM, started once: a test that harms it starts its own."""
+    from tests.engines import vllm_core_of
+
+    core = vllm_core_of()
+    await core.start()
+    yield core
+    await core.stop()
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest) -> "Running":
+    """Runs an engine of the kind that the test's parameter names."""
+    from tests.engines import ProcessRunning, SharedCore, TorchRunning, fake_core
+
+    if request.param == "torch":
+        return TorchRunning()
+    if request.param == "fake":
+        return ProcessRunning(fake_core)
+    core, numbers = request.getfixturevalue("vllm_core"), request.getfixturevalue("numbers")
+    return ProcessRunning(lambda: SharedCore(core, numbers))
+
+
+@pytest.fixture(scope="session")
+def numbers() -> "Numbers":
+    """What distinguishes the names of adapters and turns of all tests on one vLLM."""
+    from tests.engines import Numbers
+
+    return Numbers()

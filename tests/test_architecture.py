@@ -59,7 +59,7 @@ IMPORTERS = {
     },
     "transformers": set(),
     "peft": set(),
-    "vllm": set(),
+    "vllm": {"rollout_service/vllm_engine.py"},
     "redis": {
         "common/bus.py",
         "common/redis_connection.py",
@@ -87,13 +87,19 @@ CATCHES_ALL = {
     "manager_service/partition.py": "one job's trouble must not stop the other tenants' owner",
     "manager_service/supervisor.py": "children are stopped before the error goes on",
     "trainer_service/fusion.py": "an error goes to whoever waits for the step",
+    "rollout_service/process_engine.py": "whatever keeps an engine's process from starting may pass",
+    "rollout_service/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
     "rollout_service/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 
 PRINTS = {"env_service/grade_math.py"}
 """Its helper process answers on standard output."""
 
-READS_ENVIRONMENT = {"common/settings.py", "manager_service/supervisor.py"}
+READS_ENVIRONMENT = {
+    "common/settings.py",
+    "manager_service/supervisor.py",
+    "rollout_service/vllm_engine.py",  # vLLM takes some settings from there alone
+}
 
 LONG_FILES = {"manager_service/job.py": 580}
 """The one state machine that is read as a whole."""

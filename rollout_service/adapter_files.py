@@ -1,0 +1,159 @@
+"""Adapters as folders in PEFT layout, from which an engine's process loads them; each stays while a request names it.
+
+A number names one adapter in one content: whoever loads the same version again gets another number, so that nothing that
+a process remembers of the first can be taken for the second.
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, init_adapter, load_adapter, save_adapter
+from base_model.adapter import Adapter as Weights
+from base_model.decoder import LINEAR_LAYERS
+from common.errors import CorruptObject, InvalidInput
+from common.messages import BASE, AdapterRef, LoraSpec
+from rollout_service.core import Adapter
+
+MAX_NORM = 1e6
+"""Of each module's change of the weights, as a bound on its Frobenius norm: scale x |A| x |B|.
+
+Trained adapters stay below 1e3. Up to this bound no product of a layer can leave the range of float32 and bfloat16 (3e38):
+inputs of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """An adapter that the engine was given."""
+
+    ref: AdapterRef
+    adapter: Adapter
+    num_bytes: int
+    broken: str = ""  # why no turn can be sampled with it
+    users: int = 0
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class AdapterFiles:
+    """The folders of one engine."""
+
+    shapes: Mapping[str, tuple[int, int]]  # of the base's linear layers: (out, in)
+    max_rank: int
+    max_norm: float = MAX_NORM
+    _root: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="marlaas-adapters-")))
+    _stored: dict[AdapterRef, Stored] = field(default_factory=dict[AdapterRef, Stored])
+    _last_number: int = 0
+
+    def refs(self) -> list[AdapterRef]:
+        return [ref for ref in self._stored if not ref.is_base]
+
+    def get(self, ref: AdapterRef) -> Stored | None:
+        return self._stored.get(ref)
+
+    def put(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
+        """Write the files. One whose products would not be finite is kept as broken.
+
+        Raises CorruptObject (no adapter of this base) or InvalidInput (its rank is above the limit).
+        """
+        if (known := self._stored.get(ref)) is not None:
+            return known
+        weights = load_adapter(files)
+        self._check(weights)
+        stored = self._write(ref, {name: files[name] for name in (CONFIG_FILE, WEIGHTS_FILE)})
+        stored.broken = self._too_large(weights)
+        return stored
+
+    def put_base(self) -> Stored:
+        """The adapter that changes nothing, for turns of the bare base model."""
+        if (known := self._stored.get(BASE)) is not None:
+            return known
+        return self._write(BASE, zero_adapter(self.shapes))
+
+    @contextlib.contextmanager
+    def hold(self, stored: Stored) -> Generator[None]:
+        """The folder stays inside, also if the adapter is dropped meanwhile."""
+        stored.users += 1
+        try:
+            yield
+        finally:
+            stored.users -= 1
+            self._clean(stored)
+
+    def drop(self, ref: AdapterRef) -> Stored | None:
+        """Forget the adapter; its folder goes when nobody holds it any more."""
+        stored = self._stored.pop(ref, None)
+        if stored is not None:
+            stored.dropped = True
+            self._clean(stored)
+        return stored
+
+    def close(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _write(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
+        self._last_number += 1
+        folder = self._root / str(self._last_number)
+        folder.mkdir(parents=True)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        adapter = Adapter(self._last_number, f"{ref.tenant}/{ref}#{self._last_number}", folder)
+        stored = self._stored[ref] = Stored(ref, adapter, sum(map(len, files.values())))
+        return stored
+
+    def _clean(self, stored: Stored) -> None:
+        if stored.dropped and not stored.users:
+            shutil.rmtree(stored.adapter.folder, ignore_errors=True)
+
+    def _check(self, weights: Weights) -> None:
+        if weights.spec.rank > self.max_rank:
+            raise InvalidInput(
+                f"the adapter has rank {weights.spec.rank}, and this worker takes at most {self.max_rank}"
+                " (MARLAAS_VLLM_MAX_LORA_RANK)"
+            )
+        for name in weights.names():
+            found = (weights.b[name].shape[0], weights.a[name].shape[1])
+            if self.shapes.get(name) != found:
+                raise CorruptObject(f"the base model has no linear layer {name} of shape {found}")
+
+    def _too_large(self, weights: Weights) -> str:
+        for name in weights.names():
+            norm = abs(weights.scale) * float(weights.a[name].double().norm()) * float(weights.b[name].double().norm())
+            if not norm <= self.max_norm:
+                return f"its change of {name} is too large to compute with: {norm:.1e}, at most {self.max_norm:.0e}"
+        return ""
+
+
+def zero_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, bytes]:
+    """The files of an adapter that changes nothing: its B is zero."""
+    target = next(iter(shapes)).rpartition(".")[2]
+    return save_adapter(init_adapter(LoraSpec(1, 1.0, (target,)), shapes, seed=0), "base")
+
+
+def linear_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+    """(out, in) of each linear layer that an adapter may target, read from the headers of a base model's files.
+
+    Names as in `layers.3.mlp.up_proj`. Raises InvalidInput if there is none.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            module = name.removeprefix("model.").removesuffix(".weight")
+            if module.rpartition(".")[2] in LINEAR_LAYERS and len(entry["shape"]) == 2:
+                shapes[module] = (entry["shape"][0], entry["shape"][1])
+    if not shapes:
+        raise InvalidInput(f"{folder}: no safetensors file with linear layers such as {LINEAR_LAYERS[0]}")
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Eight bytes of its length, little-endian, then JSON."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        return {name: entry for name, entry in json.loads(opened.read(size)).items() if name != "__metadata__"}

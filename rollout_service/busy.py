@@ -1,0 +1,43 @@
+"""Whose work an engine's time was, when only the turns' beginnings and ends are seen.
+
+Each moment is split evenly over the turns under way in it (processor sharing): a virtual clock runs at 1 / n while n turns
+are under way, and a turn's share is what that clock shows more at its end than at its beginning. All shares add up to the
+time in which anything was under way. Generalised processor sharing: Parekh and Gallager 1993, doi 10.1109/90.234856.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class BusyClock:
+    now: Callable[[], float] = time.monotonic
+    num_under_way: int = 0
+    busy_s: float = 0.0  # with anything under way, since the start
+    _share_s: float = 0.0
+    _last_s: float = 0.0
+
+    def enter(self) -> float:
+        """A turn begins; give what this returns to `share_s` and `leave`."""
+        self._advance()
+        self.num_under_way += 1
+        return self._share_s
+
+    def share_s(self, entered: float) -> float:
+        """Seconds of a turn under way so far."""
+        self._advance()
+        return self._share_s - entered
+
+    def leave(self, entered: float) -> float:
+        """The turn ends; its seconds."""
+        seconds = self.share_s(entered)
+        self.num_under_way -= 1
+        return seconds
+
+    def _advance(self) -> None:
+        now = self.now()
+        if self.num_under_way:
+            self.busy_s += now - self._last_s
+            self._share_s += (now - self._last_s) / self.num_under_way
+        self._last_s = now

@@ -1,0 +1,90 @@
+"""What the process engine needs of an engine that runs in a process of its own. A `Core` is one life of that process.
+
+    process_engine ─ add, remove, sample ─► Core ─ Steps ─► process_engine
+
+Two implementations: `vllm_engine.VllmCore`, and `tests/fake_core.py`, which dies and loads as told.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+class CoreDied(Exception):
+    """The process ended, or can no longer be trusted; what it was asked for must be asked again of the next one."""
+
+
+class UnreadableAdapter(Exception):
+    """The process does not take these files for an adapter of its base model. It goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as the process knows it."""
+
+    number: int  # above 0, never used for another adapter in this process
+    name: str
+    folder: Path  # PEFT layout; it stays while a request names the adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One turn, or what is left of it."""
+
+    id: str  # never used before in this process
+    tokens: list[int]  # [T] all so far
+    adapter: Adapter
+    salt: str  # what is cached under one salt serves no other
+    temperature: float
+    top_p: float
+    num_top_logprobs: int
+    max_tokens: int  # still to come
+    end_ids: tuple[int, ...]  # tokens that end the turn; they belong to it
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next tokens of a turn. Axis: n of them."""
+
+    tokens: list[int]  # [n]
+    logprobs: list[float]  # [n] at the sampling temperature
+    top_logprobs: list[list[tuple[int, float]]]  # [n] best first, as many as were asked for
+    finished: bool  # an end-of-turn token, or no room left
+
+
+class Core(Protocol):
+    """Used from one event loop."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process, once started."""
+        ...
+
+    async def start(self) -> None:
+        """Ready to sample when it returns, at full speed."""
+        ...
+
+    async def stop(self) -> None:
+        """The process is gone when this returns, whatever state it was in."""
+        ...
+
+    async def wait_dead(self) -> None:
+        """Returns when the process has ended."""
+        ...
+
+    async def add(self, adapter: Adapter) -> None:
+        """Load it. Raises UnreadableAdapter. May never return if the process dies meanwhile: race it with `wait_dead`."""
+        ...
+
+    async def remove(self, adapter: Adapter) -> None:
+        """Unload it. No request names it. The same warning."""
+        ...
+
+    def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+        """Steps until one is finished; closing it early takes the turn out of the batch. The adapter is loaded.
+
+        Raises CoreDied. May also never yield again if the process dies.
+        """
+        ...

@@ -1,0 +1,149 @@
+"""Which adapters occupy the process's slots; the others queue behind them, and all get their turn.
+
+    hold(a)   a has a slot and nobody waits: at once
+              somebody waits: behind them, also if a has a slot, so that a busy adapter cannot keep its slot for ever
+    a slot comes free when nobody holds its adapter any more; the adapter stays in it until another one needs the slot
+
+Used from one event loop.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rollout_service.core import Adapter
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """An adapter in a slot."""
+
+    adapter: Adapter
+    ready: "asyncio.Task[None]"
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """An adapter's place in the queue, for all who wait for it."""
+
+    adapter: Adapter
+    waiting: "list[asyncio.Future[Slot]]" = field(default_factory=list)
+
+
+class LoraSlots:
+    """`load` and `unload` tell the process; a `load` that raises fails those who wait for that adapter alone."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        load: Callable[[Adapter], Awaitable[None]],
+        unload: Callable[[Adapter], Awaitable[None]],
+    ) -> None:
+        self._num_slots = num_slots
+        self._load = load
+        self._unload = unload
+        self._slots: OrderedDict[int, Slot] = OrderedDict()  # by number of the adapter, least recently used first
+        self._queue: OrderedDict[int, Place] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait for a slot."""
+        return sum(len(place.waiting) for place in self._queue.values())
+
+    @contextlib.asynccontextmanager
+    async def hold(self, adapter: Adapter) -> AsyncGenerator[None]:
+        """The adapter is loaded inside. Raises what `load` raised."""
+        slot = await self._enter(adapter)
+        try:
+            await asyncio.shield(slot.ready)
+            yield
+        finally:
+            slot.users -= 1
+            self._advance()
+
+    async def drop(self, adapter: Adapter) -> None:
+        """Unload an adapter that nobody holds, if it has a slot."""
+        slot = self._slots.get(adapter.number)
+        if slot is not None and not slot.users:
+            del self._slots[adapter.number]
+            if await _was_loaded(slot):
+                await self._unload(adapter)
+            self._advance()
+
+    async def close(self) -> None:
+        """The process is gone: stop what still loads."""
+        tasks = [slot.ready for slot in self._slots.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _enter(self, adapter: Adapter) -> Slot:
+        """One user more in the adapter's slot, as soon as it has one."""
+        place = self._queue.setdefault(adapter.number, Place(adapter))
+        waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        place.waiting.append(waiting)
+        self._advance()
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            self._leave(place, waiting)
+            raise
+
+    def _leave(self, place: Place, waiting: "asyncio.Future[Slot]") -> None:
+        """Somebody gave up while waiting, or in the moment in which it was let in."""
+        if waiting.done() and not waiting.cancelled():
+            waiting.result().users -= 1
+            self._advance()
+            return
+        place.waiting.remove(waiting)
+        if not place.waiting and self._queue.get(place.adapter.number) is place:
+            del self._queue[place.adapter.number]
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let in whoever can be, in order."""
+        while self._queue:
+            place = next(iter(self._queue.values()))
+            slot = self._slots.get(place.adapter.number) or self._seat(place.adapter)
+            if slot is None:
+                return
+            del self._queue[place.adapter.number]
+            self._slots.move_to_end(place.adapter.number)
+            for waiting in place.waiting:
+                if not waiting.cancelled():
+                    slot.users += 1
+                    waiting.set_result(slot)
+
+    def _seat(self, adapter: Adapter) -> Slot | None:
+        """A slot that is free, or that nobody uses; None: all are in use."""
+        idle = None
+        if len(self._slots) >= self._num_slots:
+            idle = next((slot for slot in self._slots.values() if not slot.users), None)
+            if idle is None:
+                return None
+            del self._slots[idle.adapter.number]
+        ready = asyncio.create_task(self._exchange(idle, adapter), name=f"load {adapter.name}")
+        slot = self._slots[adapter.number] = Slot(adapter, ready)
+        ready.add_done_callback(lambda _: self._forget_failed(slot))
+        return slot
+
+    async def _exchange(self, old: Slot | None, new: Adapter) -> None:
+        if old is not None and await _was_loaded(old):
+            await self._unload(old.adapter)
+        await self._load(new)
+
+    def _forget_failed(self, slot: Slot) -> None:
+        """What could not be loaded takes no slot; who asks next tries again."""
+        if not slot.ready.cancelled() and slot.ready.exception() is None:
+            return
+        if self._slots.get(slot.adapter.number) is slot:
+            del self._slots[slot.adapter.number]
+            self._advance()
+
+
+async def _was_loaded(slot: Slot) -> bool:
+    await asyncio.wait([slot.ready])
+    return not slot.ready.cancelled() and slot.ready.exception() is None

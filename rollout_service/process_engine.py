@@ -1,0 +1,357 @@
+"""An engine whose tokens are computed by a process of its own, which may die: it is started again, and turns go on.
+
+    generate ─► [alone?] ─► a seat ─► a slot for its adapter ─► Core.sample ─► tokens
+                                ▲  the process died: again, from the tokens so far
+
+    holds: turns under way, with their tokens; folders of adapters   waits for: a seat, a slot, a running process
+    after the process dies: `_keep` starts another; every turn goes on in it, those that saw two deaths one by one
+
+A log-prob that is not a number may come from the turn's own adapter, or from what another one left in memory that the
+process reuses. So the process is given up, and the turn runs once more, alone in a fresh one: if it fails again its
+adapter is to blame, and nobody else is harmed.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from common.errors import CorruptObject, InvalidInput, NotFound
+from common.messages import AdapterRef, TurnRequest
+from common.tasks import cancel_all
+from rollout_service.adapter_files import AdapterFiles, Stored
+from rollout_service.alone import Gate
+from rollout_service.busy import BusyClock
+from rollout_service.core import Adapter, Core, CoreDied, Step, UnreadableAdapter
+from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
+from rollout_service.lora_slots import LoraSlots
+from rollout_service.turn import NotFinite, Turn
+
+MAX_DEATHS = 4
+"""A turn under which so many processes died, the last two while it ran alone, is not tried again."""
+BEAT_EVERY_S = 0.25
+SILENCE_S = 120.0
+"""A process that owes tokens and gives none for so long is taken for dead."""
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
+KEPT_PARTIALS = 1024
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a process engine must know of the base model and of the process."""
+
+    vocab: int
+    context: int  # the most tokens of a sequence
+    slots: int  # turns at once
+    max_loras: int  # adapters at once, the bare base model not counted
+    max_temperature: float
+
+
+class Life:
+    """One life of the process: its core, who has which slot, and when it is over."""
+
+    def __init__(self, core: Core, max_loras: int) -> None:
+        self.core = core
+        self.slots = LoraSlots(max_loras, self._load, self._unload)
+        self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+
+    def end(self, reason: str) -> None:
+        """Whoever runs in it gets CoreDied."""
+        if not self.over.done():
+            self.over.set_result(reason)
+
+    async def unless_over(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises CoreDied as soon as this life is over, whether or not `work` noticed."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait([task, self.over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                await cancel_all([task])
+        if self.over.done() and (task.cancelled() or task.exception() is not None):
+            raise CoreDied(self.over.result())
+        return task.result()
+
+    async def _load(self, adapter: Adapter) -> None:
+        await self.unless_over(self.core.add(adapter))
+
+    async def _unload(self, adapter: Adapter) -> None:
+        await self.unless_over(self.core.remove(adapter))
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start."""
+
+    sampled_tokens: int = 0
+    restarts: int = 0
+    asks: int = 0  # of the process, so that each has a name of its own
+    steps: int = 0  # that it gave
+
+
+class ProcessEngine:
+    """Implements `Engine` over a `Core`."""
+
+    def __init__(self, make_core: Callable[[], Core], files: AdapterFiles, tokenizer: Tokenizer, shape: Shape) -> None:
+        """`make_core` makes the next life's core; it must not block."""
+        self._make_core = make_core
+        self._files = files
+        self._shape = shape
+        self._tokenizer = tokenizer
+        self._seats = asyncio.Semaphore(shape.slots)
+        self._gate = Gate()
+        self._busy = BusyClock()
+        self._counts = Counts()
+        self._open: dict[str, Turn] = {}
+        self._partials: OrderedDict[str, Partial] = OrderedDict()
+        self._life: asyncio.Future[Life] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- Engine -----------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        return self._shape.slots
+
+    @property
+    def in_use(self) -> int:
+        return len(self._open)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        life = self._current()
+        return life.core.pid if life else None
+
+    def resident(self) -> list[AdapterRef]:
+        return self._files.refs()
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start, and `adapter_waiting`: turns that wait for a slot now."""
+        life = self._current()
+        return {
+            "busy_s": self._busy.busy_s,
+            "sampled_tokens": float(self._counts.sampled_tokens),
+            "engine_restarts": float(self._counts.restarts),
+            "adapter_waiting": float(life.slots.num_waiting if life else 0),
+        }
+
+    async def start(self) -> None:
+        self._life = asyncio.get_running_loop().create_future()
+        life = await self._begin()
+        self._life.set_result(life)
+        self._tasks = [asyncio.create_task(self._keep(life)), asyncio.create_task(self._beat_all())]
+
+    async def stop(self) -> None:
+        await cancel_all(self._tasks)
+        life, self._life = self._current(), None
+        if life is not None:
+            life.end("the engine was stopped")
+            await life.slots.close()
+            await life.core.stop()
+        self._files.close()
+
+    async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
+        """See `Engine.load_files`. The process loads it before its first turn. Raises InvalidInput for too large a rank."""
+        try:
+            return (await asyncio.to_thread(self._files.put, adapter, files)).num_bytes
+        except (ValueError, KeyError) as error:
+            raise CorruptObject(str(error)) from error
+
+    async def drop(self, adapter: AdapterRef) -> None:
+        stored, life = self._files.drop(adapter), self._current()
+        if stored is not None and life is not None:
+            with contextlib.suppress(CoreDied):  # the next process does not know it
+                await life.slots.drop(stored.adapter)
+
+    async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
+        stored = self._check(request)
+        turn = self._turn(request, on_token, beat)
+        self._open[request.id] = turn
+        self._partials.pop(request.id, None)
+        try:
+            with self._files.hold(stored):
+                while turn.stop_reason is None:
+                    await self._go_on(turn, stored)
+            return turn.generated()
+        except asyncio.CancelledError:
+            self._keep_partial(turn)
+            raise
+        finally:
+            if self._open.get(request.id) is turn:
+                del self._open[request.id]
+
+    def partial(self, request_id: str) -> Partial | None:
+        turn = self._open.get(request_id)
+        return self._partials.get(request_id) if turn is None else turn.partial()
+
+    # ---- a turn -----------------------------------------------------------------------------------------------------
+
+    def _check(self, request: TurnRequest) -> Stored:
+        if self._life is None:
+            raise RuntimeError("the engine is not running")
+        base = request.adapter.is_base
+        stored = self._files.put_base() if base else self._files.get(request.adapter)
+        if stored is None:
+            raise NotFound(f"adapter {request.adapter} is not resident")
+        tokens, sampling = request.tokens.numpy(), request.sampling
+        if request.num_prompt < 1 or request.num_partial < 0:
+            raise InvalidInput("a turn needs at least one token before it")
+        if tokens.min() < 0 or tokens.max() >= self._shape.vocab:
+            raise InvalidInput("a token is outside of the base model's vocabulary")
+        if len(request.logprobs) != len(tokens):
+            raise InvalidInput("tokens and log-probs differ in length")
+        if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
+            raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
+        if not 0 <= sampling.temperature <= self._shape.max_temperature:
+            raise InvalidInput(f"this engine's temperature lies in [0, {self._shape.max_temperature:g}]")
+        return stored
+
+    def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> Turn:
+        return Turn(
+            request,
+            context=self._shape.context,
+            end_ids=self._tokenizer.end_of_turn_ids,
+            decode=lambda ids: self._tokenizer.decode(ids, skip_special=False),
+            beat=beat,
+            on_token=on_token,
+        )
+
+    async def _go_on(self, turn: Turn, stored: Stored) -> None:
+        """Sample in the present process until the turn or the process ends. Raises what makes the turn fail."""
+        if stored.broken:
+            raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
+        if turn.deaths >= MAX_DEATHS:
+            raise InvalidInput(f"the engine's process died {turn.deaths} times under this turn, also when it ran alone")
+        async with self._gate.enter(alone=turn.is_suspect), self._seats:
+            life, asks = await self._running(), turn.asks
+            try:
+                await life.unless_over(self._sample(turn, stored, life))
+            except CoreDied as error:
+                life.end(str(error))
+                turn.deaths += turn.asks - asks  # none if it was not in the process yet
+            except NotFinite as error:
+                self._blame(turn, stored, str(error))
+                life.end(f"{stored.ref} gave log-probs that are not numbers")
+            except UnreadableAdapter as error:
+                stored.broken = f"the engine cannot read it: {error}"
+
+    def _blame(self, turn: Turn, stored: Stored, why: str) -> None:
+        """Once in company it may have been anybody; alone in a fresh process it was this adapter."""
+        turn.not_finite += 1
+        if turn.not_finite > 1:
+            stored.broken = f"its scores are not numbers: {why}"
+
+    async def _sample(self, turn: Turn, stored: Stored, life: Life) -> None:
+        """Until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
+        async with life.slots.hold(stored.adapter):
+            self._counts.asks += 1
+            ask = turn.ask(f"{turn.request.id}+{self._counts.asks}", stored.adapter)
+            entered, busy_before = self._busy.enter(), turn.busy_s
+            try:
+                async with contextlib.aclosing(life.core.sample(ask)) as steps:
+                    async for step in steps:
+                        self._take(turn, step)
+                        turn.busy_s = busy_before + self._busy.share_s(entered)
+                        if turn.stop_reason is not None:
+                            return
+                raise CoreDied("it ended a turn too early")
+            finally:
+                turn.busy_s = busy_before + self._busy.leave(entered)
+
+    def _take(self, turn: Turn, step: Step) -> None:
+        before = len(turn.tokens)
+        try:
+            turn.take(step)
+        finally:
+            self._counts.steps += 1
+            self._counts.sampled_tokens += len(turn.tokens) - before
+
+    def _keep_partial(self, turn: Turn) -> None:
+        self._partials[turn.request.id] = turn.partial()
+        while len(self._partials) > KEPT_PARTIALS:
+            self._partials.popitem(last=False)
+
+    # ---- the process ------------------------------------------------------------------------------------------------
+
+    def _current(self) -> Life | None:
+        running = self._life is not None and self._life.done() and not self._life.cancelled()
+        return self._life.result() if running and self._life else None
+
+    async def _running(self) -> Life:
+        """The present life, or the next one once it has begun."""
+        while True:
+            assert self._life is not None
+            life = await asyncio.shield(self._life)
+            if not life.over.done():
+                return life
+            await asyncio.sleep(0)  # `_keep` is about to notice
+
+    async def _begin(self) -> Life:
+        """A fresh process with the bare base model's adapter."""
+        core = self._make_core()
+        try:
+            await core.start()
+            life = Life(core, self._shape.max_loras + 1)  # and the base
+            base = await asyncio.to_thread(self._files.put_base)
+            async with life.slots.hold(base.adapter):
+                return life
+        except BaseException:
+            await core.stop()
+            raise
+
+    async def _keep(self, life: Life) -> None:
+        """Notice that the process has died, report it, start another."""
+        while True:
+            following = await self._until_over(life)
+            self._counts.restarts += 1
+            log.error("engine_died", pid=life.core.pid, reason=life.over.result(), turns=self.in_use)
+            await life.slots.close()
+            await life.core.stop()
+            life = await self._begin_patiently()
+            following.set_result(life)
+            log.warning("engine_restarted", pid=life.core.pid, turns=self.in_use)
+
+    async def _until_over(self, life: Life) -> "asyncio.Future[Life]":
+        """Until the process has died, or is not to be used any more. Gives the next life, which `_running` awaits from now on."""
+        dead = asyncio.create_task(life.core.wait_dead())
+        silent = asyncio.create_task(self._until_silent())
+        await asyncio.wait([dead, silent, life.over], return_when=asyncio.FIRST_COMPLETED)
+        self._life = following = asyncio.get_running_loop().create_future()
+        life.end("its process ended" if dead.done() else f"it gave no token for {SILENCE_S:.0f} s")
+        await cancel_all([dead, silent])
+        return following
+
+    async def _until_silent(self) -> None:
+        """Returns when turns are in the process, and for a while none came and none got a token."""
+        seen = (-1, -1)
+        while (now := (self._counts.asks, self._counts.steps)) != seen or not self._busy.num_under_way:
+            seen = now
+            await asyncio.sleep(SILENCE_S)
+
+    async def _begin_patiently(self) -> Life:
+        attempt = 0
+        while True:
+            await asyncio.sleep(RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)])
+            try:
+                return await self._begin()
+            except Exception as error:  # the boundary: whatever keeps a process from starting may pass
+                attempt += 1
+                log.error("engine_not_restarted", attempt=attempt, reason=repr(error))
+
+    async def _beat_all(self) -> None:
+        """While the process gives tokens, those who wait for a slot or a seat are getting nearer too."""
+        seen = 0
+        while True:
+            await asyncio.sleep(BEAT_EVERY_S)
+            if self._counts.steps != seen:
+                seen = self._counts.steps
+                for turn in list(self._open.values()):
+                    turn.beat()

@@ -1,0 +1,124 @@
+"""One turn that a process engine is asked for: what it has so far, what is left of it, when it ends."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.messages import StopReason, TurnRequest
+from common.rng import bits
+from rollout_service.core import Adapter, Ask, Step
+from rollout_service.engine import Beat, Generated, OnToken, Partial
+from rollout_service.stops import first_stop
+
+SEED_BITS = 63
+"""Engines take seeds of a signed 64-bit integer."""
+
+
+class NotFinite(Exception):
+    """A log-probability is not a number."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Axis: N tokens of the turn, those that the request brought first."""
+
+    request: TurnRequest
+    context: int  # the most tokens of a sequence
+    end_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]  # special tokens included
+    beat: Beat
+    on_token: OnToken | None = None
+    tokens: list[int] = field(default_factory=list[int])  # [N]
+    logprobs: list[float] = field(default_factory=list[float])  # [N]
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    busy_s: float = 0.0
+    asks: int = 0  # how often a process was asked to go on with it
+    deaths: int = 0  # processes that died under it
+    not_finite: int = 0  # processes in which its log-probs were no numbers
+    stop_string: str = ""
+    stop_reason: StopReason | None = None  # None: it goes on
+
+    def __post_init__(self) -> None:
+        first = self.request.num_prompt
+        self.tokens = self.request.tokens.numpy()[first:].tolist()
+        self.logprobs = self.request.logprobs.numpy()[first:].tolist()
+        self.stop_reason = self._reason()
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of the last tokens were sampled here."""
+        return len(self.tokens) - self.request.num_partial
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what harms the process: it runs alone from now on."""
+        return self.deaths >= 2 or self.not_finite >= 1
+
+    def ask(self, name: str, adapter: Adapter) -> Ask:
+        """What is left of the turn. A resumed one draws from a stream of its own: see `seed`."""
+        self.asks += 1
+        sampling, request = self.request.sampling, self.request
+        sequence = request.tokens.numpy()[: request.num_prompt].tolist() + self.tokens
+        return Ask(
+            id=name,
+            tokens=sequence,
+            adapter=adapter,
+            salt=str(adapter.number),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            num_top_logprobs=sampling.num_top_logprobs,
+            max_tokens=min(sampling.max_tokens - len(self.tokens), self.context - len(sequence)),
+            end_ids=self.end_ids,
+            seed=self.seed(),
+        )
+
+    def seed(self) -> int:
+        """A function of the job's seed, the trajectory, the turn and the position, so that no two streams are equal."""
+        ref = self.request.trajectory
+        coordinates: Sequence[Any] = (ref.group, ref.sample, self.request.turn, len(self.tokens))
+        return int(bits(ref.seed & 0xFFFFFFFFFFFFFFFF, f"sample/{ref.purpose}", *coordinates)) & ((1 << SEED_BITS) - 1)
+
+    def take(self, step: Step) -> None:
+        """Add tokens up to the turn's end; what was sampled beyond it is forgotten. Raises NotFinite."""
+        before = len(self.tokens)
+        try:
+            for index, token in enumerate(step.tokens):
+                if not math.isfinite(step.logprobs[index]):
+                    raise NotFinite(f"the log-probability of token {len(self.tokens)} is not a number")
+                self._append(token, step.logprobs[index], step.top_logprobs[index : index + 1])
+                if self.stop_reason:
+                    return
+        finally:
+            if self.on_token and len(self.tokens) > before:
+                self.on_token(self.tokens[before:], self.logprobs[before:])
+
+    def _append(self, token: int, logprob: float, top: list[list[tuple[int, float]]]) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.top_logprobs += top
+        self.stop_string = first_stop(self.request.sampling.stop, self.tokens, self.decode)
+        self.stop_reason = "stop" if self.stop_string else self._reason()
+
+    def _reason(self) -> StopReason | None:
+        if self.tokens and self.tokens[-1] in self.end_ids:
+            return "stop"
+        if len(self.tokens) >= self.request.sampling.max_tokens:
+            return "length"
+        return "context" if self.request.num_prompt + len(self.tokens) >= self.context else None
+
+    def partial(self) -> Partial:
+        return Partial(list(self.tokens), list(self.logprobs), self.num_sampled, self.busy_s)
+
+    def generated(self) -> Generated:
+        assert self.stop_reason is not None, "the turn has not ended"
+        return Generated(
+            adapter=self.request.adapter,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            stop_reason=self.stop_reason,
+            stop_string=self.stop_string,
+            top_logprobs=self.top_logprobs,
+            num_sampled=self.num_sampled,
+            busy_s=self.busy_s,
+        )

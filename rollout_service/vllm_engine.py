@@ -1,0 +1,246 @@
+"""The engine on vLLM, on CPU and CUDA: the only file that touches vllm. What is around it is in `process_engine.py`.
+
+vLLM 0.32 asks for care in some places; docs/vllm.md tells each with its symptom:
+
+    every request names an adapter    next to rows with adapters, one without is computed with another's weights
+    prompts are prefilled whole       a seeded request whose prompt is prefilled in pieces kills the process
+    `add_lora` before `generate`      a request whose adapter cannot be read kills the process; `add_lora` merely raises
+    every await ends with the process `add_lora` never returns if it dies meanwhile: `process_engine.Life.unless_over`
+    parameters are checked before     one that does not decode ends the process's reading thread, and nothing is heard again
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import InvalidInput, Unavailable
+from common.tokens import ChatTokenizer
+from rollout_service.adapter_files import AdapterFiles, linear_shapes
+from rollout_service.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+from rollout_service.process_engine import ProcessEngine, Shape
+
+MAX_TEMPERATURE = 2.0
+"""vLLM's own limit."""
+MAX_TOP_LOGPROBS = 20
+LEAST_LOGPROB = -9999.0
+"""Of a token that top_p excludes: its log-prob is minus infinity, which JSON cannot say."""
+STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What the operator chooses; `settings.py` explains each."""
+
+    folder: Path  # the base model
+    device: str
+    dtype: str
+    slots: int
+    max_loras: int
+    max_lora_rank: int
+    tensor_parallel: int
+    memory_fraction: float
+    kv_bytes: int  # on the CPU
+    enforce_eager: bool
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == "cpu"
+
+
+def vllm_engine(options: VllmOptions, tokenizer: ChatTokenizer) -> ProcessEngine:
+    """An engine that is not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
+    check_installed(options)
+    files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank)
+    shape = Shape(tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, MAX_TEMPERATURE)
+    return ProcessEngine(lambda: VllmCore(options, tokenizer.context), files, tokenizer, shape)
+
+
+class VllmCore:
+    """Implements `Core`: one `AsyncLLM` and the processes that it starts."""
+
+    def __init__(self, options: VllmOptions, context: int) -> None:
+        self._options = options
+        self._context = context
+        self._llm: Any = None
+        self._pid = 0
+        self._dead = asyncio.Event()
+        self._loras: dict[int, Any] = {}  # number of the adapter -> LoRARequest
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    async def start(self) -> None:
+        """Raises Unavailable if vLLM does not come up."""
+        try:
+            self._llm = await asyncio.to_thread(_launch, self._options, self._context)
+        except Exception as error:  # the boundary: vLLM raises many kinds
+            raise Unavailable(f"vLLM did not start, its own log says why: {error!r}") from error
+        self._watch(self._llm.engine_core.resources.engine_manager.processes[0].pid)
+        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
+        await self._warm_up()
+
+    async def stop(self) -> None:
+        if self._llm is None:
+            return
+        await asyncio.to_thread(self._llm.shutdown, STOP_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._dead.wait()
+        if not self._dead.is_set():
+            os.kill(self._pid, signal.SIGKILL)
+            await self._dead.wait()
+
+    async def wait_dead(self) -> None:
+        await self._dead.wait()
+
+    async def add(self, adapter: Adapter) -> None:
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        lora: Any = LoRARequest(adapter.name, adapter.number, str(adapter.folder))
+        try:
+            await self._llm.add_lora(lora)
+        except Exception as error:  # the boundary: vLLM raises what its reader raised, as text
+            if self._llm.errored:
+                raise CoreDied(repr(error)) from error
+            raise UnreadableAdapter(str(error)) from error
+        self._loras[adapter.number] = lora
+
+    async def remove(self, adapter: Adapter) -> None:
+        await self._llm.remove_lora(adapter.number)
+        del self._loras[adapter.number]
+
+    async def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+        prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
+        lora = self._loras[ask.adapter.number]
+        outputs: Any = self._llm.generate(prompt, _parameters(ask), ask.id, lora_request=lora)
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield _step(output, ask.num_top_logprobs)
+        except Exception as error:  # the boundary: requests are checked before, so it is the process's trouble
+            raise CoreDied(repr(error)) from error
+
+    def _watch(self, pid: int) -> None:
+        """`_dead` is set when the engine's process ends."""
+        self._pid = pid
+        loop, process = asyncio.get_running_loop(), os.pidfd_open(pid)
+
+        def ended() -> None:
+            loop.remove_reader(process)
+            os.close(process)
+            self._dead.set()
+
+        loop.add_reader(process, ended)
+
+    async def _warm_up(self) -> None:
+        """The first requests of a process compile and allocate."""
+        bare = Adapter(0, "", self._options.folder)
+        self._loras[0] = None
+        for temperature in (0.0, 1.0):
+            ask = Ask(f"warm-up-{temperature}", [0, 0], bare, "warm-up", temperature, 1.0, 1, 4, (), 0)
+            async for _ in self.sample(ask):
+                pass
+
+
+def check_installed(options: VllmOptions) -> None:
+    """Prepares this process's environment for vLLM. Raises InvalidInput if it is missing, or is for another device."""
+    _set_environment(options)
+    try:
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InvalidInput(f"MARLAAS_ENGINE=vllm needs vLLM, install it with: make vllm ({error})") from error
+    found = current_platform.device_type
+    if found != options.device.partition(":")[0]:
+        raise InvalidInput(
+            f"this vLLM computes on {found}, not on MARLAAS_ROLLOUT_DEVICE={options.device}: set that, or run make vllm"
+        )
+
+
+def _set_environment(options: VllmOptions) -> None:
+    """What vLLM takes from the environment alone, unless the operator has set it; its processes inherit it."""
+    chosen = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if options.is_cpu:
+        # The first compiles small helpers for half a minute in each process; the second binds threads to cores that
+        # other workers use too.
+        chosen |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+
+
+def _launch(options: VllmOptions, context: int) -> Any:
+    """An AsyncLLM whose processes are up. Blocks for many seconds."""
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(options, context)))
+
+
+def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
+    memory: Mapping[str, Any] = (
+        {"kv_cache_memory_bytes": options.kv_bytes}
+        if options.is_cpu
+        else {"gpu_memory_utilization": options.memory_fraction}
+    )
+    return {
+        **memory,
+        "model": str(options.folder),
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # not the base model's own sampling defaults
+        "dtype": options.dtype,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enforce_eager": options.enforce_eager or options.is_cpu,
+        "max_model_len": context,
+        "max_num_seqs": options.slots,
+        "max_num_batched_tokens": max(context, 2048),
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": True,
+        "enable_lora": True,
+        "max_loras": options.max_loras + 1,  # and the one that stands for the bare base model
+        "max_cpu_loras": options.max_loras + 1,
+        "max_lora_rank": options.max_lora_rank,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "disable_log_stats": True,
+        "worker_extension_cls": "rollout_service.vllm_guard.Guard",
+    }
+
+
+def _parameters(ask: Ask) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    return SamplingParams(
+        temperature=ask.temperature,
+        top_p=ask.top_p,
+        seed=ask.seed if ask.temperature else None,
+        max_tokens=ask.max_tokens,
+        logprobs=ask.num_top_logprobs,
+        stop_token_ids=list(ask.end_ids),
+        ignore_eos=True,
+        detokenize=False,
+        flat_logprobs=True,
+        skip_clone=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _step(output: Any, num_top: int) -> Step:
+    """vLLM lists for each position the sampled token first, then the best ones by rank."""
+    completion = output.outputs[0]
+    flat = completion.logprobs
+    starts, ends = flat.start_indices, flat.end_indices
+    pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
+    top = [
+        [(t, max(p, LEAST_LOGPROB)) for t, p in pairs[s + 1 : e][:num_top]] for s, e in zip(starts, ends, strict=True)
+    ]
+    return Step(
+        tokens=list(completion.token_ids),
+        logprobs=[flat.logprobs[start] for start in starts],
+        top_logprobs=top if num_top else [],
+        finished=output.finished,
+    )

@@ -1,0 +1,152 @@
+"""The engines under the contract tests, each as something that runs one: `torch`, `fake` (a process engine over a core that
+is no process), and `vllm`, whose process is started once and shared by all tests of a run."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+import pytest
+
+from common.messages import AdapterRef
+from rollout_service.adapter_files import AdapterFiles, linear_shapes
+from rollout_service.batch import Limits
+from rollout_service.core import Adapter, Ask, Core, Step
+from rollout_service.engine import Engine
+from rollout_service.process_engine import ProcessEngine, Shape
+from tests.fake_core import FakeCore
+from tests.rollout_cases import TINY, NoEnd, running, tokenizer
+
+MAX_LORAS = 4
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; install it with: make vllm"
+)
+KINDS = ["torch", "fake", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+Adapters = Mapping[AdapterRef, dict[str, bytes]]
+
+
+class Running(Protocol):
+    """Runs an engine of one kind. `ends`: whether the end-of-turn token ends a turn."""
+
+    exact: bool  # bits depend on the request alone, and a resumed turn draws the same numbers
+
+    def __call__(
+        self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
+    ) -> "contextlib.AbstractAsyncContextManager[Engine]": ...
+
+
+class TorchRunning:
+    exact = True
+
+    def __call__(
+        self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
+    ) -> "contextlib.AbstractAsyncContextManager[Engine]":
+        return running(adapters=dict(adapters or {}), ends=ends, limits=Limits(slots=slots))
+
+
+@dataclasses.dataclass
+class ProcessRunning:
+    """A process engine of its own for each test, over cores that `make_core` makes."""
+
+    make_core: Callable[[], Core]
+    exact: bool = False
+
+    @contextlib.asynccontextmanager
+    async def __call__(
+        self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
+    ) -> AsyncGenerator[ProcessEngine]:
+        engine = process_engine(self.make_core, ends=ends, slots=slots)
+        await engine.start()
+        try:
+            for adapter, files in (adapters or {}).items():
+                await engine.load_files(adapter, files)
+            yield engine
+        finally:
+            await engine.stop()
+
+
+def process_engine(
+    make_core: Callable[[], Core],
+    *,
+    ends: bool = True,
+    slots: int = 64,
+    max_loras: int = MAX_LORAS,
+    files: AdapterFiles | None = None,
+) -> ProcessEngine:
+    known = tokenizer()
+    shape = Shape(known.vocab_size, known.context, slots, max_loras, max_temperature=2.0)
+    stored = files or AdapterFiles(linear_shapes(TINY), max_rank=16)
+    return ProcessEngine(make_core, stored, known if ends else NoEnd(), shape)
+
+
+def fake_core(**told: Any) -> FakeCore:
+    return FakeCore(tokenizer().vocab_size, MAX_LORAS + 1, **told)
+
+
+def vllm_core_of(**changed: Any) -> Core:
+    """A vLLM that is not started yet."""
+    from rollout_service.vllm_engine import VllmCore, VllmOptions, check_installed
+
+    chosen = {
+        "folder": TINY,
+        "device": "cpu",
+        "dtype": "float32",
+        "slots": 64,
+        "max_loras": MAX_LORAS,
+        "max_lora_rank": 16,
+        "tensor_parallel": 1,
+        "memory_fraction": 0.9,
+        "kv_bytes": 1 << 28,
+        "enforce_eager": True,
+    }
+    options = VllmOptions(**{**chosen, **changed})
+    check_installed(options)
+    return VllmCore(options, tokenizer().context)
+
+
+class SharedCore:
+    """One test's view of a core that other tests use too: numbers and names of its own, and an end that ends nothing."""
+
+    def __init__(self, core: Core, numbers: "Numbers") -> None:
+        self._core = core
+        self._numbers = numbers
+        self._prefix = numbers.next()
+        self._known: dict[int, Adapter] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._core.pid
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None:
+        for adapter in self._known.values():
+            await self._core.remove(adapter)
+
+    def wait_dead(self) -> Coroutine[Any, Any, None]:
+        return self._core.wait_dead()
+
+    async def add(self, adapter: Adapter) -> None:
+        number = self._numbers.next()
+        renamed = Adapter(number, f"{adapter.name}+{number}", adapter.folder)
+        await self._core.add(renamed)
+        self._known[adapter.number] = renamed
+
+    async def remove(self, adapter: Adapter) -> None:
+        await self._core.remove(self._known.pop(adapter.number))
+
+    def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+        adapter = self._known[ask.adapter.number]
+        return self._core.sample(
+            dataclasses.replace(ask, id=f"{self._prefix}/{ask.id}", adapter=adapter, salt=f"{self._prefix}/{ask.salt}")
+        )
+
+
+@dataclasses.dataclass
+class Numbers:
+    last: int = 0
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last

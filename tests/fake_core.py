@@ -1,0 +1,122 @@
+"""A core without a process: scores are a function of the adapter's files and the last tokens; it dies and fails as told.
+
+It passes the same contract tests as `rollout_service.vllm_engine.VllmCore`, and has its habits: a turn draws from a stream
+of its own seed, what is asked of a dead core never returns, an adapter must be loaded before it is named.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout_service.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+
+STEP_S = 0.0005
+
+
+@dataclass
+class FakeCore:
+    vocab: int
+    max_loras: int
+    pid: int = 1
+    unreadable: frozenset[str] = frozenset()  # jobs whose adapters `add` refuses
+    poison: frozenset[str] = frozenset()  # jobs whose turns give NaN, and leave it for whoever comes next
+    deadly: frozenset[str] = frozenset()  # jobs whose turns end the process
+    hangs: bool = False  # gives no token
+    fails_to_start: bool = False
+    loaded: dict[int, str] = field(default_factory=dict[int, str])  # number -> digest of the files
+    most_loaded: int = 0
+    running: int = 0
+    poisoned: bool = False
+    named: list[str] = field(default_factory=list[str])  # adapters, in the order in which turns were asked for
+    aborted: list[str] = field(default_factory=list[str])
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+        if self.fails_to_start:
+            raise OSError("no memory")
+
+    async def stop(self) -> None:
+        self.dead.set()
+
+    async def wait_dead(self) -> None:
+        await self.dead.wait()
+
+    async def add(self, adapter: Adapter) -> None:
+        await self._answer()
+        if _job(adapter) in self.unreadable:
+            raise UnreadableAdapter("not for me")
+        assert adapter.number not in self.loaded
+        assert adapter.folder.is_dir(), "the folder went while a request names the adapter"
+        files = b"".join(file.read_bytes() for file in sorted(adapter.folder.iterdir()))
+        self.loaded[adapter.number] = hashlib.sha256(files).hexdigest()
+        self.most_loaded = max(self.most_loaded, len(self.loaded))
+        assert len(self.loaded) <= self.max_loras, "more adapters than slots"
+
+    async def remove(self, adapter: Adapter) -> None:
+        await self._answer()
+        del self.loaded[adapter.number]
+
+    async def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+        self.named.append(ask.adapter.name)
+        digest, tokens = self.loaded[ask.adapter.number], list(ask.tokens)
+        random = np.random.default_rng(ask.seed)
+        self.running += 1
+        try:
+            for left in range(ask.max_tokens - 1, -1, -1):
+                await self._step(ask)
+                step = self._next(ask, digest, tokens, random, last=left == 0)
+                tokens += step.tokens
+                yield step
+                if step.finished:
+                    return
+        except GeneratorExit:
+            self.aborted.append(ask.id)
+            raise
+        finally:
+            self.running -= 1
+
+    async def _step(self, ask: Ask) -> None:
+        await asyncio.sleep(STEP_S)
+        if _job(ask.adapter) in self.deadly:
+            self.dead.set()
+        if self.hangs:
+            await asyncio.Event().wait()
+        await self._answer()
+
+    async def _answer(self) -> None:
+        """A dead process never answers."""
+        await asyncio.sleep(0)
+        if self.dead.is_set():
+            await asyncio.Event().wait()
+            raise CoreDied("unreachable")
+
+    def _next(self, ask: Ask, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool) -> Step:
+        self.poisoned |= _job(ask.adapter) in self.poison
+        logprobs = _logprobs(digest, tokens, self.vocab, ask.temperature or 1.0)
+        best = np.argsort(-logprobs)
+        token = int(best[0])
+        if ask.temperature:
+            kept = best[: max(1, int((np.exp(logprobs[best]).cumsum() < ask.top_p).sum()))]
+            shares = np.exp(logprobs[kept])
+            token = int(random.choice(kept, p=shares / shares.sum()))
+        top = [(int(t), float(logprobs[t])) for t in best[: ask.num_top_logprobs]]
+        logprob = float("nan") if self.poisoned else float(np.float32(logprobs[token]))  # as it travels
+        return Step([token], [logprob], [top] if top else [], last or token in ask.end_ids)
+
+
+def _logprobs(digest: str, tokens: list[int], vocab: int, temperature: float) -> np.ndarray:
+    """[vocab] Turns of a dozen tokens are the rule: the special tokens, the last ids, become likely with the length."""
+    seed = hashlib.sha256(f"{digest}/{tokens[-4:]}/{len(tokens)}".encode()).digest()
+    scores = np.random.default_rng(int.from_bytes(seed[:8], "little")).normal(0.0, 2.0, vocab)
+    scores[256] += min(len(tokens), 40) / 10
+    scores /= temperature
+    return scores - np.log(np.exp(scores).sum())
+
+
+def _job(adapter: Adapter) -> str:
+    """From a name such as `tenant/job@3#7`."""
+    return adapter.name.partition("/")[2].partition("@")[0].partition("#")[0]
