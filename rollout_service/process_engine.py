@@ -57,10 +57,16 @@ class Shape:
 class Life:
     """One life of the process: its core, who has which slot, and when it is over."""
 
-    def __init__(self, core: Core, max_loras: int) -> None:
+    def __init__(self, core: Core, base: Adapter, max_loras: int) -> None:
         self.core = core
+        self.base = base  # has a place of its own for the whole of this life
         self.slots = LoraSlots(max_loras, self._load, self._unload)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+        self._watching = asyncio.create_task(self._watch())
+
+    def hold(self, adapter: Adapter) -> contextlib.AbstractAsyncContextManager[None]:
+        """The adapter is loaded inside."""
+        return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter)
 
     def end(self, reason: str) -> None:
         """Whoever runs in it gets CoreDied."""
@@ -78,6 +84,16 @@ class Life:
         if self.over.done() and (task.cancelled() or task.exception() is not None):
             raise CoreDied(self.over.result())
         return task.result()
+
+    async def close(self) -> None:
+        """The process is gone when this returns."""
+        await self.slots.close()
+        await self.core.stop()
+        await cancel_all([self._watching])
+
+    async def _watch(self) -> None:
+        await self.core.wait_dead()
+        self.end("its process ended")
 
     async def _load(self, adapter: Adapter) -> None:
         await self.unless_over(self.core.add(adapter))
@@ -154,8 +170,7 @@ class ProcessEngine:
         life, self._life = self._current(), None
         if life is not None:
             life.end("the engine was stopped")
-            await life.slots.close()
-            await life.core.stop()
+            await life.close()
         self._files.close()
 
     async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
@@ -251,7 +266,7 @@ class ProcessEngine:
 
     async def _sample(self, turn: Turn, stored: Stored, life: Life) -> None:
         """Until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
-        async with life.slots.hold(stored.adapter):
+        async with life.hold(stored.adapter):
             self._counts.asks += 1
             ask = turn.ask(f"{turn.request.id}+{self._counts.asks}", stored.adapter)
             entered, busy_before = self._busy.enter(), turn.busy_s
@@ -299,10 +314,9 @@ class ProcessEngine:
         core = self._make_core()
         try:
             await core.start()
-            life = Life(core, self._shape.max_loras + 1)  # and the base
-            base = await asyncio.to_thread(self._files.put_base)
-            async with life.slots.hold(base.adapter):
-                return life
+            life = Life(core, self._files.put_base().adapter, self._shape.max_loras)
+            await life.unless_over(core.add(life.base))
+            return life
         except BaseException:
             await core.stop()
             raise
@@ -313,20 +327,18 @@ class ProcessEngine:
             following = await self._until_over(life)
             self._counts.restarts += 1
             log.error("engine_died", pid=life.core.pid, reason=life.over.result(), turns=self.in_use)
-            await life.slots.close()
-            await life.core.stop()
+            await life.close()
             life = await self._begin_patiently()
             following.set_result(life)
             log.warning("engine_restarted", pid=life.core.pid, turns=self.in_use)
 
     async def _until_over(self, life: Life) -> "asyncio.Future[Life]":
         """Until the process has died, or is not to be used any more. Gives the next life, which `_running` awaits from now on."""
-        dead = asyncio.create_task(life.core.wait_dead())
         silent = asyncio.create_task(self._until_silent())
-        await asyncio.wait([dead, silent, life.over], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([silent, life.over], return_when=asyncio.FIRST_COMPLETED)
         self._life = following = asyncio.get_running_loop().create_future()
-        life.end("its process ended" if dead.done() else f"it gave no token for {SILENCE_S:.0f} s")
-        await cancel_all([dead, silent])
+        life.end(f"it gave no token for {SILENCE_S:.0f} s")
+        await cancel_all([silent])
         return following
 
     async def _until_silent(self) -> None:

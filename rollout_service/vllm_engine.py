@@ -16,12 +16,12 @@ import signal
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from common.errors import InvalidInput, Unavailable
-from common.tokens import ChatTokenizer
 from rollout_service.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+from rollout_service.engine import Tokenizer
 from rollout_service.process_engine import ProcessEngine, Shape
 
 MAX_TEMPERATURE = 2.0
@@ -52,7 +52,14 @@ class VllmOptions:
         return self.device == "cpu"
 
 
-def vllm_engine(options: VllmOptions, tokenizer: ChatTokenizer) -> ProcessEngine:
+class BaseTokenizer(Tokenizer, Protocol):
+    """What must be known of the base model; `common.tokens.ChatTokenizer` is one."""
+
+    context: int
+    vocab_size: int
+
+
+def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine:
     """An engine that is not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
     check_installed(options)
     files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank)

@@ -15,8 +15,7 @@ from common.objects import Objects
 from common.streams import Cell
 
 if TYPE_CHECKING:  # they import torch, which most tests do not need
-    from rollout_service.core import Core
-    from tests.engines import Numbers, Running
+    from tests.engines import Running, SharedVllm
 
 settings.register_profile(
     "steady", deadline=None, derandomize=True
@@ -53,14 +52,13 @@ async def bus(redis_url: str, objects: Objects) -> AsyncIterator[Bus]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_core() -> "AsyncIterator[Core]":
-    """A real vLLM, started once: a test that harms it starts its own."""
-    from tests.engines import vllm_core_of
+async def vllm() -> "AsyncIterator[SharedVllm]":
+    """A real vLLM, started when first used, once for all tests; and again after a test has killed it."""
+    from tests.engines import SharedVllm
 
-    core = vllm_core_of()
-    await core.start()
-    yield core
-    await core.stop()
+    shared = SharedVllm()
+    yield shared
+    await shared.stop()
 
 
 @pytest.fixture
@@ -72,13 +70,5 @@ def running(request: pytest.FixtureRequest) -> "Running":
         return TorchRunning()
     if request.param == "fake":
         return ProcessRunning(fake_core)
-    core, numbers = request.getfixturevalue("vllm_core"), request.getfixturevalue("numbers")
-    return ProcessRunning(lambda: SharedCore(core, numbers))
-
-
-@pytest.fixture(scope="session")
-def numbers() -> "Numbers":
-    """What distinguishes the names of adapters and turns of all tests on one vLLM."""
-    from tests.engines import Numbers
-
-    return Numbers()
+    shared = request.getfixturevalue("vllm")
+    return ProcessRunning(lambda: SharedCore(shared))

@@ -1,10 +1,11 @@
 """The engines under the contract tests, each as something that runs one: `torch`, `fake` (a process engine over a core that
 is no process), and `vllm`, whose process is started once and shared by all tests of a run."""
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from common.messages import AdapterRef
 from rollout_service.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.batch import Limits
-from rollout_service.core import Adapter, Ask, Core, Step
+from rollout_service.core import Adapter, Ask, Core, CoreDied, Step
 from rollout_service.engine import Engine
 from rollout_service.process_engine import ProcessEngine, Shape
 from tests.fake_core import FakeCore
@@ -84,69 +85,103 @@ def fake_core(**told: Any) -> FakeCore:
     return FakeCore(tokenizer().vocab_size, MAX_LORAS + 1, **told)
 
 
-def vllm_core_of(**changed: Any) -> Core:
+def vllm_core() -> Core:
     """A vLLM that is not started yet."""
     from rollout_service.vllm_engine import VllmCore, VllmOptions, check_installed
 
-    chosen = {
-        "folder": TINY,
-        "device": "cpu",
-        "dtype": "float32",
-        "slots": 64,
-        "max_loras": MAX_LORAS,
-        "max_lora_rank": 16,
-        "tensor_parallel": 1,
-        "memory_fraction": 0.9,
-        "kv_bytes": 1 << 28,
-        "enforce_eager": True,
-    }
-    options = VllmOptions(**{**chosen, **changed})
+    options = VllmOptions(
+        folder=TINY,
+        device="cpu",
+        dtype="float32",
+        slots=64,
+        max_loras=MAX_LORAS,
+        max_lora_rank=16,
+        tensor_parallel=1,
+        memory_fraction=0.9,
+        kv_bytes=1 << 28,
+        enforce_eager=True,
+    )
     check_installed(options)
     return VllmCore(options, tokenizer().context)
 
 
-class SharedCore:
-    """One test's view of a core that other tests use too: numbers and names of its own, and an end that ends nothing."""
+class SharedVllm:
+    """The one vLLM of a test run."""
 
-    def __init__(self, core: Core, numbers: "Numbers") -> None:
-        self._core = core
-        self._numbers = numbers
-        self._prefix = numbers.next()
+    def __init__(self) -> None:
+        self._core: Core | None = None
+        self._dead: asyncio.Task[None] | None = None
+        self.last_number = 0
+
+    async def core(self) -> Core:
+        """A living one; started if there is none."""
+        if self._dead is not None and self._dead.done():
+            await self.stop()
+        if self._core is None:
+            self._core = vllm_core()
+            await self._core.start()
+            self._dead = asyncio.create_task(self._core.wait_dead())
+        return self._core
+
+    async def stop(self) -> None:
+        if self._core is not None:
+            await self._core.stop()
+            self._core = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._dead is not None and not self._dead.done()
+
+    def next_number(self) -> int:
+        self.last_number += 1
+        return self.last_number
+
+
+class SharedCore:
+    """One test's view of the shared vLLM: numbers and names of its own, and an end that ends nothing."""
+
+    def __init__(self, shared: SharedVllm) -> None:
+        self._shared = shared
+        self._prefix = shared.next_number()
+        self._core: Core | None = None
         self._known: dict[int, Adapter] = {}
 
     @property
-    def pid(self) -> int:
-        return self._core.pid
+    def _running(self) -> Core:
+        assert self._core is not None
+        return self._core
 
-    async def start(self) -> None: ...
+    @property
+    def pid(self) -> int:
+        return self._running.pid
+
+    async def start(self) -> None:
+        self._core = await self._shared.core()
 
     async def stop(self) -> None:
         for adapter in self._known.values():
-            await self._core.remove(adapter)
+            if self._shared.is_alive:
+                await self._running.remove(adapter)
 
-    def wait_dead(self) -> Coroutine[Any, Any, None]:
-        return self._core.wait_dead()
+    async def wait_dead(self) -> None:
+        await self._running.wait_dead()
 
     async def add(self, adapter: Adapter) -> None:
-        number = self._numbers.next()
+        number = self._shared.next_number()
         renamed = Adapter(number, f"{adapter.name}+{number}", adapter.folder)
-        await self._core.add(renamed)
+        await self._running.add(renamed)
         self._known[adapter.number] = renamed
 
     async def remove(self, adapter: Adapter) -> None:
-        await self._core.remove(self._known.pop(adapter.number))
+        await self._running.remove(self._known.pop(adapter.number))
 
-    def sample(self, ask: Ask) -> AsyncGenerator[Step]:
-        adapter = self._known[ask.adapter.number]
-        return self._core.sample(
-            dataclasses.replace(ask, id=f"{self._prefix}/{ask.id}", adapter=adapter, salt=f"{self._prefix}/{ask.salt}")
-        )
-
-
-@dataclasses.dataclass
-class Numbers:
-    last: int = 0
-
-    def next(self) -> int:
-        self.last += 1
-        return self.last
+    async def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+        prefix, adapter = self._prefix, self._known[ask.adapter.number]
+        mine = dataclasses.replace(ask, id=f"{prefix}/{ask.id}", adapter=adapter, salt=f"{prefix}/{ask.salt}")
+        try:
+            async with contextlib.aclosing(self._running.sample(mine)) as steps:
+                async for step in steps:
+                    yield step
+        except CoreDied:
+            await self._running.wait_dead()  # so that the next test does not take it for a living one
+            raise

@@ -73,7 +73,7 @@ class FakeCore:
                 yield step
                 if step.finished:
                     return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             self.aborted.append(ask.id)
             raise
         finally:

@@ -1,0 +1,236 @@
+"""Both rollout engines: tokens/s, the vLLM engine with 1, 4 and 16 adapters in one batch, and the sampling gap by dtype.
+
+    python -m benchmarks.engines [--rows 64] [--tokens 48] [--rounds 5] [--json FILE]
+
+All sample at temperature 1 the same prompts, exactly `--tokens` tokens a row. Rounds go through all cases one after the
+other, so that load falls on all alike; medians are printed. The sampling gap is the trainer's own metric: the mean of
+|log-prob in training - log-prob at sampling| over turns that ended by themselves, of questions that `tiny` knows, with an
+adapter; the trainer computes in float32. vLLM is skipped where it is not installed (`make vllm`).
+"""
+
+import asyncio
+import importlib.util
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from base_model.adapter import load_adapter
+from base_model.decoder import Decoder
+from benchmarks._report import Goal, make_table, parser, show
+from benchmarks.rollout import NoEnd, adapter_files, prompts
+from common.messages import (
+    AdapterRef,
+    LoraSpec,
+    LossSpec,
+    OptimSpec,
+    Rows,
+    Sampling,
+    Step,
+    TrajectoryRef,
+    TurnRequest,
+    f32,
+    i32,
+    u8,
+)
+from common.skills import SKILLS, generate
+from common.tokens import ChatTokenizer
+from rollout_service.engine import Engine, Generated
+from rollout_service.torch_engine import TorchEngine
+from rollout_service.vllm_engine import VllmOptions, vllm_engine
+from trainer_service import lora
+from trainer_service.optimiser import Moments
+from trainer_service.training import Trainer, TrainState
+
+TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+ADAPTERS = (1, 4, 16)
+DTYPES = {"float32": 0.001, "bfloat16": 0.01}
+"""The bound of the sampling gap."""
+REF = AdapterRef("bench", "gap", 1)
+
+
+class NoEndOfTiny(NoEnd):
+    """The same, with what vLLM must know of the base model."""
+
+    context = 2048
+    vocab_size = 272
+
+
+def options(dtype: str) -> VllmOptions:
+    return VllmOptions(
+        folder=TINY,
+        device="cpu",
+        dtype=dtype,
+        slots=64,
+        max_loras=max(ADAPTERS),
+        max_lora_rank=16,
+        tensor_parallel=1,
+        memory_fraction=0.9,
+        kv_bytes=1 << 28,
+        enforce_eager=True,
+    )
+
+
+def request(
+    adapter: AdapterRef, tokens: Sequence[int], sample: int, num_tokens: int, temperature: float = 1.0
+) -> TurnRequest:
+    num = len(tokens)
+    return TurnRequest(
+        id=f"{adapter}/{sample}",
+        tenant=adapter.tenant,
+        job=adapter.job,
+        partition=0,
+        adapter=adapter,
+        trajectory=TrajectoryRef("train", 1, sample, 0),
+        turn=0,
+        tokens=i32(tokens),
+        logprobs=f32(np.zeros(num)),
+        written=u8(np.zeros(num)),
+        sampling=Sampling(max_tokens=num_tokens, temperature=temperature),
+    )
+
+
+async def together(engine: Engine, asked: Sequence[TurnRequest]) -> list[Generated]:
+    return await asyncio.gather(*[engine.generate(r, beat=lambda: None) for r in asked])
+
+
+async def speed(engine: Engine, num_adapters: int, rows: int, num_tokens: int) -> float:
+    """Tokens/s; neighbouring rows are of different adapters."""
+    refs = [AdapterRef("bench", f"job{i}", 1) for i in range(num_adapters)]
+    asked = [request(refs[i % num_adapters], t.tolist(), i, num_tokens) for i, t in enumerate(prompts(rows))]
+    started = time.perf_counter()
+    done = await together(engine, asked)
+    return sum(len(g.tokens) for g in done) / (time.perf_counter() - started)
+
+
+async def load_all(engine: Engine, decoder: Decoder) -> None:
+    await engine.start()
+    for i in range(max(ADAPTERS)):
+        await engine.load_files(AdapterRef("bench", f"job{i}", 1), adapter_files(decoder, i))
+
+
+# ---- the sampling gap -----------------------------------------------------------------------------------------------
+
+
+def questions(tokenizer: ChatTokenizer, num: int) -> list[list[int]]:
+    known = [skill for skill in SKILLS if not SKILLS[skill].needs_calculator]
+    items = [item for skill in known for item in generate(skill, seed=0, n=-(-num // len(known)))]
+    return [tokenizer.render(item["messages"]) for item in items[:num]]
+
+
+async def measure_gap(engine: Engine, tokenizer: ChatTokenizer, decoder: Decoder, temperature: float = 1.0) -> float:
+    """Of an engine that has started, with an adapter of its own."""
+    files = adapter_files(decoder, 0)
+    await engine.load_files(REF, files)
+    asked = [request(REF, tokens, i, 32, temperature) for i, tokens in enumerate(questions(tokenizer, 64))]
+    gap = sampling_gap(decoder, files, asked, await together(engine, asked))
+    await engine.drop(REF)
+    return gap
+
+
+def sampling_gap(
+    decoder: Decoder, files: dict[str, bytes], asked: Sequence[TurnRequest], done: Sequence[Generated]
+) -> float:
+    """The metric of a real training step on these turns; every second one is rewarded."""
+    adapter = load_adapter(files)
+    state = TrainState(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
+    step = Step(
+        id="gap/2",
+        tenant=REF.tenant,
+        job=REF.job,
+        partition=0,
+        adapter=REF,
+        seed=0,
+        lora=LoraSpec(adapter.spec.rank, adapter.spec.alpha),
+        loss=LossSpec(temperature=asked[0].sampling.temperature),
+        optim=OptimSpec(1e-3),
+        rows=rows_of(asked, done),
+        next_group=1,
+    )
+    gap = Trainer(decoder).step(step, state, lambda: None).metrics["sampling_gap"]
+    assert gap is not None
+    return gap
+
+
+def rows_of(asked: Sequence[TurnRequest], done: Sequence[Generated]) -> Rows:
+    """One group of all turns."""
+    prompts_R = [r.tokens.numpy() for r in asked]
+    return Rows(
+        tokens=i32(np.concatenate([t for p, g in zip(prompts_R, done, strict=True) for t in (p, g.tokens)])),
+        logprobs=f32(np.concatenate([t for p, g in zip(prompts_R, done, strict=True) for t in (0.0 * p, g.logprobs)])),
+        written=u8(np.concatenate([[0] * len(p) + [1] * len(g.tokens) for p, g in zip(prompts_R, done, strict=True)])),
+        lengths=i32([len(p) + len(g.tokens) for p, g in zip(prompts_R, done, strict=True)]),
+        groups=i32([0] * len(done)),
+        samples=i32(range(len(done))),
+        rewards=f32([i % 2 for i in range(len(done))]),
+        versions=i32([REF.version] * len(done)),
+        truncated=u8([0] * len(done)),
+    )
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+async def measure_speeds(rows: int, num_tokens: int, rounds: int, *, with_vllm: bool) -> dict[str, float]:
+    decoder = Decoder.load(TINY)
+    engines: dict[str, Engine] = {"torch": TorchEngine(decoder, NoEnd())}
+    if with_vllm:
+        engines["vllm"] = vllm_engine(options("float32"), NoEndOfTiny())
+    for engine in engines.values():
+        await load_all(engine, decoder)
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds + 1):
+        for name, engine in engines.items():
+            for num in ADAPTERS:
+                found.setdefault(f"{name}_{num}", []).append(await speed(engine, num, rows, num_tokens))
+    for engine in engines.values():
+        await engine.stop()
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
+
+
+async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
+    """By engine and dtype."""
+    decoder, tokenizer = Decoder.load(TINY), ChatTokenizer.load(TINY)
+    found: dict[str, float] = {}
+    for dtype in DTYPES:
+        engines: dict[str, Engine] = {"torch": TorchEngine.load(TINY, tokenizer, dtype=getattr(torch, dtype))}
+        if with_vllm:
+            engines["vllm"] = vllm_engine(options(dtype), tokenizer)
+        for name, engine in engines.items():
+            await engine.start()
+            found[f"{name}_{dtype}"] = await measure_gap(engine, tokenizer, decoder)
+            await engine.stop()
+    return found
+
+
+def main() -> None:
+    asked = parser(__doc__)
+    asked.add_argument("--rows", type=int, default=64)
+    asked.add_argument("--tokens", type=int, default=48)
+    asked.add_argument("--rounds", type=int, default=5)
+    given = asked.parse_args()
+    torch.set_num_threads(1)
+    with_vllm = importlib.util.find_spec("vllm") is not None
+    speeds = asyncio.run(measure_speeds(given.rows, given.tokens, given.rounds, with_vllm=with_vllm))
+    gaps = asyncio.run(measure_gaps(with_vllm=with_vllm))
+    names = ["torch", "vllm"] if with_vllm else ["torch"]
+    title = f"tokens/s, {given.rows} rows of {given.tokens} tokens"
+    columns = ("engine, float32", *(f"{num} adapters" for num in ADAPTERS))
+    tables = [make_table(title, columns, [(n, *(speeds[f"{n}_{num}"] for num in ADAPTERS)) for n in names])]
+    columns = ("engine", *DTYPES)
+    tables.append(make_table("sampling gap", columns, [(n, *(gaps[f"{n}_{d}"] for d in DTYPES)) for n in names]))
+    goals = [
+        Goal(f"sampling gap of {name} in {dtype}", gaps[f"{name}_{dtype}"], bound, more_is_better=False)
+        for name in names
+        for dtype, bound in DTYPES.items()
+    ]
+    if not with_vllm:
+        print("vLLM is not installed (make vllm): the torch engine alone")
+    show(tables, {**speeds, **{f"gap_{k}": v for k, v in gaps.items()}}, goals, given.json)
+
+
+if __name__ == "__main__":
+    main()
