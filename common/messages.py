@@ -149,7 +149,8 @@ class LossSpec(msgspec.Struct, frozen=True):
     name: Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"] = "grpo"
     clip_low: float | None = None
     clip_high: float | None = None
-    is_clip: float = 2.0  # truncated importance sampling, for losses without a ratio
+    is_clip: float = 2.0  # truncated importance sampling: the largest importance weight, for losses without a ratio
+    truncated: bool = False  # is_clip bounds the ratio of the other losses too: the job's sampling gap was too wide
     kl_coef: float = 0.0
     mask_truncated: bool = False
     max_tokens: int = 64  # dr_grpo's denominator
@@ -410,6 +411,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     in_use: int = 0
     kv_tokens: int | None = None  # whose keys and values it holds at once; None: it does not say
     max_lora_rank: int | None = None
+    dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics
 

@@ -46,6 +46,7 @@ class Service:
     kv_tokens: int | None = None
     drain_s: float = 0.0
     max_lora_rank: int | None = None
+    dtype: str = ""
     resident: Callable[[], list[str]] = field(default=list)
     counters: Callable[[], dict[str, float]] = field(default=dict)
     on_adapter_new: Callable[[AdapterNew], None] | None = None
@@ -99,6 +100,7 @@ async def _serve(name: str, settings: S, build: Callable[[S, Parts], Awaitable[S
         slots=service.slots,
         kv_tokens=service.kv_tokens,
         max_lora_rank=service.max_lora_rank,
+        dtype=service.dtype,
         resident=service.resident,
         measured=service.counters,
     )

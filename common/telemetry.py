@@ -79,6 +79,7 @@ class Reporter:
     slots: int
     kv_tokens: int | None = None
     max_lora_rank: int | None = None
+    dtype: str = ""
     resident: Callable[[], list[str]] = field(default=list)
     measured: Callable[[], dict[str, float]] = field(default=dict)
     """Totals that the service counts itself, such as `busy_s`."""
@@ -109,6 +110,7 @@ class Reporter:
             in_use=in_use,
             kv_tokens=self.kv_tokens,
             max_lora_rank=self.max_lora_rank,
+            dtype=self.dtype,
             spans=spans,
             counters={**self.counters, **self.measured(), "cpu_s": time.process_time()},
         )

@@ -41,6 +41,10 @@ class Slots(Protocol):
         """Tokens whose keys and values all rollout engines hold at once; None: not known."""
         ...
 
+    def sampling_gap_bound(self) -> float:
+        """What a job's `sampling_gap` may be with the live rollout workers."""
+        ...
+
 
 class Jobs(Protocol):
     """A partition, as far as decisions need it."""
@@ -160,6 +164,7 @@ class Allocator:
         def act(now: float, changes: Changes) -> None:
             numbers = job.next_batch()
             if numbers is not None:
+                job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
                 job.publish_step(numbers, changes)
 
         return act

@@ -15,6 +15,8 @@ from common.telemetry import KEEP_S
 ALIVE_S = 5.0
 """A worker that was not heard for this long counts as dead."""
 FORGET_S = 120.0
+GAP_BOUNDS = {"float32": 0.001, "bfloat16": 0.01}
+"""Mean |log-prob in training - log-prob at sampling| that rounding in this dtype explains."""
 MAX_SPANS = 200_000
 BLOCK_MS = 1000
 
@@ -93,6 +95,12 @@ class Cluster:
         """The smallest limit that a live worker announces; None: nobody announces one."""
         ranks = [worker.max_lora_rank for worker in self.workers() if worker.max_lora_rank is not None]
         return min(ranks, default=None)
+
+    def sampling_gap_bound(self) -> float:
+        """What a job's `sampling_gap` may be: of the coarsest dtype that a live rollout worker announces."""
+        return max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in self.workers()), default=0.0) or min(
+            GAP_BOUNDS.values()
+        )
 
     def timeline(self, since_s: float) -> list[WorkerSpan]:
         """Busy spans that end after `since_s` (seconds since 1970), by start."""

@@ -439,6 +439,8 @@ class Job:
         self._commit(message, now, changes)
         step, reward = message.adapter.version, message.metrics.get("reward_mean")
         self.state.last_reward = reward
+        gap = message.metrics.get("sampling_gap")
+        self.state.sampling_gap = self.state.sampling_gap if gap is None else gap
         data = {
             **dict.fromkeys(METRICS),
             **message.metrics,
@@ -565,6 +567,16 @@ class Job:
             return
         self.told_stall = True
         self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis}", changes)
+
+    def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
+        """Beyond the bound, the next steps truncate importance weights, whatever the loss. One warning a job."""
+        gap = self.state.sampling_gap
+        if gap is None or gap <= bound or self.state.truncated:
+            return
+        self.state.truncated = True
+        what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
+        limit = self.spec.hyper.loss.is_clip
+        self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
 
     def warn(self, now: float, message: str, changes: Changes) -> None:
         self._event(now, changes, message, level="warn")

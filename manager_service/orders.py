@@ -61,7 +61,7 @@ class Orders:
             adapter=AdapterRef(spec.tenant, spec.id, state.version),
             seed=spec.seed,
             lora=hyper.lora,
-            loss=hyper.loss,
+            loss=msgspec.structs.replace(hyper.loss, truncated=state.truncated),
             optim=hyper.optim,
             rows=pack(batch),
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),

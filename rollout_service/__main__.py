@@ -76,6 +76,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> Service:
         slots=engine.slots,
         kv_tokens=engine.kv_tokens,
         max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
+        dtype=settings.dtype,
         resident=lambda: [str(adapter) for adapter in engine.resident()],
         counters=engine.counters,
         on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),

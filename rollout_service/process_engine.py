@@ -146,6 +146,10 @@ class ProcessEngine:
         life = self._current()
         return life.core.pid if life else None
 
+    @property
+    def kv_tokens(self) -> None:
+        """Not told by the process."""
+
     def resident(self) -> list[AdapterRef]:
         return self._files.refs()
 

@@ -169,6 +169,9 @@ class FixedSlots:
     def kv_tokens(self) -> int | None:
         return None
 
+    def sampling_gap_bound(self) -> float:
+        return 0.001
+
 
 def stand_in_worker(
     bus: Bus, service: str, inbox: Inbox, handler: object, *, slots: int = 8, lease_s: float = 1.0

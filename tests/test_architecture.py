@@ -101,7 +101,7 @@ READS_ENVIRONMENT = {
     "rollout_service/vllm_engine.py",  # vLLM takes some settings from there alone
 }
 
-LONG_FILES = {"manager_service/job.py": 580}
+LONG_FILES = {"manager_service/job.py": 594}
 """The one state machine that is read as a whole."""
 MAX_FILE, MAX_FUNCTION = 450, 60
 

@@ -14,7 +14,7 @@ from tests.rollout_cases import beat, bits, broken_files, files_of, one, prompt,
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(600),  # vLLM's start counts
     pytest.mark.parametrize("running", KINDS, indirect=True),
 ]
 MIXED = {

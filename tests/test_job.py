@@ -224,3 +224,22 @@ def test_each_item_is_drawn_once_an_epoch_in_an_order_of_the_seeds() -> None:
     first, second = ([d["n"] for d in drawn[at : at + 10] if d] for at in (0, 10))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
+
+
+def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_later_step() -> None:
+    spec = job_spec(num_steps=3, batch_size=1, group_size=2)
+    job = Job(CELL, spec, JobState(status="running", version=1), Items(), Items())
+    changes = Changes()
+    for gap in (None, 0.0009, 0.02, 0.03, 0.0001):
+        job.state.sampling_gap = gap
+        before = job.orders.step(job.state, [], 1).loss.truncated
+        job.check_sampling_gap(1.0, 0.001, changes)
+        after = job.orders.step(job.state, [], 1).loss.truncated
+        assert after == (before or (gap or 0) > 0.001)
+    assert after
+    ((_, event),) = changes.events
+    assert (
+        event.level == "warn"
+        and "sampling_gap 0.0200 is beyond 0.001" in event.message
+        and "is_clip = 2" in event.message
+    )

@@ -6,6 +6,7 @@ Gradients of the second one are central differences. `stopped` are the log-probs
 import math
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -266,3 +267,22 @@ def test_k3_is_never_negative_and_zero_at_equality() -> None:
 
     assert k3(policy, policy).tolist() == [0.0] * 3
     assert (k3(policy, policy + torch.tensor([0.5, -0.5, 2.0])) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "ppo", "cispo", "gspo"])
+def test_beyond_the_sampling_gap_no_ratio_weighs_more_than_is_clip(name: Any) -> None:
+    """r A is -min(r, 2) A with the gradient of a weight min(r, 2), where the clip of the loss itself does not bind."""
+    ratios = torch.tensor([0.9, 1.0, 1.9, 2.5, 50.0])
+    sampled_R1, written_R1 = torch.full((5, 1), -1.0), torch.ones(5, 1, dtype=torch.bool)
+
+    def losses(truncated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_R1 = (sampled_R1 + ratios[:, None].log()).requires_grad_()
+        spec = LossSpec(name, truncated=truncated, clip_low=0.5, clip_high=100.0)
+        loss_R1, _ = token_losses(lone_rows(spec, [-1.0] * 5), logprobs_R1, sampled_R1, written_R1)
+        loss_R1.sum().backward()
+        assert logprobs_R1.grad is not None
+        return loss_R1.detach().flatten(), logprobs_R1.grad.flatten()
+
+    free, bound = losses(False), losses(True)
+    assert torch.equal(free[0][:3], bound[0][:3]) and torch.equal(free[1][:3], bound[1][:3])
+    assert torch.allclose(bound[1], ratios.clamp(max=2.0)) and torch.allclose(free[1], ratios)

@@ -26,7 +26,7 @@ real = [
     pytest.mark.vllm,
     needs_vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.parametrize("running", ["vllm"], indirect=True),
 ]
 LONG = prompt("add 37+58" + " " * 600)  # some blocks of the prefix cache

@@ -66,6 +66,7 @@ class RowTerms:
     active_R: Bools  # rows that can have a gradient; the others need no forward
     low_R: Floats  # bounds of the ratio, or of the weight
     high_R: Floats
+    limit_R: Floats  # the largest ratio: truncated importance sampling; infinite: not truncated
     is_sequence_R: Bools  # the ratio is the row's geometric mean
     is_weight_R: Bools  # the bounded ratio is a weight through which no gradient flows
     kl_coefs_R: Floats
@@ -92,6 +93,7 @@ def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
         active_R=kept_R if spec.kl_coef else kept_R & (advantages_R != 0),
         low_R=low * ones_R,
         high_R=high * ones_R,
+        limit_R=(spec.is_clip if spec.truncated and rule.ratio != "none" else np.inf) * ones_R,
         is_sequence_R=np.full(len(batch), rule.ratio == "sequence"),
         is_weight_R=np.full(len(batch), rule.ratio in ("weight", "none")),
         kl_coefs_R=spec.kl_coef * ones_R,
@@ -155,13 +157,23 @@ def token_losses(terms: RowTerms, logprobs_RW: Tensor, sampled_RW: Tensor, writt
         torch.from_numpy(values).to(logprobs_RW.device)[:, None] for values in (terms.is_sequence_R, terms.is_weight_R)
     )
     log_ratio_RW = (logprobs_RW - sampled_RW).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_RW = torch.where(is_sequence_R1, _row_means(log_ratio_RW, written_RW), log_ratio_RW).exp()
+    log_ratio_RW = torch.where(is_sequence_R1, _row_means(log_ratio_RW, written_RW), log_ratio_RW)
+    ratio_RW = _truncated(log_ratio_RW, column(terms.limit_R, logprobs_RW)).exp()
     bound_RW = ratio_RW.clamp(low_R1, high_R1)
     free_RW, clipped_RW = ratio_RW * advantages_R1, bound_RW * advantages_R1
     pessimistic_RW = torch.minimum(free_RW, clipped_RW)  # PPO's surrogate
     reinforce_RW = bound_RW.detach() * advantages_R1 * logprobs_RW
     binds_RW = torch.where(is_weight_R1, bound_RW != ratio_RW, clipped_RW < free_RW)
     return -torch.where(is_weight_R1, reinforce_RW, pessimistic_RW), binds_RW & written_RW
+
+
+def _truncated(log_ratio_RW: Tensor, limit_R1: Tensor) -> Tensor:
+    """Truncated importance sampling: a ratio r becomes min(r, limit), and its gradient min(r, limit) d log r.
+
+    Ionides 2008, doi 10.1198/106186008X320456. The ratio is against the log-probs at sampling, so it *is* the importance
+    weight; a clipped surrogate leaves it unbounded where the advantage is negative.
+    """
+    return log_ratio_RW - (log_ratio_RW - limit_R1.log()).clamp(min=0.0).detach()
 
 
 def column(values_R: Floats, like: Tensor) -> Tensor:
