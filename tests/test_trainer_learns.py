@@ -44,7 +44,9 @@ def sample(decoder: Decoder, adapter: Adapter, generator: torch.Generator) -> tu
     prompts = torch.randint(0, VOCAB, (NUM_GROUPS, NUM_PROMPT), generator=generator)
     tokens = prompts.repeat_interleave(GROUP_SIZE, 0)
     logprobs = torch.zeros(tokens.shape)
-    project = lora.Projection([lora.Piece(0, len(tokens), lora.trainable(adapter, decoder.device))])
+    stack = lora.Stack(lora.Layout.of(adapter), decoder.device)
+    places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(tokens)
+    project = lora.Projection([lora.Part.make(0, stack, places)])
     for _ in range(NUM_SAMPLED):
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
         hidden = decoder.forward(tokens, positions, causal_attend(2), project)
