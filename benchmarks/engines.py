@@ -136,7 +136,7 @@ def sampling_gap(
 ) -> float:
     """The metric of a real training step on these turns; every second one is rewarded."""
     adapter = load_adapter(files)
-    state = TrainState(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
+    state = TrainState.of(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
     step = Step(
         id="gap/2",
         tenant=REF.tenant,
