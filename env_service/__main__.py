@@ -35,7 +35,7 @@ async def build(settings: EnvSettings, parts: Parts) -> Service:
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
     close = [math_checker.close, endpoints.close]
-    return Service(handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, close=close)
+    return Service(handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, counters=handler.counters, close=close)
 
 
 if __name__ == "__main__":

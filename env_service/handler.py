@@ -8,6 +8,7 @@ Whatever an environment, a tool or a grader does wrong becomes a ScoredTrajector
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,9 @@ class EnvHandler:
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._can_multi_turn = tokenizer.is_prefix_stable()
+        self._counters: dict[str, float] = dict.fromkeys(
+            ("tool_turns", "tool_log_s", "tool_log2_s", "graded", "grade_s"), 0.0
+        )
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         doing = work.begin(beat)
@@ -83,6 +87,11 @@ class EnvHandler:
                 return await self._grade(message)
             case _:
                 raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: turns answered by tools, with the sums of the logarithm of their seconds and of its
+        square; trajectories graded, with their seconds. Waiting is counted."""
+        return dict(self._counters)
 
     def park(self, message: Message) -> list[Out]:
         """A Start is issued again by its owner; a turn is sampled again from its request, to the same tokens."""
@@ -164,15 +173,27 @@ class EnvHandler:
         if (failure := _failure_of(result)) is not None:
             reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
             return self._settled(result, None, Ending(reason, failure=failure), Usage())
+        since = time.monotonic()
         outcome = await self._guarded(self._advance(result))
         usage = Usage(env_s=doing.busy_s)
         if isinstance(outcome, Failure):
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             return self._settled(result, None, Ending(reason, failure=outcome), usage)
         context, ending, reply = outcome
+        self._count(time.monotonic() - since, ended=ending is not None)
         if ending is not None:
             return self._settled(result, context, ending, usage)
         return [(self._cell.rollout_first, self._next_request(result, context, reply, result.usage + usage))]
+
+    def _count(self, seconds: float, *, ended: bool) -> None:
+        counters, log = self._counters, math.log(max(seconds, 1e-6))
+        if ended:
+            counters["graded"] += 1
+            counters["grade_s"] += seconds
+        else:
+            counters["tool_turns"] += 1
+            counters["tool_log_s"] += log
+            counters["tool_log2_s"] += log * log
 
     async def _advance(self, result: TurnResult) -> tuple[Context, Ending | None, list[int]]:
         """One step of the environment: how the trajectory ends, or the tokens that follow the turn."""

@@ -21,6 +21,7 @@ from base_model.stacked import Product, Stack
 from common.messages import AdapterRef, StopReason
 from rollout_service import kv
 from rollout_service.fused import FusedDecoder
+from rollout_service.meter import Meter
 from rollout_service.prefix import Key, PrefixCache
 from rollout_service.sampler import Plan, Sampled, sample
 from rollout_service.seats import Row, Seats
@@ -93,6 +94,7 @@ class Batch:
         self._waiting: deque[Row] = deque()
         self._reserved = 0
         self._layout: Layout | None = None
+        self.meter = Meter.of(decoder.device)
         self.busy_s = 0.0  # totals since the start
         self.sampled_tokens = 0
 
@@ -236,7 +238,7 @@ class Batch:
         return found
 
     def _prefill(self, keys: list[Key], sharing: list[list[Row]], length: int) -> dict[Key, Tensor]:
-        started = time.perf_counter()
+        started, since = time.perf_counter(), self.meter.now()
         tokens = np.zeros((len(keys), length), np.int64)
         lengths = [len(key[1]) // 4 for key in keys]
         for index, key in enumerate(keys):
@@ -251,6 +253,7 @@ class Batch:
         result = {key: kept[i, :, : lengths[i]].clone() for i, key in enumerate(keys)}
         for key, prefix in result.items():
             self._prefixes.put(key, prefix)
+        self.meter.prefilled(sum(lengths), since)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         for num, rows in zip(lengths, sharing, strict=True):
@@ -261,7 +264,7 @@ class Batch:
     # ---- one token -----------------------------------------------------------------------------------------
 
     def _step(self) -> list[Ended]:
-        started = time.perf_counter()
+        started, since = time.perf_counter(), self.meter.now()
         layout = self._layout or self._lay_out()
         seats = layout.seats
         sampled = self._forward(layout)
@@ -270,6 +273,7 @@ class Batch:
         ended = self._seats.append(seats, tokens, logprobs)
         for row in layout.watched:
             ended[row] |= self._watch(self._row(int(seats[row])), row, sampled)
+        self.meter.stepped(since)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         self.sampled_tokens += len(seats)
@@ -343,6 +347,7 @@ class Batch:
         progress = self.progress(row)
         assert progress is not None, "a row ends once"
         ended = Ended(row, reason, *progress)
+        self.meter.ended(ended.num_sampled)
         self._remove(row, clear=reason is None, in_pool=in_pool)
         return ended
 

@@ -96,8 +96,9 @@ class TorchEngine:
         return list(self._adapters)
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: `busy_s` in forwards and sampling, `sampled_tokens`."""
-        return {"busy_s": self._batch.busy_s, "sampled_tokens": float(self._batch.sampled_tokens)}
+        """Totals since the start: `busy_s` in forwards and sampling, `sampled_tokens`, and what the meter counts."""
+        totals = {"busy_s": self._batch.busy_s, "sampled_tokens": float(self._batch.sampled_tokens)}
+        return totals | self._batch.meter.counters()
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()

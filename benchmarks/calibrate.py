@@ -1,0 +1,64 @@
+"""What the simulator needs to know of this machine and workload, from the telemetry of a run.
+
+    python -m benchmarks.calibrate --run DIR-or-URL [--keep FILE] > calibration.json
+
+`--run`: the data folder of a running cluster, a `redis://` URL with `--base-model`, or a file that `--keep` wrote. Run jobs
+first, best a few at once: what a forward costs for a row is seen only where the number of rows varies. Redis keeps the
+telemetry of an hour, and all of it is used, so let nothing else run in that cluster.
+
+Telemetry does not tell what manager and Redis use; `--control-us` is their processor time for a turn, as
+`python -m benchmarks.control_plane` measures it.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.simulator.fit import Recording, calibrate, read_recording, record, write_recording
+from common.bus import Bus
+from common.streams import Cell
+from manager_service.cluster_file import read_cluster_file
+
+
+async def recording_of(run: str, base_model: str) -> Recording:
+    """Raises ValueError if there is no cluster at `run`, and what Redis raises."""
+    if Path(run).is_file():
+        return read_recording(Path(run))
+    url = run
+    if not run.startswith(("redis://", "rediss://")):
+        cluster = read_cluster_file(Path(run))
+        if cluster is None:
+            raise ValueError(f"no cluster runs on {run}: give the data folder of `marlaas up`, or a redis:// URL")
+        url = cluster.redis_url
+    bus = Bus.connect(url, Cell(base_model))
+    try:
+        return await record(bus)
+    finally:
+        await bus.close()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--run", required=True, metavar="DIR-or-URL")
+    options.add_argument("--base-model", default="tiny")
+    options.add_argument("--keep", type=Path, metavar="FILE", help="write the telemetry there, to calibrate again")
+    options.add_argument("--cores", type=int, default=os.cpu_count(), help="that all processes share; 0: no limit")
+    options.add_argument("--control-us", type=float, default=160.0, help="of manager and Redis, for a turn")
+    options.add_argument("--name", default="measured", help="of the workload")
+    given = options.parse_args()
+    try:
+        recording = asyncio.run(recording_of(given.run, given.base_model))
+        if given.keep:
+            write_recording(recording, given.keep)
+        found = calibrate(recording, cores=given.cores or None, control_s=given.control_us / 1e6, name=given.name)
+    except ValueError as error:
+        sys.exit(f"calibrate: {error}")
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a run would take: the owner's own decisions under a virtual clock, with measured service times.
+
+    python -m benchmarks.simulate --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
+                                  [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
+
+Prints one line for each policy and N. With `--measured`, a folder of measured runs (`run-*.json`, see
+`benchmarks.simulator.calibration.Run`), the measured makespan stands beside the simulated one. The goal is 15 %.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks._report import Goal, make_table, parser, show
+from benchmarks.simulator.calibration import Calibration, Run, read_calibration, read_runs, write
+from benchmarks.simulator.world import simulate
+from manager_service.policies import POLICIES, parse_policy
+from manager_service.training_queue import DISCIPLINES, Discipline
+
+GOAL = 0.15
+"""Relative error of the makespan."""
+COLUMNS = (
+    "run",
+    "makespan s",
+    "tokens/s",
+    "steps/s",
+    "rollout %",
+    "trainer %",
+    "TTFS s",
+    "TPTS s",
+    "Jain",
+    "measured s",
+    "error %",
+    "took s",
+)
+
+
+def sized(calibration: Calibration, given: Any) -> Calibration:
+    """With another number of workers, slots or steps, if they are given."""
+    changes = {
+        name: value for name in ("rollout", "env", "trainer", "trainer_slots") if (value := getattr(given, name))
+    }
+    size = msgspec.structs.replace(calibration.size, **changes)
+    steps = {"num_steps": given.steps} if given.steps else {}
+    workload = msgspec.structs.replace(calibration.workload, **steps)
+    return msgspec.structs.replace(calibration, size=size, workload=workload)
+
+
+def predict(calibration: Calibration, policy: str, n: int, queue: Discipline, tenants: int | None) -> Run:
+    world = simulate(
+        calibration,
+        policy=parse_policy(policy),
+        num_jobs=n,
+        discipline=queue,
+        tenant_of=lambda number: f"tenant-{number % tenants if tenants else number}",
+    )
+    return world.figures(calibration.workload.name)
+
+
+def matching(measured: list[Run], run: Run) -> Run | None:
+    """The measured run of the same policy, queue, workload, N and steps."""
+    key = (run.policy, run.training_queue, run.workload, run.n, run.steps)
+    found = (m for m in measured if m.kind == "measured")
+    return next((m for m in found if (m.policy, m.training_queue, m.workload, m.n, m.steps) == key), None)
+
+
+def line(run: Run, measured: Run | None, took_s: float) -> tuple[Any, ...]:
+    error = None if measured is None else 100 * (run.makespan_s / measured.makespan_s - 1)
+    return (
+        f"{run.workload} {run.policy} {run.n}",
+        run.makespan_s,
+        run.tokens_per_s,
+        run.steps_per_s,
+        100 * run.rollout_busy,
+        100 * run.trainer_busy,
+        run.ttfs_s.mean,
+        run.tpts_s.mean,
+        run.jain,
+        measured and measured.makespan_s,
+        error,
+        took_s,
+    )
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--calibration", type=Path, required=True)
+    options.add_argument("--measured", type=Path, metavar="DIR")
+    options.add_argument("--policy", default=",".join(POLICIES), help="comma-separated")
+    options.add_argument("--queue", choices=DISCIPLINES, default="fused")
+    options.add_argument("--n", default="1,2,4,8,16,32", help="numbers of jobs, comma-separated")
+    options.add_argument("--tenants", type=int, help="the jobs are spread over so many; otherwise each has its own")
+    options.add_argument("--steps", type=int, help="of each job")
+    options.add_argument("--out", type=Path, metavar="DIR", help="write each run there, as run-*.json")
+    for name in ("rollout", "env", "trainer", "trainer-slots"):
+        options.add_argument(f"--{name}", type=int)
+    given = options.parse_args()
+    try:
+        calibration = sized(read_calibration(given.calibration), given)
+        measured = read_runs(given.measured) if given.measured else []
+        names = [parse_policy(name).name and name for name in given.policy.split(",")]
+    except (OSError, ValueError) as error:
+        sys.exit(f"simulate: {error}")
+    lines: list[tuple[Any, ...]] = []
+    goals: list[Goal] = []
+    runs: list[Run] = []
+    for name in names:
+        for n in map(int, given.n.split(",")):
+            started = time.perf_counter()
+            run = predict(calibration, name, n, given.queue, given.tenants)
+            real = matching(measured, run)
+            runs.append(run)
+            lines.append(line(run, real, time.perf_counter() - started))
+            if real is not None:
+                error = abs(run.makespan_s / real.makespan_s - 1)
+                goals.append(Goal(f"error, {name} {n}", 100 * error, 100 * GOAL, " %", more_is_better=False))
+            if given.out:
+                given.out.mkdir(parents=True, exist_ok=True)
+                write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
+    show([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What the simulator knows of a machine and of a workload, as it stands in `calibration.json`."""
+
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal
+
+import msgspec
+
+STANDARD = NormalDist()
+
+
+class LogNormal(msgspec.Struct, frozen=True):
+    """exp(N(mu, sigma)): latencies of tools in seconds, lengths of turns in tokens."""
+
+    mu: float
+    sigma: float
+
+    @classmethod
+    def of(cls, median: float, sigma: float) -> "LogNormal":
+        return cls(math.log(median), sigma)
+
+    @classmethod
+    def fit(cls, num: float, sum_log: float, sum_log2: float) -> "LogNormal | None":
+        """Maximum likelihood from the sums of logarithms and of their squares; None: nothing was measured."""
+        if num <= 0:
+            return None
+        mu = sum_log / num
+        return cls(mu, math.sqrt(max(0.0, sum_log2 / num - mu * mu)))
+
+    def at(self, uniform: float) -> float:
+        """The value below which this share of all lies. `uniform` in (0, 1)."""
+        return math.exp(self.mu + self.sigma * STANDARD.inv_cdf(uniform)) if self.sigma else math.exp(self.mu)
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Service times. Seconds of a processor that nobody else wants, but for `hop_s` and `commit_s`, which are of the clock."""
+
+    decode_step_s: float  # one forward of the engine, whatever its rows
+    decode_row_s: float  # and for each row under way
+    prefill_token_s: float  # each token computed before a turn
+    train_batch_s: float = 0.0  # one fused computation, however many steps it takes in
+    train_step_s: float  # and for each job's step in it
+    train_token_s: float  # and for each token of its rows
+    commit_s: float = 0.0  # a step's files and manifest, while its trainer waits
+    grade_s: float = 0.0  # the environment's answer to a trajectory's last turn
+    hop_s: float = 0.005  # from a message's publication to whoever works on it
+    control_s: float = 0.0  # processor seconds of manager, env, Redis and worker loops for each turn
+    cores: int | None = None  # that all processes share; None: each has one of its own
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What each job does."""
+
+    name: str = "measured"
+    batch_size: int = 16
+    group_size: int = 8
+    num_steps: int = 5
+    prompt_tokens: float = 16.0  # of a trajectory, tools' replies included
+    prefill_tokens: float = 2.0  # computed before a turn, what a group shares divided between its samples
+    turn_tokens: LogNormal  # sampled in a turn
+    max_tokens: int = 64  # of a turn
+    tool_s: LogNormal | None = None  # None: the job uses no tools
+    min_calls: int = 0  # tool calls of a trajectory: uniform between these
+    max_calls: int = 0
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers there are."""
+
+    rollout: int = 1
+    env: int = 1
+    trainer: int = 1
+    rollout_slots: int = 64
+    env_slots: int = 64
+    trainer_slots: int = 1  # steps that a trainer computes together
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """The file that `python -m benchmarks.calibrate` writes."""
+
+    machine: Machine
+    workload: Workload
+    size: Size = Size()
+    measured_from: dict[str, float] = {}  # what the fit is based on: seconds, steps, turns, residuals
+
+
+class Spread(msgspec.Struct, frozen=True):
+    mean: float
+    p50: float
+    p95: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Nearest rank. Raises ValueError without values."""
+        if not values:
+            raise ValueError("no values")
+        ordered = sorted(values)
+        rank = [ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.95)]
+        return cls(sum(ordered) / len(ordered), *rank)
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of N jobs under one policy, measured or simulated: one JSON file each.
+
+    Busy shares are of the workers' time from the first submission to the last job's end; tokens are sampled and prompt
+    tokens of trained trajectories. Measured runs may have more fields; readers ignore them.
+    """
+
+    kind: Literal["measured", "simulated"]
+    policy: str
+    training_queue: str
+    workload: str
+    n: int  # jobs
+    steps: int  # of each job
+    makespan_s: float
+    tokens_per_s: float
+    steps_per_s: float
+    rollout_busy: float  # share, 0 to 1
+    trainer_busy: float
+    ttfs_s: Spread  # submission to first useful work: a job's first token
+    tpts_s: Spread  # version to version
+    jain: float  # fairness of the jobs' tokens a second, 1 is even
+    wasted_tokens: int = 0
+
+
+def jain(rates: list[float]) -> float:
+    """Jain's index: (sum x)^2 / (n sum x^2)."""
+    squares = sum(rate * rate for rate in rates)
+    return sum(rates) ** 2 / (len(rates) * squares) if squares else 1.0
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises msgspec.ValidationError naming the field that is wrong."""
+    return msgspec.json.decode(path.read_bytes(), type=Calibration)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """All runs in a folder's JSON files, other files left out. Raises ValueError if there are none."""
+    runs = [msgspec.json.decode(path.read_bytes(), type=Run) for path in sorted(folder.glob("run-*.json"))]
+    if not runs:
+        raise ValueError(f"{folder} has no run-*.json")
+    return runs
+
+
+def write(value: object, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -1,0 +1,190 @@
+"""From a run's telemetry to a calibration: sums, and two least squares.
+
+Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from benchmarks.simulator.calibration import Calibration, LogNormal, Machine, Size, Workload
+from common.bus import Bus
+from common.messages import WorkerReport
+from manager_service.records import Hyper, JobSpec
+
+Deltas = list[dict[str, float]]
+"""One dictionary of counters' growth for each pair of successive reports of a worker."""
+
+PERIOD_S = 1.0
+"""Between two reports."""
+SAME_SIZE = 0.05
+"""Steps whose tokens differ relatively less than this say nothing about what a step costs beside its tokens."""
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What a calibration needs of a run; `python -m benchmarks.calibrate --keep FILE` writes it."""
+
+    reports: list[WorkerReport]
+    hyper: Hyper  # of the jobs, which should be alike
+
+
+async def record(bus: Bus) -> Recording:
+    """From a cluster's Redis, which keeps an hour of telemetry. Raises ValueError without a job."""
+    entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
+    jobs = [name.decode() for name in await bus.client.zrange(bus.cell.jobs_all, 0, -1)]
+    if not jobs:
+        raise ValueError("the cluster has no job: calibrate after a run")
+    spec = msgspec.json.decode((await bus.read_hash(bus.cell.job(jobs[-1])))[b"spec"], type=JobSpec)
+    return Recording([message for _, message in entries if isinstance(message, WorkerReport)], spec.hyper)
+
+
+def read_recording(path: Path) -> Recording:
+    return msgspec.msgpack.decode(path.read_bytes(), type=Recording)
+
+
+def write_recording(recording: Recording, path: Path) -> None:
+    path.write_bytes(msgspec.msgpack.encode(recording))
+
+
+def calibrate(recording: Recording, *, cores: int | None, control_s: float, name: str = "measured") -> Calibration:
+    """Raises ValueError if a service did nothing.
+
+    `control_s`: processor seconds of manager and Redis for a turn, which telemetry does not tell. What the workers'
+    processes use beside computing is added to it.
+    """
+    by_service = {service: deltas(recording.reports, service) for service in ("rollout", "env", "trainer")}
+    rollout, env, trainer = (total(by_service[service]) for service in ("rollout", "env", "trainer"))
+    for service, counters, counter in (
+        ("rollout", rollout, "turns"),
+        ("env", env, "graded"),
+        ("trainer", trainer, "settled"),
+    ):
+        if not counters.get(counter):
+            raise ValueError(f"no {service} worker did anything between two of its reports: calibrate on a longer run")
+    step_s, row_s = fit_decode(by_service["rollout"])
+    train_step_s, train_token_s = fit_training(by_service["trainer"])
+    busy_wall_s = PERIOD_S * trainer["busy"]
+    beside_s = sum(counters["cpu_s"] for counters in (rollout, env, trainer)) - computing_s(rollout, trainer)
+    machine = Machine(
+        decode_step_s=step_s,
+        decode_row_s=row_s,
+        prefill_token_s=rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
+        train_step_s=train_step_s,
+        train_token_s=train_token_s,
+        commit_s=max(0.0, busy_wall_s - trainer["busy_s"]) / trainer["settled"],
+        grade_s=env["grade_s"] / env["graded"],
+        hop_s=env["delivery_s"] / max(1.0, env["delivered"]),
+        control_s=control_s + max(0.0, beside_s) / rollout["turns"],
+        cores=cores,
+    )
+    return Calibration(
+        machine=machine,
+        workload=fit_workload(recording.hyper, rollout, env, trainer, name),
+        size=fit_size(recording.reports),
+        measured_from={"turns": rollout["turns"], "steps": trainer["settled"], "trajectories": env["graded"]},
+    )
+
+
+def computing_s(rollout: dict[str, float], trainer: dict[str, float]) -> float:
+    return rollout["decode_s"] + rollout["prefill_s"] + trainer["busy_s"]
+
+
+def deltas(reports: Iterable[WorkerReport], service: str) -> Deltas:
+    """`busy`, a share of the last period, is added to the counters as it is."""
+    by_worker: defaultdict[str, list[WorkerReport]] = defaultdict(list)
+    for report in reports:
+        if report.service == service:
+            by_worker[report.id].append(report)
+    return [
+        {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()} | {"busy": after.busy}
+        for found in by_worker.values()
+        for before, after in pairwise(found)
+    ]
+
+
+def total(found: Deltas) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for each in found:
+        for name, value in each.items():
+            sums[name] += value
+    return sums
+
+
+def fit_decode(found: Deltas) -> tuple[float, float]:
+    """Seconds of a forward, and of each row in it: least squares over seconds, weighted by their forwards; none negative."""
+    used = [d for d in found if d.get("decode_steps", 0) > 0]
+    if not used:
+        raise ValueError("the engine decoded nothing between two of its reports: calibrate on a longer run")
+    steps = np.array([d["decode_steps"] for d in used])
+    return _line(
+        np.array([d["sampled_tokens"] for d in used]) / steps, np.array([d["decode_s"] for d in used]) / steps, steps
+    )
+
+
+def fit_training(found: Deltas) -> tuple[float, float]:
+    """Seconds of a step, and of each token of its rows. If all steps are alike, the tokens have all of it."""
+    used = [d for d in found if d.get("settled", 0) > 0 and d["trained_tokens"] > 0 and d["busy_s"] > 0]
+    if not used:
+        raise ValueError("the trainer made no step between two of its reports: calibrate on a longer run")
+    steps = np.array([d["settled"] for d in used])
+    tokens, seconds = (np.array([d[name] for d in used]) for name in ("trained_tokens", "busy_s"))
+    if np.std(tokens / steps) < SAME_SIZE * np.mean(tokens / steps):
+        return 0.0, float(seconds.sum() / tokens.sum())
+    return _line(tokens / steps, seconds / steps, steps)
+
+
+def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Constant and slope of y over x, weighted; where one would be negative it is 0 and the other fits alone."""
+    mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
+    variance = np.average((x - mean_x) ** 2, weights=weight)
+    slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / variance if variance > 0 else 0.0
+    if slope < 0:
+        return float(mean_y), 0.0
+    if mean_y - slope * mean_x < 0:
+        return 0.0, float(np.average(x * y, weights=weight) / np.average(x * x, weights=weight))
+    return float(mean_y - slope * mean_x), float(slope)
+
+
+def fit_workload(
+    hyper: Hyper, rollout: dict[str, float], env: dict[str, float], trainer: dict[str, float], name: str
+) -> Workload:
+    turn_tokens = LogNormal.fit(rollout["turns"], rollout["turn_log_tokens"], rollout["turn_log2_tokens"])
+    assert turn_tokens is not None, "turns were checked"
+    tools = LogNormal.fit(env["tool_turns"], env["tool_log_s"], env["tool_log2_s"])
+    trajectories = max(1.0, env["graded"])
+    calls = env["tool_turns"] / trajectories
+    sampled = rollout["sampled_tokens"] / trajectories
+    trained = trainer["trained_tokens"] / trajectories
+    return Workload(
+        name=name,
+        batch_size=hyper.batch_size,
+        group_size=hyper.group_size,
+        num_steps=hyper.num_steps,
+        prompt_tokens=max(1.0, trained - sampled),
+        prefill_tokens=rollout["prefill_tokens"] / rollout["turns"],
+        turn_tokens=turn_tokens,
+        max_tokens=hyper.max_tokens,
+        tool_s=tools,
+        min_calls=int(calls + 0.25),
+        max_calls=int(calls + 0.75),
+    )
+
+
+def fit_size(reports: Sequence[WorkerReport]) -> Size:
+    """How many workers of each service there were, and their slots."""
+    slots: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for report in reports:
+        slots[report.service][report.id] = max(1, report.slots)
+    each = {service: max(found.values()) for service, found in slots.items()}
+    return Size(
+        rollout=len(slots["rollout"]),
+        env=len(slots["env"]),
+        trainer=len(slots["trainer"]),
+        rollout_slots=each["rollout"],
+        env_slots=each["env"],
+        trainer_slots=each["trainer"],
+    )

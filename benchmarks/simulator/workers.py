@@ -1,0 +1,282 @@
+"""Simulated workers: what they take, how long it takes them, and who gets the result."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.simulator.calibration import Machine, Workload
+from benchmarks.simulator.clock import Clock, Host
+from common.messages import Init, Start, Step
+
+_MASK = (1 << 64) - 1
+
+
+def mixed(state: int, number: int) -> int:
+    """One step of SplitMix64 (Steele et al. 2014) from `state`, with a number added: 64 bits that look random."""
+    state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def uniform(state: int) -> float:
+    """In (0, 1)."""
+    return ((state >> 11) + 0.5) / (1 << 53)
+
+
+LENGTH, LATENCY, CALLS, REWARD = range(4)
+"""What is drawn. Each is a function of job, group, sample and turn alone: who runs when, and under which policy, changes no
+length and no latency."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A trajectory under way."""
+
+    start: Start
+    sample: int
+    workload: Workload
+    turn: int = 0
+    sampled: int = 0  # tokens
+    num_calls: int = 0
+    _key: int = 0
+
+    def __post_init__(self) -> None:
+        self._key = mixed(mixed(mixed(0, self.start.seed), self.start.group), self.sample)
+        low, high = self.workload.min_calls, self.workload.max_calls
+        self.num_calls = low + int(self.draw(CALLS) * (high - low + 1))
+
+    def draw(self, what: int) -> float:
+        return uniform(mixed(self._key, 8 * self.turn + what))
+
+    @property
+    def calls_next(self) -> bool:
+        """Does this turn end in a tool call?"""
+        return self.workload.tool_s is not None and self.turn < self.num_calls
+
+    @property
+    def turn_tokens(self) -> int:
+        tokens = round(self.workload.turn_tokens.at(self.draw(LENGTH)))
+        return min(max(1, tokens), self.workload.max_tokens)
+
+
+@dataclass(slots=True)
+class Turns:
+    """The streams `rollout:first` and `rollout`, and the engines that read them."""
+
+    clock: Clock
+    hop_s: float
+    first: deque[Flight] = field(default_factory=deque)
+    fresh: deque[Flight] = field(default_factory=deque)
+    free: "deque[Engine]" = field(default_factory=deque)  # engines with free slots
+
+    def put(self, flight: Flight) -> None:
+        (self.first if flight.turn else self.fresh).append(flight)
+        if self.free:
+            self.free[0].fill()
+            self.free.rotate(-1)
+
+    def take(self) -> Flight | None:
+        return self.first.popleft() if self.first else self.fresh.popleft() if self.fresh else None
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Continuous batching by processor sharing: with n rows, each gets a token every `decode_step_s + n decode_row_s`.
+
+    Rows end in order of a token clock that all of them share, so that an event costs the logarithm of the rows and not a
+    visit to each token. A joining row's prefill is a debt that is paid before the token clock goes on.
+    """
+
+    host: Host
+    machine: Machine
+    turns: Turns
+    slots: int
+    done: Callable[[Flight], None]
+    began: Callable[[Flight], None]
+    busy_s: float = 0.0
+    _rows: list[tuple[float, int, Flight]] = field(default_factory=list)  # token at which it ends, number, flight
+    _tokens: float = 0.0  # the token clock
+    _debt_s: float = 0.0
+    _synced: float = 0.0
+    _joined: int = 0
+    _plan: int = 0
+    _filling: bool = False
+    _listed: bool = False
+
+    @property
+    def computing(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def token_s(self) -> float:
+        return self.machine.decode_step_s + self.machine.decode_row_s * len(self._rows)
+
+    def sync(self) -> None:
+        now = self.host.clock.now
+        elapsed, self._synced = now - self._synced, now
+        if not self._rows:
+            return
+        self.busy_s += elapsed
+        work = elapsed * self.host.speed
+        paid = min(work, self._debt_s)
+        self._debt_s -= paid
+        self._tokens += (work - paid) / self.token_s
+
+    def plan(self) -> None:
+        if not self._rows:
+            return
+        self._plan += 1
+        number, clock = self._plan, self.host.clock
+        left_s = self._debt_s + max(0.0, self._rows[0][0] - self._tokens) * self.token_s
+        clock.after(left_s / self.host.speed, lambda: self._end(number))
+
+    def list_free(self) -> None:
+        if not self._listed and len(self._rows) < self.slots:
+            self._listed = True
+            self.turns.free.append(self)
+
+    def fill(self) -> None:
+        """Take from the streams as many turns as there are free slots, one hop from now."""
+        if not self._filling:
+            self._filling = True
+            self.host.clock.after(self.turns.hop_s, self._fill)
+
+    def _fill(self) -> None:
+        self._filling = False
+        self.sync()
+        was_busy = self.computing
+        while len(self._rows) < self.slots and (flight := self.turns.take()):
+            self._join(flight)
+        if len(self._rows) >= self.slots and self._listed:
+            self._listed = False
+            self.turns.free.remove(self)
+            if self.turns.free and (self.turns.first or self.turns.fresh):
+                self.turns.free[0].fill()
+        if self.computing != was_busy:
+            self.host.changed()
+        self.plan()
+
+    def _join(self, flight: Flight) -> None:
+        self._joined += 1
+        self._debt_s += self.machine.prefill_token_s * flight.workload.prefill_tokens
+        tokens = flight.turn_tokens
+        flight.sampled += tokens
+        heapq.heappush(self._rows, (self._tokens + tokens, self._joined, flight))
+        self.began(flight)
+
+    def _end(self, plan: int) -> None:
+        if plan != self._plan:
+            return
+        self.sync()
+        reached = self._tokens + 0.5  # rows that end in the same step leave together
+        while self._rows and self._rows[0][0] <= reached:
+            self.done(heapq.heappop(self._rows)[2])
+        if not self.computing:
+            self.host.changed()
+        self.list_free()
+        if self.turns.first or self.turns.fresh:
+            self.fill()
+        self.plan()
+
+
+@dataclass(slots=True)
+class Environment:
+    """The stream `env` and its workers: `slots` messages at once, each waiting for its tool or grader."""
+
+    clock: Clock
+    machine: Machine
+    slots: int
+    answered: Callable[[Flight], None]
+    queue: deque[Flight] = field(default_factory=deque)
+    active: int = 0
+    starts: int = 0  # Start messages not yet handled
+
+    @property
+    def backlog(self) -> int:
+        """Entries of the stream."""
+        return len(self.queue) + self.active + self.starts
+
+    def put(self, flight: Flight) -> None:
+        self.queue.append(flight)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self.queue and self.active < self.slots:
+            flight = self.queue.popleft()
+            self.active += 1
+            tool = flight.workload.tool_s if flight.calls_next else None
+            seconds = tool.at(flight.draw(LATENCY)) if tool else self.machine.grade_s
+            self.clock.after(seconds, lambda f=flight: self._end(f))
+
+    def _end(self, flight: Flight) -> None:
+        self.active -= 1
+        self.answered(flight)
+        self._begin()
+
+
+@dataclass(slots=True, eq=False)
+class TrainerWorker:
+    """Takes up to `slots` operations at once and computes them together."""
+
+    host: Host
+    machine: Machine
+    queue: deque[Init | Step]
+    slots: int
+    done: Callable[[list[Init | Step], float], None]
+    busy_s: float = 0.0
+    _work: list[Init | Step] = field(default_factory=list)
+    _left_s: float = 0.0
+    _spent_s: float = 0.0
+    _synced: float = 0.0
+    _plan: int = 0
+    _committing: bool = False
+
+    @property
+    def computing(self) -> bool:
+        return bool(self._work) and not self._committing
+
+    @property
+    def idle(self) -> bool:
+        return not self._work
+
+    def begin(self) -> None:
+        """Called one hop after an operation was published, or the last ones were done."""
+        if self._work or not self.queue:
+            return
+        self._work = [self.queue.popleft() for _ in range(min(self.slots, len(self.queue)))]
+        self._left_s = self._spent_s = self.machine.train_batch_s + sum(map(self._seconds, self._work))
+        self._synced = self.host.clock.now
+        self.host.changed()
+        self.plan()
+
+    def _seconds(self, message: Init | Step) -> float:
+        if isinstance(message, Init):
+            return 0.0
+        return self.machine.train_step_s + self.machine.train_token_s * len(message.rows.tokens)
+
+    def sync(self) -> None:
+        now = self.host.clock.now
+        elapsed, self._synced = now - self._synced, now
+        if self.computing:
+            self.busy_s += elapsed
+            self._left_s -= elapsed * self.host.speed
+
+    def plan(self) -> None:
+        if self.computing:
+            self._plan += 1
+            number = self._plan
+            self.host.clock.after(max(0.0, self._left_s) / self.host.speed, lambda: self._computed(number))
+
+    def _computed(self, plan: int) -> None:
+        if plan != self._plan or self._committing:
+            return
+        self.sync()
+        self._committing = True
+        self.host.changed()
+        self.host.clock.after(self.machine.commit_s * len(self._work), self._committed)
+
+    def _committed(self) -> None:
+        work, self._work, self._committing = self._work, [], False
+        self.done(work, self._spent_s)

@@ -1,0 +1,326 @@
+"""The simulated cluster: the owner's decisions in, a Run out. One owner, no Redis, no kills: those are for tests."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+from benchmarks.simulator.calibration import Calibration, Run, Spread, Workload, jain
+from benchmarks.simulator.clock import Clock, Host
+from benchmarks.simulator.workers import REWARD, Engine, Environment, Flight, TrainerWorker, Turns
+from common.messages import (
+    AdapterUpdate,
+    Array,
+    EnvSpec,
+    Init,
+    LoraSpec,
+    LossSpec,
+    OptimSpec,
+    ScoredTrajectory,
+    Start,
+    Step,
+    TrajectoryRef,
+    Usage,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from common.streams import NUM_PARTITIONS, Cell
+from manager_service.allocator import Allocator
+from manager_service.changes import Changes
+from manager_service.items import Items
+from manager_service.job import Job
+from manager_service.policies import Policy
+from manager_service.records import Hyper, JobSpec, JobState, TenantRecord
+from manager_service.training_queue import Discipline, TrainingQueue
+
+CELL = Cell("simulated")
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is remembered of a job, for the figures."""
+
+    submitted_s: float
+    first_token_s: float | None = None
+    versions_s: list[float] = field(default_factory=list[float])  # when each was committed, version 0 first
+    ended_s: float | None = None
+    tokens: int = 0  # of trained trajectories
+
+
+@dataclass
+class World:
+    """Jobs, the Allocator that decides, simulated workers, and the clock. `run` until all jobs have ended."""
+
+    calibration: Calibration
+    policy: Policy
+    discipline: Discipline = "fused"
+    clock: Clock = field(default_factory=Clock)
+    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
+    progress: dict[str, Progress] = field(default_factory=dict[str, Progress])
+    workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
+    issued: int = 0  # trajectories
+    settled: int = 0
+    wasted_tokens: int = 0
+    num_passes: int = 0
+    _inbox: list[ScoredTrajectory | AdapterUpdate] = field(default_factory=list)
+    _pass_planned: bool = False
+    _entries: int = 0
+
+    def __post_init__(self) -> None:
+        machine, size = self.calibration.machine, self.calibration.size
+        self.host = Host(self.clock, machine.cores, machine.control_s)
+        self.turns = Turns(self.clock, machine.hop_s)
+        self.engines = [
+            Engine(self.host, machine, self.turns, size.rollout_slots, self._turn_done, self._turn_began)
+            for _ in range(size.rollout)
+        ]
+        self.train_queue: deque[Init | Step] = deque()
+        self.trainers = [
+            TrainerWorker(self.host, machine, self.train_queue, size.trainer_slots, self._trained)
+            for _ in range(size.trainer)
+        ]
+        self.host.members += [*self.engines, *self.trainers]
+        for engine in self.engines:
+            engine.list_free()
+        self.env = Environment(self.clock, machine, size.env * size.env_slots, self._answered)
+        self.allocator = Allocator(self, self.policy, TrainingQueue(self.discipline))
+
+    # ---- what the Allocator asks ------------------------------------------------------------------------------------
+
+    def slots(self, service: str) -> int:
+        size = self.calibration.size
+        return {
+            "rollout": size.rollout * size.rollout_slots,
+            "env": size.env * size.env_slots,
+            "trainer": size.trainer * size.trainer_slots,
+        }[service]
+
+    def kv_tokens(self) -> int | None:
+        return None
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    def submit(self, number: int, workload: Workload, *, tenant: str, at_s: float = 0.0, **hyper: object) -> None:
+        spec = _spec(number, workload, tenant, at_s, hyper)
+        self.allocator.tenants[tenant] = TenantRecord(id=tenant, created_at=0, max_jobs=1_000_000)
+        self.workloads[spec.id] = workload
+        self.clock.at(at_s, lambda: self._create(spec))
+
+    def _create(self, spec: JobSpec) -> None:
+        job = self.jobs[spec.id] = Job(CELL, spec, JobState(), Items(), Items())
+        self.progress[spec.id] = Progress(self.clock.now)
+        job.queue(self.clock.now, Changes())
+        self.allocator.refresh(self, [job.id], self.clock.now)
+        self._plan_pass()
+
+    def run(self) -> None:
+        """Until every job has ended. Raises RuntimeError if one cannot."""
+        while self.clock.step():
+            pass
+        if self.jobs:
+            raise RuntimeError(f"{len(self.jobs)} jobs never ended, such as {next(iter(self.jobs.values())).state}")
+
+    # ---- the owner --------------------------------------------------------------------------------------------------
+
+    def _deliver(self, message: ScoredTrajectory | AdapterUpdate) -> None:
+        self._inbox.append(message)
+        self._plan_pass()
+
+    def _plan_pass(self) -> None:
+        """The owner reads what came until then one hop from now; while it works, more comes for the next pass."""
+        if not self._pass_planned:
+            self._pass_planned = True
+            self.clock.after(self.calibration.machine.hop_s, self._pass)
+
+    def _pass(self) -> None:
+        self._pass_planned = False
+        self.num_passes += 1
+        inbox, self._inbox = self._inbox, []
+        changes: defaultdict[int, Changes] = defaultdict(Changes)
+        for number in range(NUM_PARTITIONS):
+            changes[number] = Changes()
+        for message in inbox:
+            self._handle(message, changes)
+        self.allocator.env_backlog = self.env.backlog
+        self.allocator.decide(self.clock.now, changes)
+        for change in changes.values():
+            self.allocator.charge(change)
+            self.issued += sum(amount for (_, name), amount in change.ledger.items() if name == "issued")
+            self.settled += sum(amount for (_, name), amount in change.ledger.items() if name != "issued")
+            for _, message in change.published:
+                self._send(message)
+
+    def _handle(self, message: ScoredTrajectory | AdapterUpdate, changes: dict[int, Changes]) -> None:
+        job, now = self.jobs[message.job], self.clock.now
+        change = changes[job.partition]
+        self._entries += 1
+        if isinstance(message, AdapterUpdate):
+            self.progress[job.id].versions_s.append(now)
+            job.on_adapter(message, now, change)
+        else:
+            job.on_scored(f"{self._entries}-0", message, change)
+        job.advance(now, change)
+        if job.settled:
+            self.progress[job.id].ended_s = now
+            del self.jobs[job.id]
+        self.allocator.refresh(self, [job.id], now)
+
+    def _send(self, message: object) -> None:
+        hop_s = self.calibration.machine.hop_s
+        match message:
+            case Start():
+                self.env.starts += 1
+                self.clock.after(hop_s, lambda: self._started(message))
+            case Init() | Step():
+                self.train_queue.append(message)
+                self.clock.after(hop_s, self._train)
+            case _:  # hints
+                pass
+
+    # ---- workers ----------------------------------------------------------------------------------------------------
+
+    def _started(self, start: Start) -> None:
+        self.env.starts -= 1
+        for sample in start.samples:
+            self.turns.put(Flight(start, sample, self.workloads[start.job]))
+
+    def _turn_began(self, flight: Flight) -> None:
+        progress = self.progress[flight.start.job]
+        if progress.first_token_s is None:
+            progress.first_token_s = self.clock.now
+
+    def _turn_done(self, flight: Flight) -> None:
+        self.host.turned()
+        self.clock.after(self.calibration.machine.hop_s, lambda: self.env.put(flight))
+
+    def _answered(self, flight: Flight) -> None:
+        if flight.calls_next:
+            flight.turn += 1
+            self.turns.put(flight)
+        else:
+            self._deliver(_scored(flight))
+
+    def _train(self) -> None:
+        for trainer in self.trainers:
+            if trainer.idle:
+                trainer.begin()
+
+    def _trained(self, messages: Sequence[Init | Step], seconds: float) -> None:
+        for message in messages:
+            if isinstance(message, Step):
+                self.progress[message.job].tokens += len(message.rows.tokens)
+            self._deliver(_update(message, seconds / len(messages)))
+        if self.train_queue:
+            self.clock.after(self.calibration.machine.hop_s, self._train)
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+
+    def figures(self, workload: str) -> Run:
+        """Call when all jobs have ended."""
+        jobs = list(self.progress.values())
+        start = min(job.submitted_s for job in jobs)
+        ends = [job.ended_s for job in jobs if job.ended_s is not None]
+        makespan_s = max(ends) - start
+        steps = [later - at for job in jobs for at, later in pairwise(job.versions_s)]
+        waits = [job.first_token_s - job.submitted_s for job in jobs if job.first_token_s is not None]
+        rates = [job.tokens / (end - job.submitted_s) for job, end in zip(jobs, ends, strict=True)]
+        return Run(
+            kind="simulated",
+            policy=self.policy.name,
+            training_queue=self.discipline,
+            workload=workload,
+            n=len(jobs),
+            steps=max(len(job.versions_s) - 1 for job in jobs),
+            makespan_s=makespan_s,
+            tokens_per_s=sum(job.tokens for job in jobs) / makespan_s,
+            steps_per_s=len(steps) / makespan_s,
+            rollout_busy=sum(engine.busy_s for engine in self.engines) / len(self.engines) / makespan_s,
+            trainer_busy=sum(trainer.busy_s for trainer in self.trainers) / len(self.trainers) / makespan_s,
+            ttfs_s=Spread.of(waits),
+            tpts_s=Spread.of(steps),
+            jain=jain(rates),
+            wasted_tokens=self.wasted_tokens,
+        )
+
+
+def simulate(
+    calibration: Calibration,
+    *,
+    policy: Policy,
+    num_jobs: int,
+    discipline: Discipline = "fused",
+    workload: Workload | None = None,
+    tenant_of: Callable[[int], str] = lambda number: f"tenant-{number}",
+) -> World:
+    """All jobs are submitted at once, each of another tenant unless told otherwise. Returns the world at its end."""
+    world = World(calibration, policy, discipline)
+    chosen = workload or calibration.workload
+    staleness = policy.max_staleness(None)
+    for number in range(num_jobs):
+        world.submit(number, chosen, tenant=tenant_of(number), max_staleness=staleness)
+    world.run()
+    return world
+
+
+def _spec(number: int, workload: Workload, tenant: str, at_s: float, hyper: dict[str, object]) -> JobSpec:
+    values: dict[str, object] = {
+        "batch_size": workload.batch_size,
+        "group_size": workload.group_size,
+        "num_steps": workload.num_steps,
+        "max_tokens": workload.max_tokens,
+        **hyper,
+    }
+    return JobSpec(
+        id=f"job-{number:05d}",
+        tenant=tenant,
+        base_model="simulated",
+        created_at=int(at_s),
+        seed=number,
+        method={},
+        env=EnvSpec("single_turn", {}),
+        hyper=Hyper(lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3), **values),  # type: ignore[arg-type]
+        num_items=0,
+    )
+
+
+@lru_cache(maxsize=8192)
+def _arrays(num_prompt: int, num_sampled: int) -> tuple[Array, Array, Array]:
+    """Tokens, log-probs and who wrote them: their lengths are all that matters here."""
+    prompt, sampled = [0] * num_prompt, [1] * num_sampled
+    return i32(prompt + sampled), f32([0.0] * num_prompt + [-1.0] * num_sampled), u8(prompt + sampled)
+
+
+def _scored(flight: Flight) -> ScoredTrajectory:
+    start, workload = flight.start, flight.workload
+    ref = TrajectoryRef(start.purpose, start.seed, start.group, flight.sample, start.attempt)
+    num_prompt = round(workload.prompt_tokens)
+    tokens, logprobs, written = _arrays(num_prompt, flight.sampled)
+    return ScoredTrajectory(
+        **start.about(),
+        id=turn_id(start.job, ref, start.adapter.version, flight.turn),
+        adapter=start.adapter,
+        trajectory=ref,
+        tokens=tokens,
+        logprobs=logprobs,
+        written=written,
+        num_prompt=num_prompt,
+        reward=float(flight.draw(REWARD) < 0.5),
+        stop_reason="stop",
+        num_turns=flight.turn + 1,
+        usage=Usage(prompt_tokens=num_prompt, sampled_tokens=flight.sampled),
+    )
+
+
+def _update(message: Init | Step, seconds: float) -> AdapterUpdate:
+    is_step = isinstance(message, Step)
+    return AdapterUpdate(
+        id=f"{message.id}/done",
+        **message.about(),
+        adapter=message.adapter.next() if is_step else message.adapter,
+        batch=message.id,
+        next_group=message.next_group if is_step else 0,
+        usage=Usage(trained_tokens=len(message.rows.tokens), train_s=seconds) if is_step else Usage(),
+    )

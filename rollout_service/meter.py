@@ -1,0 +1,45 @@
+"""What an engine's batch has done since its start, for telemetry and for whoever wants to predict it."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+
+from torch import device
+
+
+@dataclass(slots=True)
+class Meter:
+    """Totals. Seconds are of the engine's thread on a processor, without waiting for a core; on a GPU, of the clock."""
+
+    decode_steps: int = 0  # forwards of one token a row
+    decode_s: float = 0.0  # in them, sampling included
+    prefill_tokens: int = 0  # computed before turns; what a group shares counts once
+    prefill_s: float = 0.0
+    turns: int = 0  # ended
+    turn_log_tokens: float = 0.0  # sum over turns of the logarithm of the tokens sampled, and of its square
+    turn_log2_tokens: float = 0.0
+    _on_gpu: bool = field(default=False)
+
+    @classmethod
+    def of(cls, where: device) -> "Meter":
+        return cls(_on_gpu=where.type != "cpu")
+
+    def now(self) -> float:
+        return time.perf_counter() if self._on_gpu else time.thread_time()
+
+    def stepped(self, since: float) -> None:
+        self.decode_steps += 1
+        self.decode_s += self.now() - since
+
+    def prefilled(self, tokens: int, since: float) -> None:
+        self.prefill_tokens += tokens
+        self.prefill_s += self.now() - since
+
+    def ended(self, tokens: int) -> None:
+        self.turns += 1
+        log = math.log(max(1, tokens))
+        self.turn_log_tokens += log
+        self.turn_log2_tokens += log * log
+
+    def counters(self) -> dict[str, float]:
+        return {name: float(value) for name, value in asdict(self).items() if not name.startswith("_")}

@@ -1,0 +1,214 @@
+"""The simulator: deterministic, conserving, and with the policies in their known order."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.simulator.calibration import (
+    Calibration,
+    LogNormal,
+    Machine,
+    Run,
+    Size,
+    Spread,
+    Workload,
+    jain,
+)
+from benchmarks.simulator.fit import Recording, calibrate, fit_decode, fit_training
+from benchmarks.simulator.world import World, simulate
+from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
+from manager_service.policies import POLICIES, parse_policy
+from manager_service.records import Hyper
+from manager_service.training_queue import DISCIPLINES
+
+MACHINE = Machine(
+    decode_step_s=0.004,
+    decode_row_s=0.00004,
+    prefill_token_s=0.00002,
+    train_step_s=0.01,
+    train_token_s=0.0001,
+    commit_s=0.005,
+    grade_s=0.001,
+    hop_s=0.004,
+    control_s=0.0003,
+    cores=2,
+)
+SINGLE = Workload(name="single", batch_size=4, group_size=4, num_steps=3, turn_tokens=LogNormal.of(20, 0.3))
+AGENTIC = msgspec.structs.replace(
+    SINGLE, name="agentic", turn_tokens=LogNormal.of(12, 0.3), tool_s=LogNormal.of(0.5, 0.5), min_calls=2, max_calls=4
+)
+TAIL = msgspec.structs.replace(SINGLE, name="tail", turn_tokens=LogNormal.of(12, 0.99), max_tokens=400)
+
+
+def run(workload: Workload, policy: str, num_jobs: int, *, size: Size | None = None) -> tuple[World, Run]:
+    calibration = Calibration(machine=MACHINE, workload=workload, size=size or Size())
+    world = simulate(calibration, policy=parse_policy(policy), num_jobs=num_jobs)
+    return world, world.figures(workload.name)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_runs_are_the_same_to_the_last_digit(policy: str) -> None:
+    assert run(AGENTIC, policy, 4)[1] == run(AGENTIC, policy, 4)[1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(list(POLICIES)),
+    st.sampled_from(DISCIPLINES),
+    st.integers(1, 6),
+    st.sampled_from([SINGLE, AGENTIC, TAIL]),
+    st.builds(
+        Size,
+        rollout=st.integers(1, 3),
+        trainer=st.integers(1, 2),
+        rollout_slots=st.integers(2, 64),
+        env_slots=st.integers(1, 64),
+    ),
+)
+def test_every_trajectory_that_is_issued_is_trained_whoever_decides(
+    policy: str, discipline: str, num_jobs: int, workload: Workload, size: Size
+) -> None:
+    calibration = Calibration(machine=MACHINE, workload=workload, size=size)
+    world = simulate(calibration, policy=parse_policy(policy), num_jobs=num_jobs, discipline=discipline)  # type: ignore[arg-type]
+    expected = num_jobs * workload.num_steps * workload.batch_size * workload.group_size
+    assert world.issued == world.settled == expected
+    found = world.figures(workload.name)
+    assert 0 < found.rollout_busy <= 1 and 0 < found.trainer_busy <= 1
+    assert found.steps == workload.num_steps and found.n == num_jobs
+
+
+def test_what_a_job_samples_does_not_depend_on_policy_or_company() -> None:
+    tokens = {run(AGENTIC, policy, num)[0].progress["job-00000"].tokens for policy in POLICIES for num in (1, 5)}
+    assert len(tokens) == 1
+
+
+def test_the_policies_come_in_their_known_order() -> None:
+    for workload in (SINGLE, AGENTIC, TAIL):
+        found = {policy: run(workload, policy, 8)[1] for policy in ("sequential", "synchronous", "marlaas")}
+        makespans = [found[policy].makespan_s for policy in ("sequential", "synchronous", "marlaas")]
+        assert makespans == sorted(makespans, reverse=True) and makespans[0] > 1.5 * makespans[2], workload.name
+        assert found["sequential"].ttfs_s.mean > 5 * found["marlaas"].ttfs_s.mean
+        assert found["marlaas"].jain > 0.95
+
+
+def test_tools_that_hold_slots_cost_time_where_slots_are_few() -> None:
+    few = Size(rollout_slots=16)
+    naive, marlaas = (run(AGENTIC, policy, 8, size=few)[1] for policy in ("naive", "marlaas"))
+    assert naive.makespan_s > 1.3 * marlaas.makespan_s
+    assert naive.rollout_busy < marlaas.rollout_busy
+
+
+def test_alone_under_sequential_a_jobs_time_is_the_sum_of_its_parts() -> None:
+    """One trajectory a group would not train; two rows, one turn, constant lengths: everything can be counted by hand."""
+    workload = Workload(
+        batch_size=1, group_size=2, num_steps=1, turn_tokens=LogNormal.of(10, 0.0), prefill_tokens=0, prompt_tokens=5
+    )
+    machine = msgspec.structs.replace(MACHINE, control_s=0.0, cores=None)
+    world = simulate(Calibration(machine=machine, workload=workload), policy=parse_policy("sequential"), num_jobs=1)
+    hops = 3 + 2 + 4 + 2  # to version 0: owner, trainer, owner; Start, turns; result, score, batch, step; its answer
+    init_s, decode_s = machine.commit_s, 10 * (machine.decode_step_s + 2 * machine.decode_row_s)
+    train_s = machine.train_step_s + 30 * machine.train_token_s + machine.commit_s
+    parts = init_s + decode_s + machine.grade_s + train_s
+    makespan_s = world.figures("one").makespan_s
+    assert parts + (hops - 3) * machine.hop_s <= makespan_s <= parts + (hops + 1) * machine.hop_s
+
+
+def test_a_shared_core_slows_down_those_who_share_it() -> None:
+    alone = msgspec.structs.replace(MACHINE, cores=None, control_s=0.0)
+    crowded = msgspec.structs.replace(alone, cores=1)
+    spans = [
+        simulate(Calibration(machine=m, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=8)
+        .figures("single")
+        .makespan_s
+        for m in (alone, crowded)
+    ]
+    assert spans[1] > 1.4 * spans[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_jobs_on_fifty_workers() -> None:
+    world, found = run(SINGLE, "marlaas", 1000, size=Size(rollout=20, env=20, trainer=10))
+    assert world.issued == world.settled == 48_000
+    assert found.jain > 0.9
+
+
+# ---- calibration ----------------------------------------------------------------------------------------------------
+
+
+def reports(service: str, growth: list[dict[str, float]], *, busy: float = 0.5) -> list[WorkerReport]:
+    """One worker's reports whose counters grow so."""
+    counters: dict[str, float] = {}
+    found: list[WorkerReport] = []
+    for each in [{}, *growth]:
+        counters = {name: counters.get(name, 0.0) + each.get(name, 0.0) for name in {**counters, **each}}
+        found.append(
+            WorkerReport(
+                id=f"{service}-1",
+                tenant="",
+                job="",
+                partition=0,
+                service=service,
+                pid=1,
+                host="h",
+                state="busy",
+                busy=busy,
+                base_model="tiny",
+                slots=8,
+                counters=counters,
+            )
+        )
+    return found
+
+
+def test_decoding_is_fitted_from_seconds_with_different_rows() -> None:
+    growth = [
+        {"decode_steps": 100, "sampled_tokens": 100 * n, "decode_s": 100 * (0.003 + 0.0001 * n)} for n in (4, 16, 64)
+    ]
+    assert fit_decode(growth) == pytest.approx((0.003, 0.0001))
+    falling = [{"decode_steps": 1, "sampled_tokens": n, "decode_s": 1 / n} for n in (1, 2)]
+    assert fit_decode(falling) == pytest.approx((0.75, 0.0)), "more rows never make a forward cheaper"
+
+
+def test_training_is_fitted_and_alike_steps_put_all_on_their_tokens() -> None:
+    growth = [{"settled": 2, "trained_tokens": 2 * n, "busy_s": 2 * (0.02 + 0.0001 * n)} for n in (100, 400)]
+    assert fit_training(growth) == pytest.approx((0.02, 0.0001))
+    assert fit_training(growth[:1] * 3) == pytest.approx((0.0, 0.0003))
+
+
+def test_a_recording_becomes_a_calibration() -> None:
+    rollout = {
+        "decode_steps": 100, "sampled_tokens": 800, "decode_s": 0.4, "prefill_tokens": 500, "prefill_s": 0.1,
+        "turns": 40, "turn_log_tokens": 120.0, "turn_log2_tokens": 370.0, "cpu_s": 0.6,
+    }  # fmt: skip
+    env = {
+        "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "cpu_s": 0.1,
+        "delivered": 50, "delivery_s": 0.15,
+    }  # fmt: skip
+    trainer = {"settled": 2, "trained_tokens": 1200, "busy_s": 0.3, "cpu_s": 0.4}
+    told = [*reports("rollout", [rollout] * 3), *reports("env", [env] * 3), *reports("trainer", [trainer] * 3)]
+    hyper = Hyper(num_steps=2, batch_size=1, group_size=5, lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3))
+    found = calibrate(Recording(told, hyper), cores=2, control_s=1e-4)
+    machine, workload = found.machine, found.workload
+    assert (machine.decode_step_s + 8 * machine.decode_row_s, machine.prefill_token_s) == pytest.approx((0.004, 0.0002))
+    assert (machine.hop_s, machine.grade_s, machine.commit_s) == pytest.approx((0.003, 0.002, 0.1))
+    assert machine.control_s == pytest.approx(1e-4 + (1.1 - 0.8) / 40)
+    assert workload.tool_s is not None and workload.tool_s.mu == pytest.approx(-0.7)
+    assert (workload.min_calls, workload.max_calls) == (3, 3)
+    assert (workload.turn_tokens.mu, workload.prompt_tokens) == pytest.approx((3.0, 120 - 80))
+    assert (found.size.rollout_slots, found.size.trainer) == (8, 1)
+    assert simulate(found, policy=parse_policy("marlaas"), num_jobs=2).settled == 20
+
+
+def test_a_run_in_which_nothing_happened_is_refused() -> None:
+    hyper = Hyper(num_steps=2, lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3))
+    with pytest.raises(ValueError, match="no rollout worker did anything"):
+        calibrate(Recording(reports("rollout", []), hyper), cores=2, control_s=0.0)
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1))
+def test_jains_index_is_one_for_equal_rates_and_above_one_nth(rates: list[float]) -> None:
+    assert 1 / len(rates) - 1e-9 <= jain(rates) <= 1 + 1e-9
+    assert jain([rates[0]] * 5) == pytest.approx(1)
+    assert Spread.of(rates).p50 <= Spread.of(rates).p95
