@@ -6,6 +6,10 @@
 first, best a few at once: what a forward costs for a row is seen only where the number of rows varies. Redis keeps the
 telemetry of an hour, and all of it is used, so let nothing else run in that cluster.
 
+By default decoding is counted in processor seconds, and the simulator lets all processes share `--cores`: right for a machine
+with nothing else to do. With `--cores 0` it is counted by the clock, and what waited for a core in the run waits as long in
+the simulation: right for a busy machine, and for one with cores or GPUs to spare.
+
 Telemetry does not tell what manager and Redis use; `--control-us` is their processor time for a turn, as
 `python -m benchmarks.control_plane` measures it.
 """
@@ -46,7 +50,7 @@ def main() -> None:
     options.add_argument("--run", required=True, metavar="DIR-or-URL")
     options.add_argument("--base-model", default="tiny")
     options.add_argument("--keep", type=Path, metavar="FILE", help="write the telemetry there, to calibrate again")
-    options.add_argument("--cores", type=int, default=os.cpu_count(), help="that all processes share; 0: no limit")
+    options.add_argument("--cores", type=int, default=os.cpu_count(), help="that all processes share; 0: see above")
     options.add_argument("--control-us", type=float, default=160.0, help="of manager and Redis, for a turn")
     options.add_argument("--name", default="measured", help="of the workload")
     given = options.parse_args()

@@ -342,7 +342,9 @@ class Worker:
     async def _settle_finished(self) -> None:
         async with self._settling:
             batch, self._finished = self._finished, []
+            since = time.monotonic()
             done = await self._bus.settle(batch)
+        self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))
 

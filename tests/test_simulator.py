@@ -180,7 +180,7 @@ def test_training_is_fitted_and_alike_steps_put_all_on_their_tokens() -> None:
 def test_a_recording_becomes_a_calibration() -> None:
     rollout = {
         "decode_steps": 100, "sampled_tokens": 800, "decode_s": 0.4, "prefill_tokens": 500, "prefill_s": 0.1,
-        "turns": 40, "turn_log_tokens": 120.0, "turn_log2_tokens": 370.0, "cpu_s": 0.6,
+        "settled": 40, "settle_s": 0.04, "busy_s": 1.0, "turns": 40, "turn_log_tokens": 120.0, "turn_log2_tokens": 370.0, "cpu_s": 0.6,
     }  # fmt: skip
     env = {
         "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "cpu_s": 0.1,
@@ -192,12 +192,14 @@ def test_a_recording_becomes_a_calibration() -> None:
     found = calibrate(Recording(told, hyper), cores=2, control_s=1e-4)
     machine, workload = found.machine, found.workload
     assert (machine.decode_step_s + 8 * machine.decode_row_s, machine.prefill_token_s) == pytest.approx((0.004, 0.0002))
-    assert (machine.hop_s, machine.grade_s, machine.commit_s) == pytest.approx((0.003, 0.002, 0.1))
+    assert (machine.hop_s, machine.grade_s, machine.commit_s) == pytest.approx((0.004, 0.002, 0.1))
     assert machine.control_s == pytest.approx(1e-4 + (1.1 - 0.8) / 40)
     assert workload.tool_s is not None and workload.tool_s.mu == pytest.approx(-0.7)
     assert (workload.min_calls, workload.max_calls) == (3, 3)
     assert (workload.turn_tokens.mu, workload.prompt_tokens) == pytest.approx((3.0, 120 - 80))
     assert (found.size.rollout_slots, found.size.trainer) == (8, 1)
+    by_the_clock = calibrate(Recording(told, hyper), cores=None, control_s=1e-4).machine
+    assert by_the_clock.prefill_token_s == pytest.approx(2 * machine.prefill_token_s), "it waited for half of the time"
     assert simulate(found, policy=parse_policy("marlaas"), num_jobs=2).settled == 20
 
 

@@ -53,6 +53,8 @@ def write_recording(recording: Recording, path: Path) -> None:
 def calibrate(recording: Recording, *, cores: int | None, control_s: float, name: str = "measured") -> Calibration:
     """Raises ValueError if a service did nothing.
 
+    `cores`: that all processes share and nobody else wants; None: service times are of the clock, so that waiting for a core
+    as it was in this run, on a machine with other work too, is in them, and the simulator adds none.
     `control_s`: processor seconds of manager and Redis for a turn, which telemetry does not tell. What the workers'
     processes use beside computing is added to it.
     """
@@ -66,18 +68,19 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
         if not counters.get(counter):
             raise ValueError(f"no {service} worker did anything between two of its reports: calibrate on a longer run")
     step_s, row_s = fit_decode(by_service["rollout"])
+    waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
     train_step_s, train_token_s = fit_training(by_service["trainer"])
     busy_wall_s = PERIOD_S * trainer["busy"]
     beside_s = sum(counters["cpu_s"] for counters in (rollout, env, trainer)) - computing_s(rollout, trainer)
     machine = Machine(
-        decode_step_s=step_s,
-        decode_row_s=row_s,
-        prefill_token_s=rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
+        decode_step_s=step_s * waiting,
+        decode_row_s=row_s * waiting,
+        prefill_token_s=waiting * rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
         train_step_s=train_step_s,
         train_token_s=train_token_s,
         commit_s=max(0.0, busy_wall_s - trainer["busy_s"]) / trainer["settled"],
         grade_s=env["grade_s"] / env["graded"],
-        hop_s=env["delivery_s"] / max(1.0, env["delivered"]),
+        hop_s=env["delivery_s"] / max(1.0, env["delivered"]) + rollout["settle_s"] / max(1.0, rollout["settled"]),
         control_s=control_s + max(0.0, beside_s) / rollout["turns"],
         cores=cores,
     )
