@@ -90,6 +90,11 @@ class Reporter:
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
+    def first_read(self, entry: str) -> None:
+        """How old entries of streams are when they are first read, by the clocks of Redis' host and this one."""
+        self.count("delivered")
+        self.count("delivery_s", max(0.0, time.time() - int(entry.partition("-")[0]) / 1000))
+
     def report(self, state: str, in_use: int) -> WorkerReport:
         now = time.monotonic()
         spans, busy_s = self.timeline.take()

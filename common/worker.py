@@ -218,16 +218,10 @@ class Worker:
     def _begin(self, delivery: Delivery) -> Active:
         active = Active(delivery, asyncio.create_task(self._work(delivery), name=delivery.entry))
         self._active[delivery.entry] = active
-        self._count_delivery(delivery)
+        if delivery.deliveries == 1:
+            self._reporter.first_read(delivery.entry)
         active.task.add_done_callback(lambda _: self._never_began(delivery))
         return active
-
-    def _count_delivery(self, delivery: Delivery) -> None:
-        """How old entries are when they are first read, by the clocks of Redis' host and this one."""
-        if delivery.deliveries == 1:
-            age_s = time.time() - int(delivery.entry.partition("-")[0]) / 1000
-            self._reporter.count("delivered")
-            self._reporter.count("delivery_s", max(0.0, age_s))
 
     def _never_began(self, delivery: Delivery) -> None:
         """A task that is cancelled before its first step runs none of its code, so its end is written here."""

@@ -253,7 +253,7 @@ class Batch:
         result = {key: kept[i, :, : lengths[i]].clone() for i, key in enumerate(keys)}
         for key, prefix in result.items():
             self._prefixes.put(key, prefix)
-        self.meter.prefilled(sum(lengths), since)
+        self.meter.prefilled(sum(lengths), tokens.size, since)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         for num, rows in zip(lengths, sharing, strict=True):
@@ -273,7 +273,7 @@ class Batch:
         ended = self._seats.append(seats, tokens, logprobs)
         for row in layout.watched:
             ended[row] |= self._watch(self._row(int(seats[row])), row, sampled)
-        self.meter.stepped(since)
+        self.meter.stepped(layout.size, since)
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         self.sampled_tokens += len(seats)

@@ -12,8 +12,10 @@ class Meter:
     """Totals. Seconds are of the engine's thread on a processor, without waiting for a core; on a GPU, of the clock."""
 
     decode_steps: int = 0  # forwards of one token a row
+    decode_rows: int = 0  # in them, those that only fill up a forward included
     decode_s: float = 0.0  # in them, sampling included
     prefill_tokens: int = 0  # computed before turns; what a group shares counts once
+    prefill_positions: int = 0  # the same with padding
     prefill_s: float = 0.0
     turns: int = 0  # ended
     turn_log_tokens: float = 0.0  # sum over turns of the logarithm of the tokens sampled, and of its square
@@ -27,12 +29,14 @@ class Meter:
     def now(self) -> float:
         return time.perf_counter() if self._on_gpu else time.thread_time()
 
-    def stepped(self, since: float) -> None:
+    def stepped(self, rows: int, since: float) -> None:
         self.decode_steps += 1
+        self.decode_rows += rows
         self.decode_s += self.now() - since
 
-    def prefilled(self, tokens: int, since: float) -> None:
+    def prefilled(self, tokens: int, positions: int, since: float) -> None:
         self.prefill_tokens += tokens
+        self.prefill_positions += positions
         self.prefill_s += self.now() - since
 
     def ended(self, tokens: int) -> None:

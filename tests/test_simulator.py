@@ -137,7 +137,7 @@ def test_a_thousand_jobs_on_fifty_workers() -> None:
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
-def reports(service: str, growth: list[dict[str, float]], *, busy: float = 0.5) -> list[WorkerReport]:
+def reports(service: str, growth: list[dict[str, float]]) -> list[WorkerReport]:
     """One worker's reports whose counters grow so."""
     counters: dict[str, float] = {}
     found: list[WorkerReport] = []
@@ -153,7 +153,7 @@ def reports(service: str, growth: list[dict[str, float]], *, busy: float = 0.5) 
                 pid=1,
                 host="h",
                 state="busy",
-                busy=busy,
+                busy=0.5,
                 base_model="tiny",
                 slots=8,
                 counters=counters,
@@ -172,7 +172,7 @@ def test_decoding_is_fitted_from_seconds_with_different_rows() -> None:
 
 
 def test_training_is_fitted_and_alike_steps_put_all_on_their_tokens() -> None:
-    growth = [{"settled": 2, "trained_tokens": 2 * n, "busy_s": 2 * (0.02 + 0.0001 * n)} for n in (100, 400)]
+    growth = [{"settled": 2, "trained_tokens": 2 * n, "compute_s": 2 * (0.02 + 0.0001 * n)} for n in (100, 400)]
     assert fit_training(growth) == pytest.approx((0.02, 0.0001))
     assert fit_training(growth[:1] * 3) == pytest.approx((0.0, 0.0003))
 
@@ -186,7 +186,9 @@ def test_a_recording_becomes_a_calibration() -> None:
         "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "cpu_s": 0.1,
         "delivered": 50, "delivery_s": 0.15,
     }  # fmt: skip
-    trainer = {"settled": 2, "trained_tokens": 1200, "busy_s": 0.3, "cpu_s": 0.4}
+    trainer = {
+        "settled": 2, "trained_tokens": 1200, "busy_s": 0.6, "compute_s": 0.3, "commit_s": 0.2, "cpu_s": 0.4,
+    }  # fmt: skip
     told = [*reports("rollout", [rollout] * 3), *reports("env", [env] * 3), *reports("trainer", [trainer] * 3)]
     hyper = Hyper(num_steps=2, batch_size=1, group_size=5, lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3))
     found = calibrate(Recording(told, hyper), cores=2, control_s=1e-4)

@@ -8,6 +8,7 @@ each step begin again, alone, so that it fails for the one that causes it and fo
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -39,6 +40,8 @@ class Fusion:
     """Runs a trainer in a thread for whoever waits for a step."""
 
     trainer: Trainer
+    compute_s: float = 0.0
+    """In forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
 
@@ -69,6 +72,14 @@ class Fusion:
 
     def _round(self, members: list[_Member]) -> "dict[_Member, Trained | Exception]":
         """One micro-batch, in the computing thread. Returns who leaves, and with what."""
+        on_cpu = self.trainer.decoder.device.type == "cpu"
+        now = time.thread_time if on_cpu else time.perf_counter
+        since = now()
+        outcomes = self._advanced(members)
+        self.compute_s += now() - since
+        return outcomes
+
+    def _advanced(self, members: list[_Member]) -> "dict[_Member, Trained | Exception]":
         outcomes: dict[_Member, Trained | Exception] = {}
         for member in members:
             if member.result.cancelled():

@@ -6,6 +6,7 @@ after a crash: another trainer makes the version again; the manifest, created on
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -83,7 +84,8 @@ class TrainHandler:
         self._retry_delays_s = retry_delays_s
         self._fusion = Fusion(trainer)
         self._held_tokens = 0
-        self._busy_s, self._trained_tokens = 0.0, 0
+        names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
+        self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def __call__(self, message: Init | Step, beat: Callable[[], None]) -> Outputs:
         """The AdapterUpdate of the version that `message` asks for; steps that are asked for at a time are trained together.
@@ -133,8 +135,10 @@ class TrainHandler:
         return self.park(message)
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: `busy_s` in forward, backward and optimiser, `trained_tokens`; lost races included."""
-        return {"busy_s": self._busy_s, "trained_tokens": float(self._trained_tokens)}
+        """Totals since the start, lost races included: `busy_s` and `compute_s` in forward, backward and optimiser, by the
+        clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests.
+        """
+        return self._counters | {"compute_s": self._fusion.compute_s}
 
     def hand_back(self, message: Init | Step) -> Outputs | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was."""
@@ -147,8 +151,8 @@ class TrainHandler:
     async def _make(self, message: Init | Step, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
         """Compute and commit; if somebody else was first, what they committed."""
         trained = await self._compute(message, beat)
-        self._busy_s += trained.train_s
-        self._trained_tokens += trained.trained_tokens
+        since = time.monotonic()
+        self._count(trained)
         files = save_adapter(trained.state.adapter, self._base_model)
         files[OPTIMIZER_FILE] = save_moments(trained.state.moments)
         try:
@@ -161,9 +165,17 @@ class TrainHandler:
                 raise Unavailable(f"the manifest of {target} exists but cannot be read") from None
             log.info("commit_lost", job=message.job, version=target.version, wasted_s=trained.train_s)
             return winner
+        self._counters["commit_s"] += time.monotonic() - since
         self._cache.put(target, trained.state)
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
         return manifest
+
+    def _count(self, trained: Trained) -> None:
+        forward = trained.metrics.get("forward_tokens") or 0.0
+        padding = forward * (trained.metrics.get("padding_share") or 0.0)
+        new = (trained.train_s, trained.trained_tokens, forward, padding)
+        for name, amount in zip(("busy_s", "trained_tokens", "forward_tokens", "padding_tokens"), new, strict=True):
+            self._counters[name] += amount
 
     async def _compute(self, message: Init | Step, beat: Callable[[], None]) -> Trained:
         if isinstance(message, Init):

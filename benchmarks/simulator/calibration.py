@@ -39,10 +39,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float  # one forward of the engine, whatever its rows
     decode_row_s: float  # and for each row under way
     prefill_token_s: float  # each token computed before a turn
-    train_batch_s: float = 0.0  # one fused computation, however many steps it takes in
-    train_step_s: float  # and for each job's step in it
+    train_step_s: float  # a job's step, whatever its rows
     train_token_s: float  # and for each token of its rows
-    commit_s: float = 0.0  # a step's files and manifest, while its trainer waits
+    commit_s: float = 0.0  # a step's files and manifest, while its trainer computes the next
     grade_s: float = 0.0  # the environment's answer to a trajectory's last turn
     hop_s: float = 0.005  # from a message's publication to whoever works on it
     control_s: float = 0.0  # processor seconds of manager, env, Redis and worker loops for each turn
@@ -73,7 +72,8 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     trainer: int = 1
     rollout_slots: int = 64
     env_slots: int = 64
-    trainer_slots: int = 1  # steps that a trainer computes together
+    trainer_slots: int = 32  # steps that a trainer takes at most
+    trainer_window_tokens: int = 4096  # and it takes none while it has so many tokens' worth of them
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,6 @@ from manager_service.records import Hyper, JobSpec
 Deltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
 
-PERIOD_S = 1.0
-"""Between two reports."""
 SAME_SIZE = 0.05
 """Steps whose tokens differ relatively less than this say nothing about what a step costs beside its tokens."""
 
@@ -69,16 +67,16 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
             raise ValueError(f"no {service} worker did anything between two of its reports: calibrate on a longer run")
     step_s, row_s = fit_decode(by_service["rollout"])
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
+    training_waits = 1.0 if cores else max(1.0, trainer["busy_s"] / trainer["compute_s"])
     train_step_s, train_token_s = fit_training(by_service["trainer"])
-    busy_wall_s = PERIOD_S * trainer["busy"]
     beside_s = sum(counters["cpu_s"] for counters in (rollout, env, trainer)) - computing_s(rollout, trainer)
     machine = Machine(
         decode_step_s=step_s * waiting,
         decode_row_s=row_s * waiting,
         prefill_token_s=waiting * rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
-        train_step_s=train_step_s,
-        train_token_s=train_token_s,
-        commit_s=max(0.0, busy_wall_s - trainer["busy_s"]) / trainer["settled"],
+        train_step_s=train_step_s * training_waits,
+        train_token_s=train_token_s * training_waits,
+        commit_s=trainer["commit_s"] / trainer["settled"],
         grade_s=env["grade_s"] / env["graded"],
         hop_s=env["delivery_s"] / max(1.0, env["delivered"]) + rollout["settle_s"] / max(1.0, rollout["settled"]),
         control_s=control_s + max(0.0, beside_s) / rollout["turns"],
@@ -93,17 +91,16 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
 
 
 def computing_s(rollout: dict[str, float], trainer: dict[str, float]) -> float:
-    return rollout["decode_s"] + rollout["prefill_s"] + trainer["busy_s"]
+    return rollout["decode_s"] + rollout["prefill_s"] + trainer["compute_s"]
 
 
 def deltas(reports: Iterable[WorkerReport], service: str) -> Deltas:
-    """`busy`, a share of the last period, is added to the counters as it is."""
     by_worker: defaultdict[str, list[WorkerReport]] = defaultdict(list)
     for report in reports:
         if report.service == service:
             by_worker[report.id].append(report)
     return [
-        {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()} | {"busy": after.busy}
+        {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}
         for found in by_worker.values()
         for before, after in pairwise(found)
     ]
@@ -130,11 +127,11 @@ def fit_decode(found: Deltas) -> tuple[float, float]:
 
 def fit_training(found: Deltas) -> tuple[float, float]:
     """Seconds of a step, and of each token of its rows. If all steps are alike, the tokens have all of it."""
-    used = [d for d in found if d.get("settled", 0) > 0 and d["trained_tokens"] > 0 and d["busy_s"] > 0]
+    used = [d for d in found if d.get("settled", 0) > 0 and d["trained_tokens"] > 0 and d["compute_s"] > 0]
     if not used:
         raise ValueError("the trainer made no step between two of its reports: calibrate on a longer run")
     steps = np.array([d["settled"] for d in used])
-    tokens, seconds = (np.array([d[name] for d in used]) for name in ("trained_tokens", "busy_s"))
+    tokens, seconds = (np.array([d[name] for d in used]) for name in ("trained_tokens", "compute_s"))
     if np.std(tokens / steps) < SAME_SIZE * np.mean(tokens / steps):
         return 0.0, float(seconds.sum() / tokens.sum())
     return _line(tokens / steps, seconds / steps, steps)

@@ -218,65 +218,84 @@ class Environment:
 
 @dataclass(slots=True, eq=False)
 class TrainerWorker:
-    """Takes up to `slots` operations at once and computes them together."""
+    """Computes operations by age, one after another, and commits each while it computes the next.
+
+    Steps that are trained together share micro-batches, but the oldest first: they end in order of their age, and what each
+    takes is its tokens. It takes operations while it has slots, and no more than its window of tokens.
+    """
 
     host: Host
     machine: Machine
     queue: deque[Init | Step]
     slots: int
-    done: Callable[[list[Init | Step], float], None]
+    window_tokens: int
+    done: Callable[[Init | Step, float], None]
     busy_s: float = 0.0
-    _work: list[Init | Step] = field(default_factory=list)
+    _taken: deque[Init | Step] = field(default_factory=deque)  # the first is computed
+    _num_held: int = 0  # taken and not committed
+    _held_tokens: int = 0
     _left_s: float = 0.0
-    _spent_s: float = 0.0
     _synced: float = 0.0
     _plan: int = 0
-    _committing: bool = False
 
     @property
     def computing(self) -> bool:
-        return bool(self._work) and not self._committing
+        return bool(self._taken)
 
     @property
-    def idle(self) -> bool:
-        return not self._work
+    def has_room(self) -> bool:
+        return self._num_held < self.slots and (not self._num_held or self._held_tokens < self.window_tokens)
 
-    def begin(self) -> None:
-        """Called one hop after an operation was published, or the last ones were done."""
-        if self._work or not self.queue:
-            return
-        self._work = [self.queue.popleft() for _ in range(min(self.slots, len(self.queue)))]
-        self._left_s = self._spent_s = self.machine.train_batch_s + sum(map(self._seconds, self._work))
-        self._synced = self.host.clock.now
-        self.host.changed()
-        self.plan()
+    def take(self) -> None:
+        """Called one hop after an operation was published, or one was committed."""
+        while self.queue and self.has_room:
+            message = self.queue.popleft()
+            self._num_held += 1
+            self._held_tokens += _num_tokens(message)
+            self._taken.append(message)
+            if len(self._taken) == 1:
+                self._begin()
+                self.host.changed()
+                self.plan()
+
+    def _begin(self) -> None:
+        self._left_s, self._synced = self._seconds(self._taken[0]), self.host.clock.now
 
     def _seconds(self, message: Init | Step) -> float:
         if isinstance(message, Init):
             return 0.0
-        return self.machine.train_step_s + self.machine.train_token_s * len(message.rows.tokens)
+        return self.machine.train_step_s + self.machine.train_token_s * _num_tokens(message)
 
     def sync(self) -> None:
         now = self.host.clock.now
         elapsed, self._synced = now - self._synced, now
-        if self.computing:
+        if self._taken:
             self.busy_s += elapsed
             self._left_s -= elapsed * self.host.speed
 
     def plan(self) -> None:
-        if self.computing:
+        if self._taken:
             self._plan += 1
             number = self._plan
             self.host.clock.after(max(0.0, self._left_s) / self.host.speed, lambda: self._computed(number))
 
     def _computed(self, plan: int) -> None:
-        if plan != self._plan or self._committing:
+        if plan != self._plan:
             return
         self.sync()
-        self._committing = True
-        self.host.changed()
-        self.host.clock.after(self.machine.commit_s * len(self._work), self._committed)
+        message = self._taken.popleft()
+        self.host.clock.after(self.machine.commit_s, lambda: self._committed(message))
+        if self._taken:
+            self._begin()
+        else:
+            self.host.changed()
+        self.plan()
 
-    def _committed(self) -> None:
-        work, self._work, self._committing = self._work, [], False
-        self.done(work, self._spent_s)
+    def _committed(self, message: Init | Step) -> None:
+        self._num_held -= 1
+        self._held_tokens -= _num_tokens(message)
+        self.done(message, self._seconds(message))
+
+
+def _num_tokens(message: Init | Step) -> int:
+    return len(message.rows.tokens) if isinstance(message, Step) else 0

@@ -1,10 +1,11 @@
 """The simulated cluster: the owner's decisions in, a Run out. One owner, no Redis, no kills: those are for tests."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 
 from benchmarks.simulator.calibration import Calibration, Run, Spread, Workload, jain
 from benchmarks.simulator.clock import Clock, Host
@@ -79,7 +80,9 @@ class World:
         ]
         self.train_queue: deque[Init | Step] = deque()
         self.trainers = [
-            TrainerWorker(self.host, machine, self.train_queue, size.trainer_slots, self._trained)
+            TrainerWorker(
+                self.host, machine, self.train_queue, size.trainer_slots, size.trainer_window_tokens, self._trained
+            )
             for _ in range(size.trainer)
         ]
         self.host.members += [*self.engines, *self.trainers]
@@ -100,6 +103,9 @@ class World:
 
     def kv_tokens(self) -> int | None:
         return None
+
+    def sampling_gap_bound(self) -> float:
+        return inf
 
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
@@ -205,14 +211,12 @@ class World:
 
     def _train(self) -> None:
         for trainer in self.trainers:
-            if trainer.idle:
-                trainer.begin()
+            trainer.take()
 
-    def _trained(self, messages: Sequence[Init | Step], seconds: float) -> None:
-        for message in messages:
-            if isinstance(message, Step):
-                self.progress[message.job].tokens += len(message.rows.tokens)
-            self._deliver(_update(message, seconds / len(messages)))
+    def _trained(self, message: Init | Step, seconds: float) -> None:
+        if isinstance(message, Step):
+            self.progress[message.job].tokens += len(message.rows.tokens)
+        self._deliver(_update(message, seconds))
         if self.train_queue:
             self.clock.after(self.calibration.machine.hop_s, self._train)
 
