@@ -31,7 +31,7 @@ _WORKER = """
 """
 _MANAGER = """
     multi exec info xlen xrange xrevrange xtrim del exists expire get mget set hdel hget hgetall hincrby hincrbyfloat
-    hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zmscore zrange zrem
+    hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zmscore zrange zrem zremrangebyscore
 """
 
 

@@ -15,6 +15,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -196,6 +197,20 @@ class Bus:
                 raise
             return []
 
+    async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
+        """Ids of pending entries after an entry's id, oldest first."""
+        call = partial(self.client.xpending_range, stream, group, f"({after}", "+", count)
+        return [_text(row["message_id"]) for row in await self.retrying(call)]
+
+    async def reread(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> list[Delivery]:
+        """Pending entries once more, whoever has them; they are this consumer's now. Those that are gone are left out."""
+        if not entries:
+            return []
+        found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
+        return [
+            await self._delivery(stream, group, entry, fields, consumer=consumer) for entry, fields in found if fields
+        ]
+
     async def renew(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> int:
         """Say that work on these entries goes on. Returns how many this consumer still owns."""
         if not entries:
@@ -279,6 +294,17 @@ class Bus:
         """All fields of a hash; none if it does not exist."""
         found: Any = await self.retrying(lambda: self.client.hgetall(key))
         return found
+
+    async def read_hashes(self, keys: Sequence[str]) -> list[dict[bytes, bytes]]:
+        """The same of many, in one round trip."""
+
+        async def call() -> Any:
+            pipe = self.client.pipeline(transaction=False)
+            for key in keys:
+                pipe.hgetall(key)
+            return await pipe.execute()
+
+        return await self.retrying(call)
 
     async def read_set(self, key: str) -> set[bytes]:
         """All members of a set; none if it does not exist."""

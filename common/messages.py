@@ -33,7 +33,7 @@ FailureKind = Literal[
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 
 
-class Array(msgspec.Struct, frozen=True, array_like=True):
+class Array(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A numpy array on the wire. `data` is C order, little-endian."""
 
     dtype: Literal["i4", "f4", "u1"]
@@ -76,7 +76,7 @@ MAX_REWARD = 1e6
 EMPTY_I32, EMPTY_F32, EMPTY_U8 = i32([]), f32([]), u8([])
 
 
-class AdapterRef(msgspec.Struct, frozen=True, order=True):
+class AdapterRef(msgspec.Struct, frozen=True, gc=False, order=True):
     """One version of one job's adapter. Every generation names one, and the engine echoes it."""
 
     tenant: str
@@ -102,12 +102,12 @@ BASE = AdapterRef("-", "base", 0)
 """The bare base model, which must be named like any adapter: there is no default."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class Failure(msgspec.Struct, frozen=True, gc=False):
     kind: FailureKind
     reason: str  # one line for the job's owner; never another tenant's data
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """What a piece of work cost; counted when its result settles."""
 
     prompt_tokens: int = 0  # tokens prefilled that the model did not write
@@ -122,7 +122,7 @@ class Usage(msgspec.Struct, frozen=True):
         return Usage(*(a + b for a, b in pairs))
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False):
     temperature: float = 1.0  # 0 is greedy: evaluation and inference only
     max_tokens: int = 64  # bounds each turn
     top_p: float = 1.0  # inference only
@@ -130,20 +130,20 @@ class Sampling(msgspec.Struct, frozen=True):
     num_top_logprobs: int = 0  # inference only
 
 
-class EnvSpec(msgspec.Struct, frozen=True):
+class EnvSpec(msgspec.Struct, frozen=True, gc=False):
     """Which environment a job uses. A grader alone is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
 
 
-class LoraSpec(msgspec.Struct, frozen=True):
+class LoraSpec(msgspec.Struct, frozen=True, gc=False):
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ()  # leaf module names such as "q_proj"; empty: all linear layers but lm_head
 
 
-class LossSpec(msgspec.Struct, frozen=True):
+class LossSpec(msgspec.Struct, frozen=True, gc=False):
     """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
 
     name: Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"] = "grpo"
@@ -157,7 +157,7 @@ class LossSpec(msgspec.Struct, frozen=True):
     temperature: float = 1.0
 
 
-class OptimSpec(msgspec.Struct, frozen=True):
+class OptimSpec(msgspec.Struct, frozen=True, gc=False):
     learning_rate: float
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -166,7 +166,7 @@ class OptimSpec(msgspec.Struct, frozen=True):
     eps: float = 1e-8
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
+class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="kind", tag=True):
     """Plain fields of every message; they also stand beside the payload in the stream entry."""
 
     id: str  # derived from its cause, so that a repeat has the same id
@@ -183,7 +183,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=T
 # ---- rollouts -------------------------------------------------------------------------------------------------------
 
 
-class TrajectoryRef(msgspec.Struct, frozen=True):
+class TrajectoryRef(msgspec.Struct, frozen=True, gc=False):
     """Which trajectory of a job. All of its random numbers are functions of these and `seed`, never of `attempt`."""
 
     purpose: Purpose
@@ -294,7 +294,7 @@ class Parked(Message, frozen=True, kw_only=True):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-class Rows(msgspec.Struct, frozen=True):
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """The batch: rows sorted by (group, sample), tokens of all rows end to end."""
 
     tokens: Array  # i4 [sum of T]
@@ -387,7 +387,7 @@ class DeadLetter(Message, frozen=True, kw_only=True):
     payload: bytes
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A busy stretch of a worker, for the timeline. Seconds of the wall clock of the worker's host."""
 
     start_s: float

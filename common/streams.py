@@ -14,7 +14,8 @@
     dead                       stream   DeadLetter                                 no group
     lease:<p>                  string   the owner's random token, expires
     rev:<p>                    string   number of the owner's last write
-    weights                    hash     partition -> weight of its active tenants
+    owners                     zset     tokens of live owners by when they count as dead, ms
+    weights                    hash     partition, from 1 -> weight of its active tenants
     active:<p>                 set      ids of the partition's unfinished jobs
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
     tenant-jobs:<tenant>       zset     job id by creation time
@@ -134,6 +135,10 @@ class Cell:
     @property
     def jobs_all(self) -> str:
         return self.key("jobs-all")
+
+    @property
+    def owners(self) -> str:
+        return self.key("owners")
 
     @property
     def weights(self) -> str:

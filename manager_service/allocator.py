@@ -12,6 +12,7 @@ from typing import Protocol
 
 import structlog
 
+from common.streams import partition_of
 from manager_service.changes import Changes
 from manager_service.demand import Demand, view_of
 from manager_service.groups import num_tokens
@@ -62,7 +63,7 @@ class Allocator:
     tenants: dict[str, TenantRecord] = field(default_factory=dict)
     used_today: dict[str, int] = field(default_factory=dict)  # tenant -> tokens
     memory_used: float = 0.0  # Redis' memory over its limit, 0 to 1
-    share: float = 1.0  # of the cell's capacity that is this owner's, 0 to 1
+    other_weight: float = 0.0  # of active tenants that other owners have
     env_backlog: int = 0  # entries of the cell's `env` stream: trajectories that are not at a rollout worker
     demand: Demand = field(default_factory=Demand)
     _jobs: dict[str, Job] = field(default_factory=dict)
@@ -175,8 +176,9 @@ class Allocator:
         if left <= 0:
             return
         self._rollouts.busy(demand.tenants())
+        share = self.share
         virtual = {t: self._virtual_time(t) for t in demand.hungry if self._within_quota(t, now, changes)}
-        serve(virtual, lambda tenant: self._grant(tenant, now, changes), left)
+        serve(virtual, lambda tenant: self._grant(tenant, share, now, changes), left)
 
     def room(self, in_env: int) -> int:
         """How many trajectories may be issued now, if so many of those under way need no rollout slot."""
@@ -194,15 +196,15 @@ class Allocator:
         """Trajectories with an env worker. More than its slots wait there, and count like those that wait for a rollout."""
         return min(self.env_backlog, self.cluster.slots("env"))
 
-    def _fits(self, job: Job) -> bool:
+    def _fits(self, job: Job, share: float) -> bool:
         """Is there room for the keys and values of one more group? One may always be under way."""
         demand, group_size = self.demand, job.spec.hyper.group_size
-        at_rollout = max(0.0, 1 - self.in_env * self.share / max(1, demand.open_work))
-        left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=self.share)
+        at_rollout = max(0.0, 1 - self.in_env * share / max(1, demand.open_work))
+        left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=share)
         return demand.open_work == 0 or group_size * job.lengths.kv_tokens <= left
 
-    def _grant(self, tenant: str, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
-        """Issue one group, or one item of an evaluation, of the tenant's job whose turn it is.
+    def _grant(self, tenant: str, share: float, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
+        """Issue one group, or one item of an evaluation, of the tenant's job whose turn it is. `share`: this owner's.
 
         Where its keys and values do not fit, all wait: whoever needs little must not keep out who needs much.
         """
@@ -210,7 +212,7 @@ class Allocator:
         if name is None:
             return None
         job, before = self._jobs[name], self.demand.open_work
-        if not self._fits(job):
+        if not self._fits(job, share):
             return 0.0, sys.maxsize
         self._guarded(job, now, changes, self._issue_one(job))
         self.demand.granted(tenant, name)
@@ -235,6 +237,21 @@ class Allocator:
             log.exception("decision_failed", job_id=job.id)
             job.fail(JobError("internal_error", f"{type(error).__name__}: {error}"), now, change)
         self._look_at(job, now)
+
+    # ---- other owners -----------------------------------------------------------------------------------------------
+
+    def active_weights(self, partitions: Iterable[int]) -> dict[int, float]:
+        """Of the tenants with work under way or wanted, by partition."""
+        weights = dict.fromkeys(partitions, 0.0)
+        for tenant in self.demand.tenants():
+            weights[partition_of(tenant)] += self._weight(tenant)
+        return weights
+
+    @property
+    def share(self) -> float:
+        """Of the cell's capacity that is this owner's, 0 to 1: its active tenants' weight over that of all owners'."""
+        mine = sum(map(self._weight, self.demand.tenants()))
+        return mine / (mine + self.other_weight) if mine else 0.0
 
     # ---- tenants ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ thousands of others. So each job is seen as a small `View`, and the sums change 
 
 import heapq
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from manager_service.job import Job
@@ -116,6 +116,7 @@ class Demand:
     hungry: dict[str, TenantDemand] = field(default_factory=dict)  # tenant -> jobs that want something issued
     _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
     _views: dict[str, View] = field(default_factory=dict)
+    _jobs: dict[str, set[str]] = field(default_factory=dict)  # of each tenant
 
     def update(self, job: str, view: View | None) -> None:
         """A job as it is now; None: it is gone."""
@@ -131,8 +132,8 @@ class Demand:
         """Those with work under way or wanted."""
         return {tenant for tenant, tokens in self.tokens.items() if tokens > 0} | self.hungry.keys()
 
-    def jobs_of(self, tenant: str) -> Iterator[str]:
-        return (job for job, view in self._views.items() if view.tenant == tenant)
+    def jobs_of(self, tenant: str) -> Set[str]:
+        return self._jobs.get(tenant, frozenset())
 
     def next_job(self, tenant: str) -> str | None:
         """Whose turn it is among the tenant's jobs that want something issued."""
@@ -149,6 +150,7 @@ class Demand:
     def _add(self, job: str, view: View) -> None:
         tenant = view.tenant
         self._count(view, 1)
+        self._jobs.setdefault(tenant, set()).add(job)
         if view.queued:
             self.queued.setdefault(tenant, OrderedDict())[job] = None
         if view.ready:
@@ -159,6 +161,9 @@ class Demand:
     def _subtract(self, job: str, view: View, *, stays_hungry: bool) -> None:
         tenant = view.tenant
         self._count(view, -1)
+        self._jobs[tenant].discard(job)
+        if not self._jobs[tenant]:
+            del self._jobs[tenant]
         if view.queued:
             del self.queued[tenant][job]
             if not self.queued[tenant]:

@@ -21,19 +21,22 @@ from common.adapters import AdapterStore
 from common.bus import Bus, Delivery
 from common.errors import Fenced, Unavailable
 from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, NUM_PARTITIONS, OWNER
+from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, OWNER
 from common.tasks import cancel_all
 from common.telemetry import KEEP_S
 from manager_service.allocator import Allocator, Slots, today
 from manager_service.changes import Changes, commands
+from manager_service.leases import Held, Leases
 from manager_service.partition import Partition
 from manager_service.policies import MARLAAS, Policy
 from manager_service.records import GLOBAL, TenantRecord
 from manager_service.training_queue import Discipline, TrainingQueue
-from manager_service.transaction import Fence, Held, Lost
+from manager_service.transaction import Fence, Lost
 
 READ_COUNT = 512
 BLOCK_MS = 100
+ROUND_SHARE = 0.1
+"""Of a lease, between two rounds of renewing it."""
 STALL_S = 30.0
 STALL_REASON = "all services have live workers, so look at their logs; is the object storage reachable and not full?"
 
@@ -60,10 +63,15 @@ class Owner:
         self._objects = objects
         self._lease_s = lease_s
         self._token = secrets.token_hex(16)
+        self._leases = Leases(bus, self._token, lease_s)
+        self._surplus = 0  # partitions to give back
+        self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
+        self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, tuple[Partition, Fence]] = {}
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
         self._idle_since: float | None = None
+        self._searched_at = time.monotonic()
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 
@@ -72,11 +80,11 @@ class Owner:
         for stream, group in self._work_streams():
             await self._bus.ensure_group(stream, group)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(loop) for loop in (self._keep_leases(), self._watch(), self._passes())]
+            loops = (self._keep_leases(), self._load_taken(), self._watch(), self._passes())
+            tasks = [group.create_task(loop) for loop in loops]
             await stop.wait()
             await cancel_all(tasks)
-        for _, fence in self._owned.values():
-            await fence.release()
+        await self._leases.leave()
 
     def _work_streams(self) -> list[tuple[str, str]]:
         cell = self._cell
@@ -88,34 +96,49 @@ class Owner:
         ]
 
     async def _keep_leases(self) -> None:
+        """Never waits for a partition to be loaded, so that no lease runs out meanwhile."""
         while True:
-            for number in range(NUM_PARTITIONS):
-                try:
-                    await self._keep_lease(number)
-                except Unavailable as error:
-                    log.warning("lease_delayed", partition=number, reason=str(error))
-                except Exception:  # the boundary: a partition that cannot be loaded must not stop the others
-                    log.exception("partition_not_loaded", partition=number)
-            await asyncio.sleep(self._lease_s / 4)
+            found = await self._leases.round(self._allocator.active_weights(self._owned))
+            self._allocator.other_weight = found.other_weight
+            self._surplus = found.surplus
+            for number, held in found.leases.items():
+                await self._follow_lease(number, held)
+            await asyncio.sleep(self._lease_s * ROUND_SHARE)
 
-    async def _keep_lease(self, number: int) -> None:
-        owned = self._owned.get(number)
-        fence = owned[1] if owned else Fence(self._bus, number, self._token)
-        held = await fence.take(self._lease_s)
-        if owned and held is not Held.RENEWED:  # it ran out: another may have written since
+    async def _follow_lease(self, number: int, held: Held) -> None:
+        if number in self._owned and held is not Held.RENEWED:  # it ran out: another may have written since
             async with self._lock:
                 self._forget(number, "lease lost")
-        if held is not Held.BY_ANOTHER and number not in self._owned:
-            await self._take_over(number, Fence(self._bus, number, self._token))
+        if held is Held.BY_ANOTHER:
+            self._to_load.discard(number)
+        elif number not in self._owned:
+            self._to_load.add(number)
+            self._taken.set()
 
-    async def _take_over(self, number: int, fence: Fence) -> None:
+    async def _load_taken(self) -> None:
+        while True:
+            await self._taken.wait()
+            self._taken.clear()
+            for number in sorted(self._to_load):
+                try:
+                    if number in self._to_load:  # it may have been given back
+                        await self._take_over(number)
+                except Unavailable as error:  # the next round of leases wants it again
+                    log.warning("loading_delayed", partition=number, reason=str(error))
+                except Exception:  # the boundary: a partition that cannot be loaded must not stop the others
+                    log.exception("partition_not_loaded", partition=number)
+
+    async def _take_over(self, number: int) -> None:
+        fence = Fence(self._bus, number, self._token)
+        partition, changes = Partition(number, self._bus, self._objects, self._store), Changes()
+        await fence.read_stamp()
+        await partition.load(time.time(), changes)
         async with self._lock:
-            await fence.read_stamp()
-            partition, changes, now = Partition(number, self._bus, self._objects, self._store), Changes(), time.time()
-            await partition.load(now, changes)
+            if number not in self._to_load:
+                return  # the lease was lost meanwhile
+            self._to_load.discard(number)
             self._owned[number] = (partition, fence)
-            self._allocator.refresh(partition, list(partition.jobs), now)
-            self._allocator.share = len(self._owned) / NUM_PARTITIONS
+            self._allocator.refresh(partition, list(partition.jobs), time.time())
             await self._commit(number, changes)
         if partition.jobs:
             log.info("partition_taken", partition=number, jobs=len(partition.jobs))
@@ -123,14 +146,25 @@ class Owner:
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
             self._allocator.forget(owned[0])
-            self._allocator.share = len(self._owned) / NUM_PARTITIONS
             log.warning("partition_forgotten", partition=number, reason=reason)
+
+    async def _give_back(self) -> None:
+        """What is more than this owner's share. Called while no read is under way: nothing is delivered to nobody."""
+        while self._surplus > 0 and (held := self._to_load | self._owned.keys()):
+            number = max(held)
+            self._surplus -= 1
+            async with self._lock:
+                self._to_load.discard(number)
+                self._forget(number, "given to another owner")
+                await self._leases.release(number)
 
     # ---- one pass ---------------------------------------------------------------------------------------------------
 
     async def _passes(self) -> None:
         while True:
-            owned = dict(self._owned)
+            await self._give_back()
+            await self._find_unseen()
+            owned = dict(self._owned) if self._leases.surely_held(2 * BLOCK_MS / 1000) else {}
             deliveries = await self._read(owned)
             async with self._lock:
                 await self._pass([d for d in deliveries if self._still_owned(d, owned)])
@@ -146,9 +180,22 @@ class Owner:
     async def _read(self, owned: Mapping[int, tuple[Partition, Fence]]) -> list[Delivery]:
         streams = [name for partition, _ in owned.values() for name in partition.inboxes]
         if not streams:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(BLOCK_MS / 2000)
             return []
         return await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
+
+    async def _find_unseen(self) -> None:
+        """Once a lease. Called while no read is under way: all that was delivered is known here, or else was lost."""
+        if time.monotonic() - self._searched_at < self._lease_s:
+            return
+        self._searched_at = time.monotonic()
+        async with self._lock:
+            for number, (partition, _) in list(self._owned.items()):
+                changes = Changes()
+                await partition.find_unseen(time.time(), changes)
+                self._allocator.refresh(partition, changes.touched, time.time())
+                if changes:
+                    await self._commit(number, changes)
 
     async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()

@@ -5,7 +5,8 @@ holds: unfinished jobs with their half-full batches (pending entries in Redis: l
 after a crash: the next owner takes the lease, loads the records, and reads what the last one had pending
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -22,6 +23,9 @@ from manager_service.items import Items
 from manager_service.job import Job
 from manager_service.records import FINAL, JobError, JobSpec, JobState
 
+LOAD_COUNT = 200
+"""Jobs whose records are read together."""
+
 log = structlog.get_logger()
 
 
@@ -35,6 +39,8 @@ class Partition:
         self._cell = bus.cell
         self._objects = objects
         self._store = store
+        self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
+        self._looked_at = dict.fromkeys(self.inboxes, "0")  # last pending entry that is known to be in memory
 
     @property
     def inboxes(self) -> list[str]:
@@ -50,9 +56,9 @@ class Partition:
         """
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
-        for name in await self._bus.read_set(self._cell.active(self.number)):
-            job_id = name.decode()
-            await self._isolated(job_id, now, changes, self._load_job(job_id, now, changes))
+        await self._load_jobs(
+            [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))], now, changes
+        )
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         for job in list(self.jobs.values()):
@@ -81,16 +87,31 @@ class Partition:
         code = "corrupt_adapter" if isinstance(error, CorruptObject) else "internal_error"
         job.fail(JobError(code, f"{type(error).__name__}: {error}"), now, changes)
 
-    async def _load_job(self, job_id: str, now: float, changes: Changes) -> Job | None:
-        record = await self._bus.read_hash(self._cell.job(job_id))
+    async def _load_jobs(self, job_ids: Sequence[str], now: float, changes: Changes) -> None:
+        """Bring jobs into memory, many at a time; those without a record are left out."""
+        cell = self._cell
+        for start in range(0, len(job_ids), LOAD_COUNT):
+            some = job_ids[start : start + LOAD_COUNT]
+            records = await self._bus.read_hashes(
+                [key(job) for job in some for key in (cell.job, cell.open, cell.evals)]
+            )
+            for number, job_id in enumerate(some):
+                work = self._load_job(job_id, records[3 * number : 3 * number + 3], now, changes)
+                await self._isolated(job_id, now, changes, work)
+
+    async def _load_job(
+        self, job_id: str, records: Sequence[Mapping[bytes, bytes]], now: float, changes: Changes
+    ) -> None:
+        """`records`: what stands at the keys `job`, `open` and `evals`."""
+        record, unsettled, evals = records
         if not record:
-            return None
+            return
         try:
             spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
             state = msgspec.json.decode(record[b"state"], type=JobState)
         except (KeyError, msgspec.MsgspecError) as error:
             log.error("record_unreadable", job_id=job_id, reason=str(error))
-            return None
+            return
         try:
             files = [await self._items(spec.tenant, file) for file in (spec.training_file, spec.validation_file)]
             missing = ""
@@ -98,32 +119,20 @@ class Partition:
             files, missing = [Items(), Items()], str(error)
         job = Job(self._cell, spec, state, *files)
         self.jobs[job_id] = job
-        await self._load_open(job)
+        _restore_open(job, unsettled)
+        job.eval_open = {name.decode(): int(attempt) for name, attempt in evals.items()}
         if missing:
             job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
-        return job
-
-    async def _load_open(self, job: Job) -> None:
-        state = job.state
-        trained = set(state.training.keys) if state.training else set()
-        job.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
-        for name, value in (await self._bus.read_hash(self._cell.open(job.id))).items():
-            key = name.decode()
-            number, sample = (int(part) for part in key.split("/"))
-            attempt, version, *scored = value.decode().split(":")
-            if key not in trained and number in job.groups:
-                job.groups[number].version = int(version)
-                if scored:
-                    job.counted[number, sample] = int(attempt)
-                else:
-                    job.groups[number].waiting[sample] = int(attempt)
-        evals = await self._bus.read_hash(self._cell.evals(job.id))
-        job.eval_open = {name.decode(): int(attempt) for name, attempt in evals.items()}
 
     async def _items(self, tenant: str, file: str | None) -> Items:
+        """Jobs of the same file share its lines."""
         if file is None:
             return Items()
-        return Items.parse(await self._objects.get(f"files/{tenant}/{file}"))
+        path = f"files/{tenant}/{file}"
+        items = self._files.get(path)
+        if items is None:
+            self._files[path] = items = Items.parse(await self._objects.get(path))
+        return items
 
     async def _replay(self, stream: str, now: float, changes: Changes) -> None:
         after = "0"
@@ -131,7 +140,24 @@ class Partition:
             for delivery in deliveries:
                 if not self._restored(delivery):
                     await self.handle(delivery, now, changes)
-            after = deliveries[-1].entry
+            self._looked_at[stream] = after = deliveries[-1].entry
+
+    async def find_unseen(self, now: float, changes: Changes) -> None:
+        """Entries that were delivered and reached nobody: the reply was lost with its connection, or an owner that had
+        slept through its lease read them. Each pending entry is looked at once."""
+        for stream in self.inboxes:
+            while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
+                known = self._held() if stream == self._cell.scored(self.number) else set[str]()
+                unseen = [entry for entry in entries if entry not in known]
+                for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
+                    log.warning("entry_unseen", stream=stream, entry=delivery.entry)
+                    await self.handle(delivery, now, changes)
+                self._looked_at[stream] = entries[-1]
+
+    def _held(self) -> set[str]:
+        """Entries that stay pending because a job in memory holds them."""
+        scored = (s.entry for job in self.jobs.values() for group in job.groups.values() for s in group.scored.values())
+        return {*scored, *(entry for job in self.jobs.values() for entry, _ in job.parked.values())}
 
     def _restored(self, delivery: Delivery) -> bool:
         """A scored trajectory that the last owner had counted goes back into its group, and is not counted again."""
@@ -238,7 +264,9 @@ class Partition:
         return job
 
     async def _create(self, job_id: str, now: float, changes: Changes) -> Job | None:
-        job = self.jobs.get(job_id) or await patiently(lambda: self._load_job(job_id, now, changes))
+        if job_id not in self.jobs:
+            await patiently(lambda: self._load_jobs([job_id], now, changes))
+        job = self.jobs.get(job_id)
         if job is not None and job.state.status == "validating_files":
             job.queue(now, changes)
         return job
@@ -274,3 +302,20 @@ class Partition:
         )
         changes.published.append((self._cell.dead, letter))
         changes.ack(delivery.stream, delivery.entry)
+
+
+def _restore_open(job: Job, unsettled: Mapping[bytes, bytes]) -> None:
+    """A job's groups as they stand in `open:<job>`; the results themselves are read afterwards."""
+    state = job.state
+    trained = set(state.training.keys) if state.training else set()
+    job.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
+    for name, value in unsettled.items():
+        key = name.decode()
+        number, sample = (int(part) for part in key.split("/"))
+        attempt, version, *scored = value.decode().split(":")
+        if key not in trained and number in job.groups:
+            job.groups[number].version = int(version)
+            if scored:
+                job.counted[number, sample] = int(attempt)
+            else:
+                job.groups[number].waiting[sample] = int(attempt)

@@ -5,7 +5,6 @@ after a lost reply, and shows an owner that somebody else wrote, or that Redis l
 """
 
 import secrets
-from enum import Enum
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -31,18 +30,6 @@ redis.call('SET', KEYS[2], ARGV[3])
 return 'done'
 """
 
-# KEYS[1] lease. ARGV: token, milliseconds. Takes a free lease or renews one's own.
-LEASE = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return holder and 2 or 1
-"""
-
-RELEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-"""
-
 CHUNK = 4000
 """Words in one command at most; Lua's unpack has a limit of about 8,000."""
 
@@ -51,31 +38,15 @@ class Lost(Unavailable):
     """Redis is not what this owner remembers: it must rebuild its memory."""
 
 
-class Held(Enum):
-    """Who holds a lease after an attempt to take it."""
-
-    BY_ANOTHER = 0
-    TAKEN = 1  # it was free: whatever was remembered of the partition may be old
-    RENEWED = 2
-
-
 class Fence:
-    """One partition's lease, as one owner holds it."""
+    """Writes to one partition, which fail once its lease is not this owner's."""
 
     def __init__(self, bus: Bus, partition: int, token: str) -> None:
         self._bus = bus
         self._token = token
         self._lease, self._rev_key = bus.cell.lease(partition), bus.cell.rev(partition)
         self._commit = bus.client.register_script(COMMIT)
-        self._take = bus.client.register_script(LEASE)
-        self._release = bus.client.register_script(RELEASE)
         self._stamp = ""  # of the last write, as this owner knows it
-
-    async def take(self, lease_s: float) -> Held:
-        """Take the lease if it is free, or renew it if it is one's own."""
-        keys, arguments = [self._lease], [self._token, int(lease_s * 1000)]
-        answer = await self._bus.retrying(lambda: self._take(keys=keys, args=arguments))
-        return Held(int(answer))
 
     async def read_stamp(self) -> None:
         """Call once after taking, before the first commit."""
@@ -99,9 +70,6 @@ class Fence:
         if answer == b"lost":
             raise Lost(self._rev_key)
         self._stamp = stamp
-
-    async def release(self) -> None:
-        await self._release(keys=[self._lease], args=[self._token])
 
 
 def _chunked(commands: list[Command]) -> list[Command]:

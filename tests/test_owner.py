@@ -28,11 +28,13 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import Failure, Start, Step
 from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_TRAINER, partition_of
+from common.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, partition_of
 from common.worker import Inbox
+from manager_service.leases import Held, Leases
 from manager_service.owner import Owner
 from manager_service.policies import MARLAAS
 from manager_service.records import EventRecord, TenantRecord
+from manager_service.transaction import Fence, Lost
 
 LEASE_S = 0.6
 
@@ -411,24 +413,28 @@ async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:
 
 
 async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system: System) -> None:
-    from manager_service.transaction import Fence, Held, Lost
-
-    one, other = Fence(system.bus, 3, "one"), Fence(system.bus, 3, "other")
+    one, other = Leases(system.bus, "one", 60), Leases(system.bus, "other", 60)
+    ones, others = Fence(system.bus, 3, "one"), Fence(system.bus, 3, "other")
     await system.kill_owner()
-    await system.bus.client.delete(system.bus.cell.lease(3))
-    assert await one.take(60) is Held.TAKEN
-    await one.read_stamp()
+    await forget_leases(system.bus)
+    assert (await one.round({})).leases[3] is Held.TAKEN
+    await ones.read_stamp()
     # While it sleeps, another takes the lease, writes once, and leaves
-    await system.bus.client.delete(system.bus.cell.lease(3))
-    assert await other.take(60) is Held.TAKEN
-    await other.read_stamp()
-    await other.commit([["SET", system.bus.cell.key("x"), "by the other"]])
-    await other.release()
+    await forget_leases(system.bus)
+    assert (await other.round({})).leases[3] is Held.TAKEN
+    await others.read_stamp()
+    await others.commit([["SET", system.bus.cell.key("x"), "by the other"]])
+    await other.leave()
     # Then the first sees that its lease was not renewed, and its write is refused, not taken for done
-    assert await one.take(60) is Held.TAKEN
+    assert (await one.round({})).leases[3] is Held.TAKEN
     with pytest.raises(Lost):
-        await one.commit([["SET", system.bus.cell.key("x"), "by the first"]])
+        await ones.commit([["SET", system.bus.cell.key("x"), "by the first"]])
     assert await system.bus.client.get(system.bus.cell.key("x")) == b"by the other"
+
+
+async def forget_leases(bus: Bus) -> None:
+    """As when they have run out."""
+    await bus.client.delete(bus.cell.owners, *(bus.cell.lease(p) for p in range(NUM_PARTITIONS)))
 
 
 async def test_a_step_lost_for_a_cancelled_job_is_given_up(system: System) -> None:

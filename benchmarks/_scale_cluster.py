@@ -1,0 +1,292 @@
+"""Real managers and a real Redis around simulated workers, and what can be measured of them from outside."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+
+from benchmarks import _redis
+from benchmarks._scale_workers import BASE_MODEL, Load, Seen
+from common.bus import Bus
+from common.messages import JobCommand
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS, Cell, partition_of
+from manager_service.records import JSON, JobSpec, JobState
+from manager_service.supervisor import choose_port
+from tests.standin import job_spec
+
+BATCH_SIZE, GROUP_SIZE = 16, 8
+JOBS_A_TENANT = 10
+CHUNK = 500
+START_S = 60.0
+AGE_MS = (1000, 2000)
+"""Which results a look at the owners' hand-overs takes: those published so long ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one process, in all so far."""
+
+    cpu_s: float
+    memory_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What everybody has used so far, and what stands in Redis."""
+
+    at_s: float
+    managers: tuple[Usage, ...]
+    redis: Usage
+    issued: int  # trajectories, of all jobs
+    versions: int  # committed, of all jobs
+    connections: int
+    entries: int  # in the streams that carry work, results held for half-full batches left out
+    held: int  # results held for half-full batches
+    telemetry: int  # entries
+
+
+class Workers:
+    """The process of the simulated workers."""
+
+    def __init__(self, load: Load) -> None:
+        argv = [sys.executable, "-m", "benchmarks._scale_workers", msgspec.json.encode(load).decode()]
+        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    async def seen(self) -> Seen:
+        """Since the call before."""
+        return msgspec.json.decode(await asyncio.to_thread(self._ask), type=Seen)
+
+    def _ask(self) -> str:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        return self._child.stdout.readline()
+
+    async def stop(self) -> None:
+        """What they worked on goes back into the streams."""
+        await asyncio.to_thread(self._child.communicate)
+
+
+@dataclass
+class ScaleCluster:
+    """A Redis, managers, and jobs that never end."""
+
+    server: _redis.Server
+    bus: Bus
+    folder: Path
+    managers: list["subprocess.Popen[bytes]"]
+    jobs: list[JobSpec]
+    port: int = 0  # of the newest manager's API
+
+    @property
+    def store_url(self) -> str:
+        return (self.folder / "store").as_uri()
+
+    def load(self, **values: Any) -> Load:
+        return Load(redis_url=self.server.url, store_url=self.store_url, **values)
+
+    # ---- managers ---------------------------------------------------------------------------------------------------
+
+    def start_manager(self) -> "subprocess.Popen[bytes]":
+        self.port = choose_port("127.0.0.1", 0)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MARLAAS_REDIS_URL": self.server.url,
+            "MARLAAS_STORE_URL": self.store_url,
+            "MARLAAS_DATA_DIR": str(self.folder),
+            "MARLAAS_BASE_MODELS": BASE_MODEL,
+            "MARLAAS_PORT": str(self.port),
+            "MARLAAS_LOG_LEVEL": "error",
+        }
+        self.managers.append(subprocess.Popen([sys.executable, "-m", "manager_service"], env=environment))
+        return self.managers[-1]
+
+    async def start_managers(self, number: int) -> None:
+        """Returns once they share the partitions as evenly as they will."""
+        for _ in range(number):
+            self.start_manager()
+        async with asyncio.timeout(START_S):
+            while (
+                max(held := await self.leases(), default=0) > -(-NUM_PARTITIONS // number) or sum(held) < NUM_PARTITIONS
+            ):
+                await asyncio.sleep(0.1)
+
+    async def leases(self) -> list[int]:
+        """How many partitions each owner holds, most first."""
+        return sorted(Counter(await self._tokens()).values(), reverse=True)
+
+    async def _tokens(self) -> list[bytes]:
+        cell = self.bus.cell
+        tokens = await self.bus.client.mget([cell.lease(p) for p in range(NUM_PARTITIONS)])
+        return [token for token in tokens if token]
+
+    def stop(self) -> None:
+        for manager in self.managers:
+            manager.kill()
+            manager.wait()
+
+    async def kill_and_recover(self) -> float:
+        """SIGKILL to the manager while another waits. Seconds from the end of the last of its leases until the other
+        has all partitions in memory: it deletes what it has read of a stream at once, also a command that means nothing."""
+        self.managers[0].kill()
+        self.managers[0].wait()
+        tokens = set(await self._tokens())
+        self.start_manager()
+        while tokens & set(await self._tokens()):
+            await asyncio.sleep(0.02)
+        since = time.monotonic()
+        cell, nobody = self.bus.cell, [f"tenant-{n}" for n in range(1000)]
+        tenants = {partition_of(tenant): tenant for tenant in nobody}
+        commands = [_create_command(job_spec("ftjob-none", tenants[p])) for p in range(NUM_PARTITIONS)]
+        await self.bus.publish([(cell.jobs(command.partition), command) for command in commands])
+        while any([await self.bus.client.xlen(cell.jobs(p)) for p in range(NUM_PARTITIONS)]):
+            await asyncio.sleep(0.02)
+        return time.monotonic() - since
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    async def create_jobs(self, number: int) -> None:
+        """What the API's script does, for many; returns once each has version 0."""
+        known = len(self.jobs)
+        for n in range(known, known + number):
+            spec = job_spec(f"ftjob-{n:06d}", f"tenant-{n // JOBS_A_TENANT}", num_steps=100_000)
+            hyper = msgspec.structs.replace(spec.hyper, batch_size=BATCH_SIZE, group_size=GROUP_SIZE)
+            self.jobs.append(msgspec.structs.replace(spec, hyper=hyper))
+        for start in range(known, known + number, CHUNK):
+            await self._create(self.jobs[start : start + CHUNK])
+        async with asyncio.timeout(10 * START_S):
+            while (await self._versions())[1] < len(self.jobs):
+                await asyncio.sleep(0.2)
+
+    async def _create(self, specs: Sequence[JobSpec]) -> None:
+        cell, pipe = self.bus.cell, self.bus.client.pipeline(transaction=False)
+        for spec in specs:
+            pipe.hset(cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": JSON.encode(JobState())})
+            pipe.zadd(cell.tenant_jobs(spec.tenant), {spec.id: float(spec.created_at)})
+            pipe.zadd(cell.jobs_all, {spec.id: float(spec.created_at)})
+            pipe.sadd(cell.active(partition_of(spec.tenant)), spec.id)
+        await pipe.execute()
+        await self.bus.publish([(cell.jobs(partition_of(spec.tenant)), _create_command(spec)) for spec in specs])
+
+    async def _versions(self) -> tuple[int, int]:
+        """Versions committed after the first, and jobs that have one."""
+        states = await self._of_jobs("hget", self.bus.cell.job, "state")
+        versions = [msgspec.json.decode(state, type=JobState).version for state in states]
+        return sum(max(0, version) for version in versions), sum(version >= 0 for version in versions)
+
+    async def _of_jobs(self, command: str, key: Any, name: str) -> list[Any]:
+        found: list[Any] = []
+        for start in range(0, len(self.jobs), CHUNK):
+            pipe = self.bus.client.pipeline(transaction=False)
+            for spec in self.jobs[start : start + CHUNK]:
+                pipe.execute_command(command, key(spec.id), name)
+            found += await pipe.execute()
+        return found
+
+    # ---- measuring --------------------------------------------------------------------------------------------------
+
+    async def moment(self) -> Moment:
+        client, cell = self.bus.client, self.bus.cell
+        issued = sum(int(n or 0) for n in await self._of_jobs("hget", cell.ledger, "issued"))
+        versions, _ = await self._versions()
+        info = await client.info()
+        entries, held = await self._entries()
+        return Moment(
+            at_s=time.monotonic(),
+            managers=tuple(_usage(psutil.Process(manager.pid)) for manager in self.managers),
+            redis=Usage(self.server.cpu_s(), info["used_memory"] / 1e6),
+            issued=issued,
+            versions=versions,
+            connections=info["connected_clients"],
+            entries=entries,
+            held=held,
+            telemetry=await client.xlen(cell.telemetry),
+        )
+
+    async def _entries(self) -> tuple[int, int]:
+        cell, pipe = self.bus.cell, self.bus.client.pipeline(transaction=True)
+        inboxes = [key(p) for p in range(NUM_PARTITIONS) for key in (cell.jobs, cell.adapters, cell.scored)]
+        for stream in (cell.env, cell.rollout, cell.rollout_first, cell.train, *inboxes):
+            pipe.xlen(stream)
+        for partition in range(NUM_PARTITIONS):
+            pipe.xpending(cell.scored(partition), GROUP_MANAGER)
+        answers = await pipe.execute()
+        held = sum(row["pending"] for row in answers[-NUM_PARTITIONS:])
+        return sum(answers[:-NUM_PARTITIONS]) - held, held
+
+    async def list_ms(self, number: int) -> list[float]:
+        """Times of as many requests for the newest 20 jobs of a tenant who has all of the cluster's."""
+        cell = self.bus.cell
+        await self.bus.client.zunionstore(cell.tenant_jobs("default"), [cell.jobs_all])
+        key = (self.folder / "api_key").read_text().strip()
+        headers, found = {"Authorization": f"Bearer {key}"}, list[float]()
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self.port}/v1", trust_env=False, headers=headers
+        ) as http:
+            for _ in range(number):
+                since = time.perf_counter()
+                (await http.get("/fine_tuning/jobs", params={"limit": 20})).raise_for_status()
+                found.append(1000 * (time.perf_counter() - since))
+        return found
+
+    async def owner_handover_ms(self) -> list[float]:
+        """Of results published a moment ago: how long until their owner read them. By Redis' own times alone: an entry's
+        id is when it was published, and its idle time tells when it was delivered."""
+        seconds, micros = await self.bus.client.time()
+        now_ms = seconds * 1000 + micros // 1000
+        found: list[float] = []
+        for partition in range(NUM_PARTITIONS):
+            pipe = self.bus.client.pipeline(transaction=True)
+            pipe.time()
+            oldest, newest = now_ms - AGE_MS[1], now_ms - AGE_MS[0]
+            pipe.xpending_range(self.bus.cell.scored(partition), GROUP_MANAGER, oldest, newest, 100)
+            (seconds, micros), rows = await pipe.execute()
+            at_ms = seconds * 1000 + micros / 1000
+            delivered = [(row["message_id"], at_ms - row["time_since_delivered"]) for row in rows]
+            found += [max(0.0, delivered_ms - int(entry.split(b"-")[0])) for entry, delivered_ms in delivered]
+        return found
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncGenerator[ScaleCluster]:
+    """With no manager and no job yet."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with _redis.running() as server:
+            cluster = ScaleCluster(server, Bus.connect(server.url, Cell(BASE_MODEL)), Path(folder), [], [])
+            try:
+                yield cluster
+            finally:
+                cluster.stop()
+                await cluster.bus.close()
+
+
+@contextlib.asynccontextmanager
+async def working(load: Load) -> AsyncGenerator[Workers]:
+    workers = Workers(load)
+    try:
+        yield workers
+    finally:
+        await workers.stop()
+
+
+def _usage(process: psutil.Process) -> Usage:
+    times = process.cpu_times()
+    return Usage(times.user + times.system, process.memory_info().rss / 1e6)
+
+
+def _create_command(spec: JobSpec) -> JobCommand:
+    partition = partition_of(spec.tenant)
+    return JobCommand(id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create")

@@ -1,0 +1,116 @@
+"""Simulated env, rollout and trainer workers in one process: the real bus and worker loops, handlers that answer after a
+delay and compute nothing.
+
+    owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ Step ─► trainer ─ AdapterUpdate ─► owner
+
+A program of its own, so that what it uses of the processor is told apart from the managers'. Its argument is a `Load` in
+JSON. Each line on its standard input is answered by one line, a `Seen` in JSON, of what happened since the line before;
+the end of the input ends it.
+"""
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from benchmarks.control_plane import Env, Rollout
+from common import log
+from common.adapters import AdapterStore
+from common.bus import Bus, Delivery, Out, connect
+from common.messages import TurnRequest
+from common.objects import Objects
+from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
+from common.worker import Beat, Inbox, Worker
+from tests.standin import StandInTrainer, stand_in_worker
+
+BASE_MODEL = "tiny"
+LEASE_S = 10.0
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Which workers there are, and how long a trajectory takes."""
+
+    redis_url: str
+    store_url: str
+    rollout: int = 1  # workers
+    rollout_slots: int = 64  # trajectories that each works on at once
+    env: int = 1
+    env_slots: int = 64
+    trainer_slots: int = 8
+    delay_s: float = 1.0  # of a trajectory on average; single ones take half of it to one and a half
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Since the line before."""
+
+    trajectories: int  # answered
+    cpu_s: float
+    handover_ms: list[float]  # of every message that was read: from its publication to having been read
+
+
+class MeasuredBus(Bus):
+    """Notes how old each entry is when it has been read. An entry's id says when it was published, by Redis' clock,
+    which is this machine's."""
+
+    def __init__(self, redis_url: str) -> None:
+        super().__init__(connect(redis_url), Cell(BASE_MODEL))
+        self.ages_ms: list[float] = []
+
+    async def read(
+        self, streams: Sequence[str], group: str, consumer: str, *, count: int, block_ms: int | None = None
+    ) -> list[Delivery]:
+        found = await super().read(streams, group, consumer, count=count, block_ms=block_ms)
+        now_ms = time.time() * 1000
+        self.ages_ms += [now_ms - int(delivery.entry.partition("-")[0]) for delivery in found]
+        return found
+
+
+@dataclass(slots=True)
+class SlowRollout(Rollout):
+    """Answers after a delay."""
+
+    delay_s: float
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    num: int = 0
+
+    async def __call__(self, turn: TurnRequest, beat: Beat) -> list[Out]:
+        await asyncio.sleep(self.delay_s * self.rng.uniform(0.5, 1.5))
+        self.num += 1
+        return await Rollout.__call__(self, turn, beat)
+
+
+def workers(load: Load, bus: Bus, rollout: SlowRollout) -> list[Worker]:
+    cell = bus.cell
+    trainer = StandInTrainer(cell, AdapterStore(Objects.open(load.store_url)))
+    one_env = ("env", Inbox(cell.env, GROUP_ENV), Env(bus), load.env_slots)
+    one_rollout = ("rollout", Inbox(cell.rollout, GROUP_ROLLOUT), rollout, load.rollout_slots)
+    one_trainer = ("trainer", Inbox(cell.train, GROUP_TRAINER), trainer, load.trainer_slots)
+    all_of_them = [*[one_env] * load.env, *[one_rollout] * load.rollout, one_trainer]
+    return [stand_in_worker(bus, *parts[:3], slots=parts[3], lease_s=LEASE_S) for parts in all_of_them]
+
+
+async def main(load: Load) -> None:
+    bus = MeasuredBus(load.redis_url)
+    rollout, stop = SlowRollout(bus, load.delay_s), asyncio.Event()
+    running = [asyncio.create_task(worker.run(stop)) for worker in workers(load, bus, rollout)]
+    cpu_s = 0.0
+    while await asyncio.to_thread(sys.stdin.readline):
+        used, ages, num = time.process_time(), bus.ages_ms, rollout.num
+        bus.ages_ms, rollout.num = [], 0
+        seen = Seen(trajectories=num, cpu_s=used - cpu_s, handover_ms=ages)
+        cpu_s = used
+        print(msgspec.json.encode(seen).decode(), flush=True)
+    stop.set()
+    await asyncio.gather(*running)
+    await bus.close()
+
+
+if __name__ == "__main__":
+    log.configure("scale_workers", level="warning")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Load)))

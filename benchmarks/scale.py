@@ -1,0 +1,259 @@
+"""How far one manager goes, and what thousands of jobs, several managers and many rollout workers change.
+
+    python -m benchmarks.scale [--full] [--seconds 10] [--json FILE]
+
+Real manager processes (`python -m manager_service`), a real Redis with the settings of `marlaas up`, the real bus and
+worker loops; env, rollout and trainer workers are simulated: they answer after a delay and compute nothing, all in one
+process of their own. Steps of 16 groups of 8, trajectories of 64 tokens, one turn each, ten jobs a tenant; the jobs
+never end. Quick: 10 and 1,000 jobs, 1 and 2 managers, 1 to 16 rollout workers. Full: also 100 and 5,000 jobs, 3
+managers, up to 64 rollout workers.
+
+    jobs       with workers faster than the rest: trajectories a second, of wall time and of the managers' processor
+               time (what one core does if it has nothing else to do); then at half of 5,000 a second: how long a message
+               takes from its publication to having been read, by workers and by owners
+    managers   the same with 1,000 jobs and several managers
+    workers    rollout workers of 64 slots and 1 s a trajectory, so that they and nothing else are the limit
+    recovery   a manager is killed: how long after its last lease ran out another has all jobs in memory again
+    lists      GET /v1/fine_tuning/jobs?limit=20 of a tenant with all the jobs
+"""
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import structlog
+
+from benchmarks._report import Goal, console, make_table, parser, show
+from benchmarks._scale_cluster import Moment, ScaleCluster, Workers, running, working
+from benchmarks._scale_workers import Seen
+
+FAST: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 0.25}
+"""8,192 trajectories a second, more than two cores can pass around."""
+GOAL_RATE = 5000.0
+HALF: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 4 * 512 / (GOAL_RATE / 2)}
+SETTLE_S = 4.0
+LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one window of time."""
+
+    jobs: int
+    managers: int
+    rate: float  # trajectories a second
+    versions: float  # a second
+    manager_us: float  # processor time of all managers, of Redis, of the workers, per trajectory
+    redis_us: float
+    workers_us: float
+    manager_cores: float  # busy
+    manager_mb: float  # of the largest
+    redis_mb: float
+    connections: int
+    entries: int  # open work in all streams
+    held: int  # results of half-full batches
+    worker_handover_ms: tuple[float, float]  # median, 99th percentile
+    owner_handover_ms: tuple[float, float]
+
+    @property
+    def per_core(self) -> float:
+        """Trajectories for one second of a manager's processor time."""
+        return 1e6 / self.manager_us
+
+
+async def measure(cluster: ScaleCluster, workers: Workers, seconds: float) -> Figures:
+    await asyncio.sleep(SETTLE_S)
+    await workers.seen()
+    before, owner_ms = await cluster.moment(), list[float]()
+    async with asyncio.timeout(seconds * 10):
+        for _ in range(int(seconds / LOOK_EVERY_S)):
+            await asyncio.sleep(LOOK_EVERY_S)
+            owner_ms += await cluster.owner_handover_ms()
+    seen, after = await workers.seen(), await cluster.moment()
+    return figures(cluster, before, after, seen, owner_ms)
+
+
+def figures(cluster: ScaleCluster, before: Moment, after: Moment, seen: Seen, owner_ms: Sequence[float]) -> Figures:
+    wall_s, num = after.at_s - before.at_s, max(1, after.issued - before.issued)
+    managers_s = sum(b.cpu_s - a.cpu_s for a, b in zip(before.managers, after.managers, strict=True))
+    return Figures(
+        jobs=len(cluster.jobs),
+        managers=len(cluster.managers),
+        rate=num / wall_s,
+        versions=(after.versions - before.versions) / wall_s,
+        manager_us=1e6 * managers_s / num,
+        redis_us=1e6 * (after.redis.cpu_s - before.redis.cpu_s) / num,
+        workers_us=1e6 * seen.cpu_s / num,
+        manager_cores=managers_s / wall_s,
+        manager_mb=max(manager.memory_mb for manager in after.managers),
+        redis_mb=after.redis.memory_mb,
+        connections=after.connections,
+        entries=after.entries,
+        held=after.held,
+        worker_handover_ms=quantiles(seen.handover_ms),
+        owner_handover_ms=quantiles(owner_ms),
+    )
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile; not a number if there are none."""
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    return statistics.median(values), statistics.quantiles(values, n=100)[98]
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+async def with_jobs(num_jobs: int, num_managers: int, seconds: float) -> tuple[Figures, Figures]:
+    """As fast as it goes, and at half of the goal's rate."""
+    async with running() as cluster:
+        await cluster.start_managers(num_managers)
+        async with working(cluster.load(**FAST)) as workers:
+            await cluster.create_jobs(num_jobs)
+            fast = await measure(cluster, workers, seconds)
+        async with working(cluster.load(**HALF)) as workers:
+            return fast, await measure(cluster, workers, seconds)
+
+
+async def with_rollout_workers(numbers: Sequence[int], seconds: float) -> dict[int, Figures]:
+    async with running() as cluster:
+        await cluster.start_managers(1)
+        async with working(cluster.load(**FAST)) as workers:
+            await cluster.create_jobs(200)
+            await workers.seen()
+        found: dict[int, Figures] = {}
+        for number in numbers:
+            async with working(cluster.load(rollout=number, rollout_slots=64, delay_s=1.0)) as workers:
+                await asyncio.sleep(SETTLE_S)  # until what the workers before gave back is done, and reports are heard
+                found[number] = await measure(cluster, workers, seconds)
+        return found
+
+
+async def recovery(num_jobs: int) -> float:
+    """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
+    async with running() as cluster:
+        await cluster.start_managers(1)
+        async with working(cluster.load(**FAST)) as workers:
+            await cluster.create_jobs(num_jobs)
+            await workers.seen()
+            await asyncio.sleep(SETTLE_S)
+            return await cluster.kill_and_recover()
+
+
+async def lists(num_jobs: int) -> tuple[float, float]:
+    """Milliseconds of a request, median and 99th percentile, while nothing else happens."""
+    async with running() as cluster:
+        await cluster.start_managers(1)
+        async with working(cluster.load(**FAST)):
+            await cluster.create_jobs(num_jobs)
+        return quantiles(await cluster.list_ms(100))
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    "",
+    "trajectories/s",
+    "per manager CPU s",
+    "manager µs",
+    "Redis µs",
+    "workers µs",
+    "cores",
+    "versions/s",
+    "manager MB",
+    "Redis MB",
+    "connections",
+    "open",
+    "held",
+)
+
+
+def row(name: str, f: Figures) -> tuple[str, *tuple[float, ...]]:
+    costs = (f.manager_us, f.redis_us, f.workers_us, f.manager_cores, f.versions, f.manager_mb, f.redis_mb)
+    return (name, f.rate, f.per_core, *costs, float(f.connections), float(f.entries), float(f.held))
+
+
+def handovers(name: str, f: Figures) -> tuple[str, *tuple[float, ...]]:
+    return (name, f.rate, *f.worker_handover_ms, *f.owner_handover_ms)
+
+
+async def every(given: Any) -> tuple[list[Any], dict[str, Any], list[Goal]]:
+    job_numbers, manager_numbers = ((10, 100, 1000, 5000), (1, 2, 3)) if given.full else ((10, 1000), (1, 2))
+    worker_numbers = (1, 2, 4, 8, 16, 32, 64) if given.full else (1, 4, 16)
+    runs = {(jobs, 1): (f"{jobs} jobs", lambda n=jobs: with_jobs(n, 1, given.seconds)) for jobs in job_numbers}
+    for number in manager_numbers[1:]:
+        runs[1000, number] = (f"1000 jobs, {number} managers", lambda n=number: with_jobs(1000, n, given.seconds))
+    found = {key: await _said(name, run) for key, (name, run) in runs.items()}
+    scaling = await _said("rollout workers", lambda: with_rollout_workers(worker_numbers, given.seconds))
+    most = job_numbers[-1]
+    recovered_s = await _said("recovery", lambda: recovery(most))
+    list_ms = await _said("lists", lambda: lists(most))
+    tables = [
+        make_table("As fast as it goes", COLUMNS, [row(runs[key][0], fast) for key, (fast, _) in found.items()]),
+        make_table(
+            "Hand-overs at half of 5,000/s, ms from being published to having been read",
+            ("", "trajectories/s", "workers: median", "99 %", "owners: median", "99 %"),
+            [handovers(runs[key][0], half) for key, (_, half) in found.items()],
+        ),
+        make_table(
+            "Rollout workers of 64 slots, 1 s a trajectory, 200 jobs",
+            ("workers", "trajectories/s", "of what they can do", "manager cores"),
+            [(str(n), f.rate, f.rate / (64 * n), f.manager_cores) for n, f in scaling.items()],
+        ),
+        make_table(
+            "Others",
+            ("", "measured"),
+            [
+                (f"{most} jobs: s from a dead manager's last lease to all jobs in memory", recovered_s),
+                (f"GET jobs?limit=20 of a tenant with {most} jobs, ms: median", list_ms[0]),
+                ("99 %", list_ms[1]),
+            ],
+        ),
+    ]
+    shown = {
+        f"{jobs} jobs, {managers} managers": {"fast": asdict(fast), "half": asdict(half)}
+        for (jobs, managers), (fast, half) in found.items()
+    }
+    data = {
+        "jobs": shown,
+        "workers": {n: asdict(f) for n, f in scaling.items()},
+        "recovery_s": recovered_s,
+        "list_ms": list_ms,
+    }
+    return tables, data, goals(found, scaling, most)
+
+
+async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:
+    console.print(f"{name} …")
+    return await run()
+
+
+def goals(found: dict[tuple[int, int], tuple[Figures, Figures]], scaling: dict[int, Figures], most: int) -> list[Goal]:
+    one, sixteen = scaling[1].rate, scaling[16].rate
+    growth = found[most, 1][0].manager_us / found[10, 1][0].manager_us
+    fast, half = found[1000, 1]
+    return [
+        Goal("1 to 16 rollout workers, throughput against 16 times that of one", sixteen / (16 * one), 0.9, " x"),
+        Goal("trajectories for a second of the manager's processor time, 1,000 jobs", fast.per_core, GOAL_RATE),
+        Goal(
+            "hand-over to a worker at half of that, 99 %", half.worker_handover_ms[1], 50, " ms", more_is_better=False
+        ),
+        Goal("hand-over to the owner, 99 %", half.owner_handover_ms[1], 50, " ms", more_is_better=False),
+        Goal(f"a trajectory's cost to the manager at {most} jobs against 10", growth, 1.3, " x", more_is_better=False),
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--full", action="store_true", help="all numbers of jobs, managers and workers")
+    options.add_argument("--seconds", type=float, default=10.0, help="of each window of measurement")
+    given = options.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
+    show(*asyncio.run(every(given)), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Which owner has which partition: leases in Redis, shared evenly by all live owners of a cell.
+
+One script does a round for one owner: it says that the owner lives, renews what it holds, and takes what is free up to
+its even share. An owner with more than that gives the rest back, so a manager that is started gets its part, and the
+partitions of one that dies go to the others as soon as its leases run out. All times are Redis' own.
+
+The round also exchanges how much weight of active tenants each partition has, because that, and not the number of
+partitions, is an owner's part of the workers.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from common.bus import Bus
+from common.streams import NUM_PARTITIONS
+
+# KEYS: owners, weights, then the lease of each partition. ARGV: token, milliseconds, weight of each partition that the
+# owner works for ("" for the others). Answers with the even share, the weight of all partitions, and for each whether
+# it is another's (0), was taken now (1) or is renewed (2).
+ROUND = """
+local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', owners, now + ms, token)
+redis.call('ZREMRANGEBYSCORE', owners, '-inf', '(' .. now)
+local partitions = #KEYS - 2
+local share = math.ceil(partitions / redis.call('ZCARD', owners))
+local answer, held, free = {}, 0, {}
+for i = 1, partitions do
+  local holder = redis.call('GET', KEYS[i + 2])
+  answer[i] = 0
+  if holder == token then
+    redis.call('SET', KEYS[i + 2], token, 'PX', ms)
+    answer[i], held = 2, held + 1
+  elseif not holder then
+    free[#free + 1] = i
+  end
+end
+for _, i in ipairs(free) do
+  if held < share then
+    redis.call('SET', KEYS[i + 2], token, 'PX', ms)
+    answer[i], held = 1, held + 1
+  end
+end
+for i = 1, partitions do
+  if ARGV[i + 2] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 2]) end
+end
+local total = 0
+for _, weight in ipairs(redis.call('HVALS', weights)) do total = total + tonumber(weight) end
+return {share, tostring(total), unpack(answer)}
+"""
+
+# KEYS: owners, then leases. ARGV: token, "1" if the owner leaves for good.
+RELEASE = """
+if ARGV[2] == '1' then redis.call('ZREM', KEYS[1], ARGV[1]) end
+for i = 2, #KEYS do
+  if redis.call('GET', KEYS[i]) == ARGV[1] then redis.call('DEL', KEYS[i]) end
+end
+"""
+
+
+class Held(Enum):
+    """Who holds a lease after a round."""
+
+    BY_ANOTHER = 0  # or by nobody, if the owner has its share
+    TAKEN = 1  # it was free: whatever was remembered of the partition may be old
+    RENEWED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round found."""
+
+    leases: Mapping[int, Held]  # every partition
+    share: int  # partitions that one owner should hold at most
+    other_weight: float  # of active tenants in partitions that this owner does not work for
+
+    @property
+    def surplus(self) -> int:
+        """How many partitions to give back."""
+        return max(0, sum(held is not Held.BY_ANOTHER for held in self.leases.values()) - self.share)
+
+
+@dataclass
+class Leases:
+    """The leases of one owner."""
+
+    bus: Bus
+    token: str
+    """Random; it stands in the leases."""
+    lease_s: float
+    valid_until_s: float = field(default=0.0, init=False)
+    """Until then (monotonic) nobody else can have taken what the last round renewed."""
+
+    def __post_init__(self) -> None:
+        cell = self.bus.cell
+        self._leases = [cell.lease(partition) for partition in range(NUM_PARTITIONS)]
+        self._round = self.bus.client.register_script(ROUND)
+        self._release = self.bus.client.register_script(RELEASE)
+
+    async def round(self, weights: Mapping[int, float]) -> Round:
+        """Renew, and take what is free. `weights`: of the partitions that this owner works for."""
+        began_s = time.monotonic()
+        told = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
+        keys = [self.bus.cell.owners, self.bus.cell.weights, *self._leases]
+        arguments = [self.token, int(self.lease_s * 1000), *told]
+        share, total, *held = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
+        self.valid_until_s = began_s + self.lease_s
+        mine = sum(weight for partition, weight in weights.items() if held[partition] == Held.RENEWED.value)
+        leases = {partition: Held(value) for partition, value in enumerate(held)}
+        return Round(leases, int(share), max(0.0, float(total) - mine))
+
+    def surely_held(self, margin_s: float) -> bool:
+        """For so long at least, what the last round renewed is still this owner's."""
+        return time.monotonic() + margin_s < self.valid_until_s
+
+    async def release(self, partition: int) -> None:
+        """Give one back."""
+        keys = [self.bus.cell.owners, self._leases[partition]]
+        await self.bus.retrying(lambda: self._release(keys=keys, args=[self.token, "0"]))
+
+    async def leave(self) -> None:
+        """Give all back at once, so that the others need not wait. Raises RedisError: nobody waits for that at the end."""
+        await self._release(keys=[self.bus.cell.owners, *self._leases], args=[self.token, "1"])
