@@ -58,7 +58,7 @@ class MeasuredBus(Bus):
     which is this machine's."""
 
     def __init__(self, redis_url: str) -> None:
-        super().__init__(connect(redis_url), Cell(BASE_MODEL))
+        super().__init__(connect(redis_url, Cell(BASE_MODEL)), Cell(BASE_MODEL))
         self.ages_ms: list[float] = []
 
     async def read(

@@ -45,6 +45,7 @@ from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, NUM_PARTITIONS
 from common.worker import Beat, Inbox, Worker
 from manager_service.owner import Owner
+from manager_service.tenants import Tenants
 from tests.standin import FixedSlots, StandInTrainer, create_job, job_spec, stand_in_worker
 
 STEPS = {1: 24, 8: 6, 64: 2}
@@ -144,7 +145,8 @@ def owner_thread(server: _redis.Server, store: AdapterStore, objects: Objects) -
 
     async def own() -> None:
         bus = server.bus()
-        await Owner(bus=bus, cluster=FixedSlots(rollout=SLOTS), store=store, objects=objects).run(stop)
+        slots, tenants = FixedSlots(rollout=SLOTS), Tenants(bus.client)
+        await Owner(bus=bus, cluster=slots, store=store, objects=objects, tenants=tenants).run(stop)
         await bus.close()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(own()))

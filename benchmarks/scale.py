@@ -227,8 +227,9 @@ async def every(given: Any) -> tuple[list[Any], dict[str, Any], list[Goal]]:
 
 
 async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:
-    console.print(f"{name} …")
-    return await run()
+    found = await run()
+    console.print(name, found)
+    return found
 
 
 def goals(found: dict[tuple[int, int], tuple[Figures, Figures]], scaling: dict[int, Figures], most: int) -> list[Goal]:

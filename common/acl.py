@@ -27,7 +27,7 @@ NOBODY = "user default off resetpass ~* &* +@all"
 it would leave them out, and lose at a restart what scripts wrote."""
 
 _WORKER = """
-    ping time eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
+    ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
 """
 _MANAGER = """
     multi exec info xlen xrange xrevrange xtrim del exists expire get mget set hdel hget hgetall hincrby hincrbyfloat

@@ -27,7 +27,7 @@ from redis import exceptions as redis_errors
 from common.errors import InvalidInput, NotFound
 from common.messages import AnyMessage, Message, decode, encode
 from common.objects import Objects, patiently
-from common.redis_connection import FastConnection
+from common.redis_connection import make_client
 from common.streams import Cell
 
 CLAIM_CHECK_BYTES = 1 << 20
@@ -118,7 +118,7 @@ class Bus:
     @classmethod
     def connect(cls, redis_url: str, cell: Cell, objects: Objects | None = None) -> "Bus":
         """Connects lazily; every call waits for Redis to be there."""
-        return cls(connect(redis_url), cell, objects)
+        return cls(connect(redis_url, cell), cell, objects)
 
     async def close(self) -> None:
         await self.client.aclose()
@@ -290,13 +290,8 @@ class Bus:
 
     # ---- records ----------------------------------------------------------------------------------------------------
 
-    async def read_hash(self, key: str) -> dict[bytes, bytes]:
-        """All fields of a hash; none if it does not exist."""
-        found: Any = await self.retrying(lambda: self.client.hgetall(key))
-        return found
-
     async def read_hashes(self, keys: Sequence[str]) -> list[dict[bytes, bytes]]:
-        """The same of many, in one round trip."""
+        """All fields of each hash; none of one that does not exist. One round trip."""
 
         async def call() -> Any:
             pipe = self.client.pipeline(transaction=False)
@@ -369,19 +364,12 @@ class Bus:
             delay = min(delay * 2, MAX_BACKOFF_S)
 
 
-def connect(redis_url: str) -> "aioredis.Redis":
-    """A client that leaves retries to us and answers in bytes.
+def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
+    """A client for a cell's keys that leaves retries to us and answers in bytes.
 
     No socket timeout: with one, redis-py sends through asyncio.wait_for, which on Python 3.11 swallows cancellation.
     """
-    pool = aioredis.ConnectionPool.from_url(
-        redis_url,
-        connection_class=FastConnection,
-        decode_responses=False,
-        socket_connect_timeout=5,
-        socket_timeout=None,
-    )
-    return aioredis.Redis.from_pool(pool)
+    return make_client(redis_url, cell.key(""), socket_connect_timeout=5, socket_timeout=None)
 
 
 _LATER = ("OOM", "LOADING", "NOSCRIPT", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF")

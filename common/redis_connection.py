@@ -1,17 +1,34 @@
-"""A connection to Redis that packs commands in C.
+"""Connections to Redis: fast ones, and in a Redis Cluster ones that find the shard which has their keys.
 
-redis-py's asyncio connections parse answers with hiredis but pack commands in Python, argument by argument. That was
-the largest part of a hand-over's cost, because a script that settles 32 entries has 600 arguments.
+    redis://host:port/0     rediss://…            one Redis; with TLS
+    redis+cluster://user:password@host:port,host:port     rediss+cluster://…     a Redis Cluster, by some of its nodes
+
+All keys of a client share one hash tag (a cell's, or that of the records outside of cells), so they lie on one shard,
+scripts and transactions need nothing special, and a client for a cluster is one whose connections ask, each time that
+they connect, which primary has the slot. A shard that fails over or moves shows as a lost connection.
 """
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import hiredis
-from redis.asyncio import Connection
+import redis.asyncio as aioredis
+from redis.asyncio import Connection, SSLConnection
+from redis.asyncio.connection import parse_url
+from redis.crc import key_slot
+from redis.exceptions import AskError, ReadOnlyError
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+CLUSTER = "+cluster"
+DEFAULT_PORT = 6379
 
 
 class FastConnection(Connection):
-    """For `redis://` URLs; others use redis-py's own connections."""
+    """Packs commands in C.
+
+    redis-py's asyncio connections parse answers with hiredis but pack commands in Python, argument by argument. That was
+    the largest part of a hand-over's cost, because a script that settles 32 entries has 600 arguments.
+    """
 
     def pack_command(self, *args: Any) -> list[bytes]:
         """The command in Redis' protocol. Raises TypeError for an argument that is not str, bytes, int or float."""
@@ -19,3 +36,100 @@ class FastConnection(Connection):
         words = name.split() if isinstance(name, str) else (name,)  # "XGROUP CREATE" is two arguments
         command: Any = (*words, *args[1:])  # hiredis' own type says that a command has one word
         return [hiredis.pack_command(command)]
+
+
+class SecureConnection(SSLConnection, FastConnection):
+    """The same with TLS."""
+
+
+class Shard:
+    """The shard of a Redis Cluster that has a key, whichever node is its primary just now."""
+
+    def __init__(self, nodes: list[tuple[str, int]], key: str, options: dict[str, Any]) -> None:
+        """`options`: of a connection to any node: credentials, TLS."""
+        self._seeds = nodes
+        self._nodes = nodes
+        self._slot = key_slot(key.encode())
+        self._options = options
+
+    async def primary(self) -> tuple[str, int]:
+        """Host and port. Raises ConnectionError if no known node answers, or if nobody has the slot."""
+        for host, port in dict.fromkeys([*self._nodes, *self._seeds]):
+            try:
+                rows = await self._ask(host, port)
+            except (RedisConnectionError, TimeoutError, OSError):
+                continue
+            # a row: first and last slot, the primary, replicas; a node that does not know its own host says nothing
+            known = [(_text(node[0]) or host, int(node[1])) for row in rows for node in row[2:]]
+            self._nodes = known or self._nodes
+            for first, last, node, *_ in rows:
+                if first <= self._slot <= last:
+                    return _text(node[0]) or host, int(node[1])
+        raise RedisConnectionError("no node of the Redis Cluster answers, or none has the slot")
+
+    async def _ask(self, host: str, port: int) -> list[Any]:
+        options: dict[str, Any] = {**self._options, "host": host, "port": port, "socket_connect_timeout": 5}
+        secure = options.pop("connection_class", Connection) is SSLConnection
+        connection = SecureConnection(**options) if secure else FastConnection(**options)
+        try:
+            await connection.connect()
+            await connection.send_command("CLUSTER SLOTS")
+            rows: Any = await connection.read_response()
+            return rows
+        finally:
+            await connection.disconnect()
+
+
+class ShardConnection(FastConnection):
+    """Leads to the primary that has the shard's slot when it connects."""
+
+    def __init__(self, *, shard: Shard, **options: Any) -> None:
+        super().__init__(**options)
+        self._shard = shard
+
+    async def _connect(self) -> None:
+        self.host, self.port = await self._shard.primary()
+        await super()._connect()
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """Raises ConnectionError when this node does not have the slot any more."""
+        try:
+            return await super().read_response(*args, **options)
+        except (AskError, ReadOnlyError) as error:
+            await self.disconnect()
+            raise RedisConnectionError(f"the shard has moved: {error}") from error
+
+
+class SecureShardConnection(ShardConnection, SecureConnection):
+    """The same with TLS."""
+
+
+def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
+    """A client for the keys that share this key's hash tag; it answers in bytes. Raises ValueError for a wrong URL."""
+    scheme, _, rest = redis_url.partition("://")
+    secure = scheme.startswith("rediss")
+    if not scheme.endswith(CLUSTER):
+        kind = SecureConnection if secure else FastConnection
+        found: dict[str, Any] = {**parse_url(redis_url)}
+    else:
+        kind = SecureShardConnection if secure else ShardConnection
+        nodes, first = _nodes(rest)
+        found = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
+        found["shard"] = Shard(nodes, key, dict(found))
+    chosen: dict[str, Any] = {**found, **options, "connection_class": kind, "decode_responses": False}
+    pool = aioredis.ConnectionPool(**chosen)
+    return aioredis.Redis.from_pool(pool)
+
+
+def _nodes(rest: str) -> tuple[list[tuple[str, int]], str]:
+    """`user:password@a:1,b:2?x=y` -> [("a", 1), ("b", 2)] and the rest with the first node alone."""
+    parts = urlsplit(f"//{rest}")
+    user, at, hosts = parts.netloc.rpartition("@")
+    found = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    nodes = [(host.hostname or "localhost", host.port or DEFAULT_PORT) for host in found]
+    query = f"?{parts.query}" if parts.query else ""
+    return nodes, f"{user}{at}{hosts.split(',')[0]}{query}"
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value or "")

@@ -436,9 +436,11 @@ class Worker:
             await asyncio.wait([active.task for active in self._active.values()])
         await self._settle_finished()
         for inbox in self._inboxes:
-            held = await self._bus.read_pending(inbox.stream, inbox.group, self.name)
-            known = [(d, d.message) for d in held if isinstance(d.message, Message)]
-            await self._bus.settle([Settlement(d, [(d.stream, message)]) for d, message in known])
+            after = "0"
+            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):
+                known = [(d, d.message) for d in held if isinstance(d.message, Message)]
+                await self._bus.settle([Settlement(d, [(d.stream, message)]) for d, message in known])
+                after = held[-1].entry
 
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(TimeoutError):

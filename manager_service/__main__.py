@@ -38,6 +38,7 @@ def make_owner(api: Api, base: Base) -> Owner:
         cluster=base.cluster,
         store=api.adapters,
         objects=api.objects,
+        tenants=api.tenants,
         lease_s=settings.lease_s,
         policy=settings.scheduling,
         training_queue=settings.training_queue,

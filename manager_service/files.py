@@ -1,8 +1,8 @@
 """Files of items: JSONL, one item a line, checked at upload so that nothing malformed is ever queued.
 
-marlaas:file:<file>       string   FileRecord
-marlaas:files:<tenant>    zset     file id by creation time
-files/{tenant}/{file}     object   the content
+marlaas:{@}:file:<file>       string   FileRecord
+marlaas:{@}:files:<tenant>    zset     file id by creation time
+files/{tenant}/{file}         object   the content
 """
 
 import asyncio

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
 import structlog
 
 from common.adapters import AdapterStore
@@ -29,7 +28,7 @@ from manager_service.changes import Changes, commands
 from manager_service.leases import Held, Leases
 from manager_service.partition import Partition
 from manager_service.policies import MARLAAS, Policy
-from manager_service.records import GLOBAL, TenantRecord
+from manager_service.tenants import Tenants
 from manager_service.training_queue import Discipline, TrainingQueue
 from manager_service.transaction import Fence, Lost
 
@@ -53,6 +52,7 @@ class Owner:
         cluster: Slots,
         store: AdapterStore,
         objects: Objects,
+        tenants: Tenants,
         lease_s: float = 10.0,
         policy: Policy = MARLAAS,
         training_queue: Discipline = "fused",
@@ -61,6 +61,7 @@ class Owner:
         self._cell = bus.cell
         self._store = store
         self._objects = objects
+        self._tenants = tenants
         self._lease_s = lease_s
         self._token = secrets.token_hex(16)
         self._leases = Leases(bus, self._token, lease_s)
@@ -253,8 +254,7 @@ class Owner:
             await asyncio.sleep(min(1.0, self._lease_s / 4))
 
     async def _refresh(self) -> None:
-        records = await self._bus.read_hash(f"{GLOBAL}tenants")
-        tenants = {name.decode(): msgspec.json.decode(row, type=TenantRecord) for name, row in records.items()}
+        tenants = {record.id: record for record in await self._bus.retrying(self._tenants.all)}
         memory = await self._bus.retrying(lambda: self._bus.client.info("memory"))
         limit = int(memory.get("maxmemory", 0))
         self._allocator.tenants = tenants

@@ -10,7 +10,7 @@ samples:<job>              hash     version -> list of SampleRecord
 events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
 usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference
 
-outside the cells, prefix `marlaas:`
+outside the cells, prefix `marlaas:{@}:`
 tenants                    hash     tenant -> TenantRecord
 keys                       hash     sha256 of the key -> KeyRecord
 file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
@@ -27,7 +27,8 @@ from common.messages import EnvSpec, LoraSpec, LossSpec, OptimSpec
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
-GLOBAL = "marlaas:"
+GLOBAL = "marlaas:{@}:"
+"""All records outside the cells are on one shard of a Redis Cluster; no base model can have this name."""
 
 
 class Hyper(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,13 +25,15 @@ from typing import Any, Self, TextIO, cast
 
 import httpx
 import msgspec
-import redis.asyncio
+from redis.exceptions import RedisError
 
 from common.errors import InvalidInput, MarlaasError, Unavailable
+from common.redis_connection import make_client
 from common.settings import parse_base_models
 from manager_service.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 from manager_service.embedded_redis import EmbeddedRedis, new_password, write_private
 from manager_service.processes import Command, KeptProcess, Notify, rotate, tail
+from manager_service.records import GLOBAL
 
 GRACE_S = 4.0
 """From SIGTERM to SIGKILL."""
@@ -225,10 +227,10 @@ class LocalCluster:
     async def _wait_for_redis(self) -> None:
         """Until it answers, or `stop` is called."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        client: Any = redis.asyncio.Redis.from_url(self.redis_url, retry=None)  # pyright: ignore[reportUnknownMemberType]
+        client = make_client(self.redis_url, GLOBAL, retry=None)
         try:
             while not self._stopping.is_set():
-                with contextlib.suppress(redis.RedisError, OSError):
+                with contextlib.suppress(RedisError, OSError):
                     await client.ping()
                     return
                 self._check_start("redis", late=time.monotonic() > deadline)

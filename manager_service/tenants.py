@@ -1,7 +1,7 @@
 """Tenants and their API keys. Only the sha256 of a key is stored; the key itself is shown once.
 
-marlaas:tenants     hash   tenant -> TenantRecord
-marlaas:keys        hash   sha256 of the key -> KeyRecord
+marlaas:{@}:tenants     hash   tenant -> TenantRecord
+marlaas:{@}:keys        hash   sha256 of the key -> KeyRecord
 """
 
 import contextlib

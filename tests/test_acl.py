@@ -52,12 +52,12 @@ OTHERS_KEYS = {
         CELL.job("j"),
         CELL.jobs(3),
         CELL.adapters(3),
-        "marlaas:keys",
-        "marlaas:tenants",
+        "marlaas:{@}:keys",
+        "marlaas:{@}:tenants",
         CELL.lease(1),
     ],
-    "rollout": [CELL.train, CELL.job("j"), CELL.jobs(3), CELL.adapters(3), "marlaas:keys", CELL.usage("acme")],
-    "trainer": [CELL.env, CELL.rollout, CELL.scored(3), CELL.job("j"), CELL.ledger("j"), "marlaas:keys"],
+    "rollout": [CELL.train, CELL.job("j"), CELL.jobs(3), CELL.adapters(3), "marlaas:{@}:keys", CELL.usage("acme")],
+    "trainer": [CELL.env, CELL.rollout, CELL.scored(3), CELL.job("j"), CELL.ledger("j"), "marlaas:{@}:keys"],
 }
 
 

@@ -234,4 +234,4 @@ def test_steps_survive_the_wire() -> None:
 
 
 def test_connecting_is_lazy() -> None:
-    connect("redis://127.0.0.1:1/0")
+    connect("redis://127.0.0.1:1/0", Cell("tiny"))

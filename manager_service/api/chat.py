@@ -104,7 +104,7 @@ async def chat_completions(request: Request, api: Parts, tenant: Tenant, body: C
     """Answer a conversation with a base model or an adapter; `system_fingerprint` says which version did."""
     _check(body)
     named = await find_model(api, tenant, body.model)
-    await check_quota(api.redis, named.base.cell, tenant)
+    await check_quota(named.base.redis, named.base.cell, tenant)
     prompt = await asyncio.to_thread(_render, named, body)
     limit = body.max_completion_tokens or body.max_tokens
     num_top = (body.top_logprobs or 0) if body.logprobs else 0

@@ -35,7 +35,7 @@ async def _own_jobs(api: Api, base: Base, key: KeyRecord, worker: WorkerReport) 
     jobs = sorted({name.partition("@")[0] for name in worker.resident})
     if key.admin or not jobs:
         return set(jobs)
-    scores = await api.redis.zmscore(base.cell.tenant_jobs(key.tenant), jobs)
+    scores = await base.redis.zmscore(base.cell.tenant_jobs(key.tenant), jobs)
     return {job for job, score in zip(jobs, scores, strict=True) if score is not None}
 
 
@@ -101,7 +101,7 @@ async def dead(api: Parts, admin: Admin, after: After = None, limit: Limit = 20)
     before = _entry_before(after)
     found: list[DeadLetterObject] = []
     for base in api.bases.values():
-        entries = await api.redis.xrevrange(base.cell.dead, max=before, count=limit + 1)
+        entries = await base.redis.xrevrange(base.cell.dead, max=before, count=limit + 1)
         found += [_dead(base.cell, entry.decode(), fields) for entry, fields in entries]
     found.sort(key=lambda letter: letter.created_at, reverse=True)
     return page(found[:limit], has_more=len(found) > limit)

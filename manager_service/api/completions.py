@@ -84,7 +84,7 @@ class Completion:
 async def completions(request: Request, api: Parts, tenant: Tenant, body: CompletionGiven) -> Response:
     """Continue text, or token ids."""
     named = await find_model(api, tenant, body.model)
-    await check_quota(api.redis, named.base.cell, tenant)
+    await check_quota(named.base.redis, named.base.cell, tenant)
     prompts = prompt_tokens(body.prompt, named.base.tokenizer)
     limit = body.max_tokens or DEFAULT_MAX_TOKENS
     ask = make_ask(api, tenant.id, named, body, prompts, limit=limit, num_top=body.logprobs or 0)

@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from common.adapters import AdapterStore
 from common.bus import Bus
 from common.objects import Objects
+from common.redis_connection import make_client
 from common.streams import Cell
 from common.tokens import ChatTokenizer
 from manager_service.api.errors import ApiError
@@ -33,6 +34,7 @@ class Base:
 
     name: str
     bus: Bus
+    redis: Any  # an impatient client for the cell's keys: see connect_impatiently
     cluster: Cluster
     tokenizer: ChatTokenizer
     inference: Inference
@@ -49,7 +51,7 @@ class Api:
     """The parts behind the routes."""
 
     settings: ManagerSettings
-    redis: Any  # an impatient client: see connect_impatiently
+    redis: Any  # an impatient client for the records outside the cells
     objects: Objects
     adapters: AdapterStore
     tenants: Tenants
@@ -57,13 +59,13 @@ class Api:
     bases: dict[str, Base]
 
 
-def connect_impatiently(redis_url: str) -> "aioredis.Redis":
-    """A client whose calls fail within seconds when Redis is away, so that a request is answered."""
+def connect_impatiently(redis_url: str, key: str) -> "aioredis.Redis":
+    """A client for the keys that share this key's hash tag. Its calls fail within seconds when Redis is away, so that a
+    request is answered.
+    """
     backoff = ExponentialWithJitterBackoff(base=0.1, cap=1.0)
     retry = Retry(backoff, 5, supported_errors=(RedisConnectionError,))
-    return aioredis.Redis.from_url(
-        redis_url, decode_responses=False, retry=retry, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S
-    )
+    return make_client(redis_url, key, retry=retry, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
 
 
 def get_api(request: Request) -> Api:

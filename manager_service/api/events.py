@@ -47,7 +47,7 @@ async def events(
     if before == 0:
         return page(list[EventObject](), has_more=False)
     key = row.base.cell.events(job_id)
-    found = await api.redis.xrevrange(key, max=highest, count=limit + 1)
+    found = await row.base.redis.xrevrange(key, max=highest, count=limit + 1)
     shown = [shown_event(fields) for _, fields in found]
     return page(shown[:limit], has_more=len(shown) > limit)
 

@@ -38,7 +38,9 @@ async def readyz(api: Parts) -> Response:
 
 
 async def _parts(api: Api) -> list[tuple[str, bool]]:
-    return [("redis", await _works(api.redis.ping())), ("store", await _works(api.objects.exists("ready")))]
+    clients = [api.redis, *(base.redis for base in api.bases.values())]
+    redis = all([await _works(client.ping()) for client in clients])
+    return [("redis", redis), ("store", await _works(api.objects.exists("ready")))]
 
 
 async def _works(call: object) -> bool:

@@ -59,7 +59,6 @@ class JobStore:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._create = api.redis.register_script(CREATE)
 
     async def find(self, tenant: str, job: str) -> Row:
         """Raises NotFound, also for another tenant's job."""
@@ -70,34 +69,38 @@ class JobStore:
         raise NotFound(f"there is no fine-tuning job {job!r}")
 
     async def _row(self, base: Base, job: str) -> Row | None:
-        return _decoded(base, await self._api.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
+        return _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
 
     async def state(self, row: Row) -> JobState:
-        found = await self._api.redis.hget(row.base.cell.job(row.spec.id), "state")
+        found = await row.base.redis.hget(row.base.cell.job(row.spec.id), "state")
         return row.state if found is None else msgspec.json.decode(found, type=JobState)
 
     async def ids(self, tenant: str) -> list[tuple[Base, str]]:
         """All jobs of a tenant, newest first."""
         found: list[tuple[float, str, Base]] = []
         for base in self._api.bases.values():
-            rows = await self._api.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
+            rows = await base.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
             found += [(score, job.decode(), base) for job, score in rows]
         found.sort(key=lambda row: row[:2], reverse=True)
         return [(base, job) for _, job, base in found]
 
     async def several(self, ids: list[tuple[Base, str]]) -> list[Row]:
         """Those that exist, in the order of the ids."""
-        pipe = self._api.redis.pipeline(transaction=False)
-        for base, job in ids:
-            pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
-        found = await pipe.execute() if ids else []
-        rows = [_decoded(base, values) for (base, _), values in zip(ids, found, strict=True)]
+        found: dict[str, Row | None] = {}
+        for base in self._api.bases.values():
+            jobs = [job for cell, job in ids if cell is base]
+            pipe = base.redis.pipeline(transaction=False)
+            for job in jobs:
+                pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
+            values = await pipe.execute() if jobs else []
+            found.update({job: _decoded(base, record) for job, record in zip(jobs, values, strict=True)})
+        rows = (found[job] for _, job in ids)
         return [row for row in rows if row is not None]
 
     async def unfinished_user(self, tenant: str, file: str) -> str | None:
         """An unfinished job that reads this file."""
         for base in self._api.bases.values():
-            active = await self._api.redis.smembers(base.cell.active(partition_of(tenant)))
+            active = await base.redis.smembers(base.cell.active(partition_of(tenant)))
             for row in await self.several([(base, job.decode()) for job in active]):
                 used = (row.spec.training_file, row.spec.validation_file)
                 if row.spec.tenant == tenant and file in used and row.state.status not in FINAL:
@@ -118,13 +121,13 @@ class JobStore:
         fields = await base.bus.fields(command(spec, "create", epoch=0))
         fingerprint, seconds = (once.fingerprint if once else ""), self._api.settings.idempotency_s
         args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, seconds, *fields]
-        known: bytes | None = await self._create(keys=keys, args=args)
+        known: bytes | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
         return None if known is None else known.decode()
 
     async def known(self, tenant: str, once: Once) -> str | None:
         """The idempotency record of a key: `<job> <fingerprint>`."""
         for base in self._api.bases.values():
-            found = await self._api.redis.get(once.record(base, tenant))
+            found = await base.redis.get(once.record(base, tenant))
             if found is not None:
                 return found.decode()
         return None
@@ -134,10 +137,10 @@ class JobStore:
         message = command(row.spec, action, epoch=row.state.epoch)
         fields = await row.base.bus.fields(message)
         entry = dict(zip(fields[::2], fields[1::2], strict=True))
-        await self._api.redis.xadd(row.base.cell.jobs(message.partition), entry)
+        await row.base.redis.xadd(row.base.cell.jobs(message.partition), entry)
 
     async def mark_deleted(self, row: Row) -> None:
-        await self._api.redis.hset(row.base.cell.job(row.spec.id), DELETED, "1")
+        await row.base.redis.hset(row.base.cell.job(row.spec.id), DELETED, "1")
 
 
 def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:

@@ -54,7 +54,8 @@ async def create(
 
 async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
     spec = await build_spec(api, tenant, body)
-    await check_quota(api.redis, find_base(api, body.model).cell, tenant)
+    base = find_base(api, body.model)
+    await check_quota(base.redis, base.cell, tenant)
     return spec
 
 

@@ -32,7 +32,7 @@ async def metrics(api: Parts, admin: Admin) -> Response:
     """Open work and its age, dead letters, workers, jobs."""
     families: list[Metric] = []
     for base in api.bases.values():
-        families += [*await _streams(api, base), *_workers(base), await _jobs(api, base)]
+        families += [*await _streams(base), *_workers(base), await _jobs(api, base)]
     registry = CollectorRegistry()
     registry.register(_Collected(_joined(families)))
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -74,16 +74,16 @@ def _work_streams(cell: Cell) -> list[tuple[str, str]]:
     return [*workers, (cell.train, GROUP_TRAINER), *((stream, GROUP_MANAGER) for stream in inboxes)]
 
 
-async def _streams(api: Api, base: Base) -> list[Metric]:
-    seconds, micros = await api.redis.time()
+async def _streams(base: Base) -> list[Metric]:
+    seconds, micros = await base.redis.time()
     now_s = seconds + micros / 1e6
-    rows = [(stream, *await _stream(api, stream, group, now_s)) for stream, group in _work_streams(base.cell)]
+    rows = [(stream, *await _stream(base, stream, group, now_s)) for stream, group in _work_streams(base.cell)]
     labels, prefix = ["base_model", "stream"], base.cell.key("")
 
     def samples(column: int) -> list[Sample]:
         return [([base.name, str(row[0]).removeprefix(prefix)], float(row[column])) for row in rows]
 
-    dead = float(await api.redis.xlen(base.cell.dead))
+    dead = float(await base.redis.xlen(base.cell.dead))
     return [
         _gauge("stream_length", "Open work: entries that nobody has settled", labels, samples(1)),
         _gauge("stream_pending", "Entries that a worker holds", labels, samples(2)),
@@ -93,14 +93,14 @@ async def _streams(api: Api, base: Base) -> list[Metric]:
     ]
 
 
-async def _stream(api: Api, stream: str, group: str, now_s: float) -> tuple[float, float, float, float]:
+async def _stream(base: Base, stream: str, group: str, now_s: float) -> tuple[float, float, float, float]:
     """Length, pending, lag, age of the oldest entry. Redis 6.2 has no lag of its own: it is what is not pending."""
-    length = await api.redis.xlen(stream)
+    length = await base.redis.xlen(stream)
     try:
-        pending = (await api.redis.xpending(stream, group))["pending"]
+        pending = (await base.redis.xpending(stream, group))["pending"]
     except ResponseError:  # no such group yet
         pending = 0
-    first: Any = await api.redis.xrange(stream, count=1) if length else []
+    first: Any = await base.redis.xrange(stream, count=1) if length else []
     age_s = now_s - int(first[0][0].split(b"-")[0]) / 1000 if first else 0.0
     return length, pending, max(0, length - pending), max(0.0, age_s)
 
@@ -136,11 +136,11 @@ def _workers(base: Base) -> list[Metric]:
 
 async def _jobs(api: Api, base: Base) -> Metric:
     """Unfinished jobs by status; finished ones together."""
-    active = [job.decode() for p in range(NUM_PARTITIONS) for job in await api.redis.smembers(base.cell.active(p))]
+    active = [job.decode() for p in range(NUM_PARTITIONS) for job in await base.redis.smembers(base.cell.active(p))]
     counts: Counter[str] = Counter()
     for start in range(0, len(active), READ_AHEAD):
         rows = await JobStore(api).several([(base, job) for job in active[start : start + READ_AHEAD]])
         counts.update(row.state.status for row in rows)
-    counts["finished"] = await api.redis.zcard(base.cell.jobs_all) - len(active)
+    counts["finished"] = await base.redis.zcard(base.cell.jobs_all) - len(active)
     samples = (([base.name, status], float(n)) for status, n in counts.items())
     return _gauge("jobs", "Jobs by status", ["base_model", "status"], samples)

@@ -30,10 +30,10 @@ async def checkpoints(
     """One a version, from 1; newest first."""
     row = await JobStore(api).find(tenant.id, job_id)
     key = row.base.cell.checkpoints(job_id)
-    versions = sorted((int(v) for v in await api.redis.hkeys(key)), reverse=True)
+    versions = sorted((int(v) for v in await row.base.redis.hkeys(key)), reverse=True)
     if after is not None:
         versions = [version for version in versions if version < _version_of(after, job_id)]
-    values = await api.redis.hmget(key, versions[:limit]) if versions else []
+    values = await row.base.redis.hmget(key, versions[:limit]) if versions else []
     records = [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
     return page([_shown(row, record) for record in records], has_more=len(versions) > limit)
 
@@ -88,7 +88,7 @@ def _zipped(files: dict[str, bytes]) -> bytes:
 async def ledger(api: Parts, tenant: Tenant, job_id: str) -> LedgerObject:
     """Where every trajectory of the job went: the counts of one moment."""
     row = await JobStore(api).find(tenant.id, job_id)
-    pipe = api.redis.pipeline(transaction=True)
+    pipe = row.base.redis.pipeline(transaction=True)
     pipe.hmget(row.base.cell.ledger(job_id), LEDGER)
     pipe.hlen(row.base.cell.open(job_id))
     counts, in_flight = await pipe.execute()
@@ -109,7 +109,7 @@ async def samples(
     row = await JobStore(api).find(tenant.id, job_id)
     key = row.base.cell.samples(job_id)
     if version is None:
-        version = max((int(v) for v in await api.redis.hkeys(key)), default=0)
-    value = await api.redis.hget(key, str(version))
+        version = max((int(v) for v in await row.base.redis.hkeys(key)), default=0)
+    value = await row.base.redis.hget(key, str(version))
     records = [] if value is None else msgspec.json.decode(value, type=list[SampleRecord])
     return Page(data=[SampleObject(**msgspec.structs.asdict(record)) for record in records])

@@ -132,7 +132,7 @@ async def counted(
         total = Usage()
         for index, answer in enumerate(answers):
             total += _cost(answer, len(ask.prompts[index // ask.num_choices]))
-        await asyncio.shield(count_inference(api.redis, named.base.cell, tenant, total))
+        await asyncio.shield(count_inference(named.base.redis, named.base.cell, tenant, total))
 
 
 def _cost(answer: AnswerText, num_prompt: int) -> Usage:

@@ -23,6 +23,7 @@ from manager_service.api.context import Api, Base, connect_impatiently
 from manager_service.cluster import Cluster
 from manager_service.files import Files
 from manager_service.inference import Inference
+from manager_service.records import GLOBAL
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap
 
@@ -33,7 +34,7 @@ DRAIN_S = 5
 @contextlib.asynccontextmanager
 async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
     """The parts behind the routes, with the first tenant and keys made."""
-    redis, objects = connect_impatiently(settings.redis_url), Objects.open(settings.store)
+    redis, objects = connect_impatiently(settings.redis_url, GLOBAL), Objects.open(settings.store)
     await patiently(objects.probe)
     tenants, api_id = Tenants(redis), secrets.token_hex(8)
     bases = {name: await make_base(settings, name, where, objects, api_id) for name, where in settings.models.items()}
@@ -45,6 +46,7 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
     finally:
         for base in bases.values():
             await base.bus.close()
+            await base.redis.aclose()
         await redis.aclose()
 
 
@@ -63,6 +65,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
     return Base(
         name=name,
         bus=bus,
+        redis=connect_impatiently(settings.redis_url, bus.cell.key("")),
         cluster=cluster,
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder),
         inference=Inference(

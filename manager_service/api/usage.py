@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from fastapi import APIRouter
 
-from manager_service.api.context import Api, Parts, Tenant
+from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.quota import INFERENCE, tokens_today
 from manager_service.api.schemas import UsageObject, UsageReport
@@ -21,8 +21,8 @@ async def usage(api: Parts, tenant: Tenant) -> UsageReport:
     jobs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     today = 0
     for base in api.bases.values():
-        today += await tokens_today(api.redis, base.cell, tenant.id)
-        for job, counter, amount in await counted(api, base.cell.usage(tenant.id)):
+        today += await tokens_today(base.redis, base.cell, tenant.id)
+        for job, counter, amount in await counted(base, tenant.id):
             jobs[job][counter] += amount
             jobs[""][counter] += amount
     total = _shown(None, jobs.pop("", {}))
@@ -32,9 +32,11 @@ async def usage(api: Parts, tenant: Tenant) -> UsageReport:
     )
 
 
-async def counted(api: Api, key: str) -> list[tuple[str, str, float]]:
-    """(job, counter, amount) of a usage hash."""
-    fields = {field.decode(): float(value) for field, value in (await api.redis.hgetall(key)).items()}
+async def counted(base: Base, tenant: str) -> list[tuple[str, str, float]]:
+    """(job, counter, amount) of a tenant in a cell."""
+    fields = {
+        field.decode(): float(value) for field, value in (await base.redis.hgetall(base.cell.usage(tenant))).items()
+    }
     split = [(*field.partition("/")[::2], amount) for field, amount in fields.items()]
     return [(job, counter, amount) for job, counter, amount in split if counter in COUNTERS]
 
