@@ -10,6 +10,10 @@ from common.messages import Span, WorkerReport
 
 KEEP_S = 3600.0
 """How long reports stay in the telemetry stream."""
+KEEP_REPORTS = 65_536
+"""How many stay there at most: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
+MAX_SPANS = 64
+"""In one report: the longest, should a worker have worked for more jobs in that second."""
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class Timeline:
             self._busy_since = None
 
     def take(self) -> tuple[tuple[Span, ...], float]:
-        """Spans and busy seconds since the last call; stretches that go on are cut here."""
+        """At most MAX_SPANS spans, and busy seconds, since the last call; stretches that go on are cut here."""
         now = time.time()
         for (tenant, job, phase), (running, since) in self._open.items():
             self._closed.append(Span(since, now, tenant, job, phase))
@@ -48,7 +52,8 @@ class Timeline:
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
             self._busy_since = now
-        spans, busy = tuple(merged(self._closed)), self._busy_s
+        longest = sorted(merged(self._closed), key=lambda s: s.start_s - s.end_s)[:MAX_SPANS]
+        spans, busy = tuple(sorted(longest, key=lambda s: s.start_s)), self._busy_s
         self._closed, self._busy_s = [], 0.0
         return spans, busy
 

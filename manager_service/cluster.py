@@ -19,6 +19,8 @@ GAP_BOUNDS = {"float32": 0.001, "bfloat16": 0.01}
 """Mean |log-prob in training - log-prob at sampling| that rounding in this dtype explains."""
 MAX_SPANS = 200_000
 BLOCK_MS = 1000
+READ_COUNT = 100
+"""Reports at a time: a manager that starts has an hour of them to read, and partitions to serve meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Cluster:
 
     async def follow_once(self, *, block_ms: int | None = None) -> None:
         """Take in what is there."""
-        entries = await self._bus.follow(self._bus.cell.telemetry, self._cursor, block_ms=block_ms)
+        entries = await self._bus.follow(self._bus.cell.telemetry, self._cursor, block_ms=block_ms, count=READ_COUNT)
         if not entries:
             return
         seconds, micros = await self._bus.retrying(self._bus.client.time)

@@ -22,7 +22,7 @@ from common.errors import Fenced, Unavailable
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, OWNER
 from common.tasks import cancel_all
-from common.telemetry import KEEP_S
+from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.allocator import Allocator, Slots, today
 from manager_service.changes import Changes, commands
 from manager_service.leases import Held, Leases
@@ -279,6 +279,8 @@ class Owner:
         oldest = int((seconds - KEEP_S) * 1000)
         for stream in (self._cell.control, self._cell.adapters_new):
             await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
+        telemetry = self._cell.telemetry
+        await self._bus.retrying(lambda: self._bus.client.xtrim(telemetry, KEEP_REPORTS, approximate=True))
 
     async def _nothing_anywhere(self) -> bool:
         """True when jobs wait but no stream held anything, for longer than a lease."""

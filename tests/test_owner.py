@@ -27,7 +27,7 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import Failure, Start, Step
 from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, partition_of
+from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
 from common.worker import Inbox
 from manager_service.leases import Held, Leases
 from manager_service.owner import Owner
@@ -381,6 +381,26 @@ async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system
     with pytest.raises(Lost):
         await ones.commit([["SET", system.bus.cell.key("x"), "by the first"]])
     assert await system.bus.client.get(system.bus.cell.key("x")) == b"by the other"
+
+
+async def test_an_entry_that_was_delivered_and_reached_nobody_is_found(system: System) -> None:
+    # Given a job that never lets the cell be idle, and one whose result is read by an owner that then forgets it
+    system.env.delay_s = 0.02
+    busy, other = job_spec("job-a", "bluebird", num_steps=10_000), job_spec("job-b", num_steps=2)
+    await create_job(system.bus, busy)
+    await until(lambda: system.trainer.seen)
+    scored = system.bus.cell.scored(partition_of(other.tenant))
+
+    async def steal() -> None:
+        while not await system.bus.read([scored], GROUP_MANAGER, OWNER, count=1):
+            await asyncio.sleep(0)
+
+    reader = asyncio.create_task(steal())
+    await create_job(system.bus, other)
+    await reader
+    # Then its owner finds the entry within a lease or two, and the job ends
+    await until_status(system.bus, other.id, "succeeded")
+    assert await ledger_of(system.bus, other.id) == {"issued": 32, "trained": 32, "in_flight": 0}
 
 
 async def forget_leases(bus: Bus) -> None:

@@ -55,11 +55,12 @@ OCCURRENCES: dict[str, Iterable[int]] = {
     "XGROUP": (1, 5, 20, 53),
     "GET": (1, 9, 16),
     "SMEMBERS": (1, 8, 16),
-    "HGETALL": (1, 2),
+    "HGETALL": (1,),
+    "HVALS": (1,),
     "XREADGROUP": (1, 25, *range(47, 57)),
     "INFO": (1,),
     "TIME": (1,),
-    "XTRIM": (1, 2),
+    "XTRIM": (1, 2, 3),
 }
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 
@@ -248,7 +249,7 @@ async def test_an_owner_that_dies_at_a_command_of_any_kind_loses_nothing(
 @pytest.mark.timeout(900)
 async def test_an_owner_that_dies_at_any_command_loses_nothing(redis_url: str, objects: Objects, after: bool) -> None:
     whole = Fate()
-    await live(redis_url, objects, [whole])
+    await Life(redis_url, objects, Cell("whole"), whole).run()
     fates = [Fate(at, "", after) for at in range(1, whole.seen.total() + 1)]
     await live(redis_url, objects, fates)
     assert sum(fate.dead for fate in fates) > len(fates) // 2

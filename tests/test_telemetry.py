@@ -5,7 +5,7 @@ import time
 import pytest
 
 from common.messages import Span
-from common.telemetry import Reporter, Timeline, merged
+from common.telemetry import MAX_SPANS, Reporter, Timeline, merged
 
 
 class Clock:
@@ -92,3 +92,18 @@ def test_a_report_tells_the_busy_share_since_the_last_one_and_counters_since_the
     clock.now += 1
     later = reporter.report("idle", in_use=0)
     assert (later.busy, later.counters["turns"]) == (0.0, 3.0)
+
+
+def test_a_report_is_of_bounded_size_however_many_jobs_a_worker_serves(clock: Clock) -> None:
+    # Given a worker that worked for a thousand jobs within a second, for one of them all the time
+    timeline = Timeline()
+    timeline.begin("t", "long", "rollout")
+    for job in range(1000):
+        timeline.begin("t", f"j{job}", "rollout")
+        clock.now += 0.001
+        timeline.end("t", f"j{job}", "rollout")
+    timeline.end("t", "long", "rollout")
+    # Then its report names some of them, the longest among them, and its busy seconds are all there
+    spans, busy_s = timeline.take()
+    assert len(spans) == MAX_SPANS and busy_s == pytest.approx(1.0)
+    assert spans[0].job == "long"
