@@ -164,7 +164,8 @@ class ScaleCluster:
         for n in range(known, known + number):
             spec = job_spec(f"ftjob-{n:06d}", f"tenant-{n // JOBS_A_TENANT}", num_steps=100_000)
             hyper = msgspec.structs.replace(spec.hyper, batch_size=BATCH_SIZE, group_size=GROUP_SIZE)
-            self.jobs.append(msgspec.structs.replace(spec, hyper=hyper))
+            method = {"type": "reinforcement", "reinforcement": {"hyperparameters": {}}}
+            self.jobs.append(msgspec.structs.replace(spec, hyper=hyper, method=method))
         for start in range(known, known + number, CHUNK):
             await self._create(self.jobs[start : start + CHUNK])
         async with asyncio.timeout(10 * START_S):

@@ -384,23 +384,29 @@ async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system
 
 
 async def test_an_entry_that_was_delivered_and_reached_nobody_is_found(system: System) -> None:
-    # Given a job that never lets the cell be idle, and one whose result is read by an owner that then forgets it
+    # Given a job that never lets the cell be idle, an owner that has both tenants' partitions in memory, and a job whose
+    # result is read by an owner that then forgets it
     system.env.delay_s = 0.02
-    busy, other = job_spec("job-a", "bluebird", num_steps=10_000), job_spec("job-b", num_steps=2)
-    await create_job(system.bus, busy)
-    await until(lambda: system.trainer.seen)
+    busy, before = job_spec("job-a", "bluebird", num_steps=10_000), job_spec("job-b", num_steps=1)
+    other = job_spec("job-c", num_steps=2)
+    for spec in (busy, before):
+        await create_job(system.bus, spec)
+    await until_status(system.bus, before.id, "succeeded")
     scored = system.bus.cell.scored(partition_of(other.tenant))
-
-    async def steal() -> None:
-        while not await system.bus.read([scored], GROUP_MANAGER, OWNER, count=1):
-            await asyncio.sleep(0)
-
-    reader = asyncio.create_task(steal())
+    # The one that waits longest is served first
+    reading = system.bus.read([scored], GROUP_MANAGER, OWNER, count=1, block_ms=60_000)
+    reader = asyncio.create_task(reading)
+    await until(lambda: _blocks_longest(system.bus))
     await create_job(system.bus, other)
-    await reader
+    assert len(await reader) == 1
     # Then its owner finds the entry within a lease or two, and the job ends
     await until_status(system.bus, other.id, "succeeded")
     assert await ledger_of(system.bus, other.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def _blocks_longest(bus: Bus) -> bool:
+    """Somebody waits in an XREADGROUP for longer than an owner ever does."""
+    return any(row["cmd"] == "xreadgroup" and int(row["idle"]) >= 1 for row in await bus.client.client_list())
 
 
 async def forget_leases(bus: Bus) -> None:
