@@ -76,7 +76,7 @@ async def measure(cluster: ScaleCluster, workers: Workers, seconds: float) -> Fi
 
 
 def figures(cluster: ScaleCluster, before: Moment, after: Moment, seen: Seen, owner_ms: Sequence[float]) -> Figures:
-    wall_s, num = after.at_s - before.at_s, max(1, after.issued - before.issued)
+    wall_s, num = after.at_s - before.at_s, max(1, seen.trajectories)
     managers_s = sum(b.cpu_s - a.cpu_s for a, b in zip(before.managers, after.managers, strict=True))
     return Figures(
         jobs=len(cluster.jobs),

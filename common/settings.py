@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
 
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """May carry a password, so it never prints."""
+    """`redis://`, `rediss://`, or `redis+cluster://host:port,host:port`. May carry a password, so it never prints."""
     data_dir: Path = Path(".marlaas")
     """Where `marlaas up` keeps Redis' files, the store, keys and logs."""
     store_url: str = ""
