@@ -36,7 +36,10 @@ MAX_DRAWN = 3  # times batch_size: what dynamic sampling draws at most for one s
 SAMPLED_GROUPS = 2  # groups a step whose texts are kept for the user
 MAX_TEXT = 4000  # characters of a text that are kept
 MAX_REASONS = 20
-METRICS = ("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness", "sampling_gap")
+METRICS = (
+    *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
+    *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
+)
 """What an event of a step says at least, null where there is no signal."""
 
 

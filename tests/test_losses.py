@@ -14,7 +14,7 @@ import torch
 
 from common.messages import LossSpec
 from trainer_service.batch import Batch
-from trainer_service.losses import RULES, RowTerms, advantages, column, k3, row_terms, token_losses
+from trainer_service.losses import RULES, RowTerms, advantages, column, k3, off_policy, row_terms, token_losses
 
 Rows = list[list[float]]
 NAMES = sorted(RULES)
@@ -286,3 +286,16 @@ def test_beyond_the_sampling_gap_no_ratio_weighs_more_than_is_clip(name: Any) ->
     free, bound = losses(False), losses(True)
     assert torch.equal(free[0][:3], bound[0][:3]) and torch.equal(free[1][:3], bound[1][:3])
     assert torch.allclose(bound[1], ratios.clamp(max=2.0)) and torch.allclose(free[1], ratios)
+
+
+def test_how_far_the_policy_is_from_the_one_that_sampled() -> None:
+    case = Case(3)
+    rows = list(range(len(case.policy)))
+    written = torch.tensor([[t < len(row) for t in range(WIDTH)] for row in case.policy])
+    kl_RW, ratio_RW, square_RW = off_policy(padded(case.policy, rows), padded(case.sampled, rows), written)
+    for i, (policy, sampled) in enumerate(zip(case.policy, case.sampled, strict=True)):
+        ratios = [math.exp(p - s) for p, s in zip(policy, sampled, strict=True)]
+        beyond = [0.0] * (WIDTH - len(ratios))
+        assert ratio_RW[i].tolist() == pytest.approx(ratios + beyond)
+        assert square_RW[i].tolist() == pytest.approx([r * r for r in ratios] + beyond)
+        assert kl_RW[i].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios] + beyond)

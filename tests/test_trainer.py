@@ -1,6 +1,7 @@
 """The trainer's handler: each version once, whatever happens."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,14 @@ async def test_metrics_say_what_happened(system: System) -> None:
     assert update.metrics["reward_mean"] == pytest.approx(float(rows.rewards.numpy().mean()))
     assert update.metrics["staleness"] == 0 and update.metrics["sampling_gap"] is not None
     assert stale.metrics["kl"] is None and stale.metrics["sampling_gap"] is None and stale.metrics["staleness"] == 1
+    assert_off_policy(stale.metrics)  # of stale rows too
+
+
+def assert_off_policy(metrics: Mapping[str, float | None]) -> None:
+    """The rows' log-probs at sampling are made up, so the trained policy is another, and the weights are unequal."""
+    kl, ess_share = metrics["sampling_kl"], metrics["ess_share"]
+    assert kl is not None and kl > 0.1
+    assert ess_share is not None and 0 < ess_share < 0.9
 
 
 async def test_a_beat_follows_every_micro_batch(decoder: Decoder, tmp_path: Path) -> None:
@@ -288,7 +297,7 @@ def test_packing_does_not_change_what_is_learned(decoder: Decoder, tokens: int, 
 
     expected, got = (trainer.step(step, state, nothing) for trainer in (reference, packed))
 
-    for name in ("loss", "grad_norm", "clip_fraction", "sampling_gap"):
+    for name in ("loss", "grad_norm", "clip_fraction", "sampling_gap", "sampling_kl", "ess_share"):
         assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-6)
     start, first, second = (s.values_P for s in (state, expected.state, got.state))
     assert float((first - second).norm() / (first - start).norm()) < 1e-3

@@ -85,7 +85,8 @@ def test_jobs_together_learn_what_each_learns_alone(decoder: Decoder, tokens: in
     for (_, start), one, other in zip(jobs, alone, fused, strict=True):
         change = (one.state.values_P - start.values_P).norm()
         assert float((one.state.values_P - other.state.values_P).norm() / change) < 2e-3
-        for name in ("loss", "kl", "grad_norm", "clip_fraction", "sampling_gap", "reward_mean", "trained_tokens"):
+        names = ("loss", "kl", "grad_norm", "clip_fraction", "reward_mean", "trained_tokens")
+        for name in (*names, "sampling_gap", "sampling_kl", "ess_share"):
             assert nearly(one.metrics[name], other.metrics[name]), name
 
 

@@ -87,6 +87,8 @@ def test_the_reward_rises_under_every_loss(name: str) -> None:
         rewards.append(float(rows.rewards.numpy().mean()))
         gap = trained.metrics["sampling_gap"]
         assert gap is not None and gap < 1e-5  # the sampler and the trainer compute the same log-probs
+        assert trained.metrics["sampling_kl"] == pytest.approx(0, abs=1e-9)
+        assert trained.metrics["ess_share"] == pytest.approx(1, abs=1e-9)
 
     assert rewards[0] < 0.65
     assert np.mean(rewards[-3:]) > 0.85

@@ -48,7 +48,7 @@ class Trained:
     train_s: float
 
 
-FIGURES = ("loss", "kl", "clipped", "gap", "num_gap", "num_trained")
+FIGURES = ("loss", "kl", "clipped", "gap", "num_gap", "num_trained", "sampling_kl", "ratio", "ratio_square")
 """What is summed over a step's tokens, and added up over micro-batches."""
 
 
@@ -119,7 +119,11 @@ def batch_metrics(batch: Batch, terms: RowTerms, message: Step) -> dict[str, flo
 
 
 def _step_metrics(sums: Sums, message: Step, grad_norm: float) -> dict[str, float | None]:
-    """What the forwards showed; None where there was nothing to measure."""
+    """What the forwards showed; None where there was nothing to measure.
+
+    `ess_share`: Kish's effective sample size of the trained tokens, each weighed by its probability ratio to the sampling
+    policy, as a share of their number: (Σr)² / (n Σr²). 1: all weigh the same.
+    """
     sum_of = dict(zip(FIGURES, sums.figures_K.tolist(), strict=True))
     trained, forward = max(sum_of["num_trained"], 1), max(sums.num_forward, 1)
     return {
@@ -127,6 +131,8 @@ def _step_metrics(sums: Sums, message: Step, grad_norm: float) -> dict[str, floa
         "kl": sum_of["kl"] / trained if message.loss.kl_coef else None,
         "clip_fraction": sum_of["clipped"] / trained,
         "sampling_gap": sum_of["gap"] / sum_of["num_gap"] if sum_of["num_gap"] else None,
+        "sampling_kl": sum_of["sampling_kl"] / trained if sum_of["num_trained"] else None,
+        "ess_share": sum_of["ratio"] ** 2 / (trained * sum_of["ratio_square"]) if sum_of["ratio_square"] else None,
         "forward_tokens": float(sums.num_forward),
         "padding_share": sums.num_padding / forward,
         "grad_norm": grad_norm,

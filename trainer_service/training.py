@@ -25,7 +25,7 @@ from common.errors import TrainingFailed
 from common.messages import Init, Step
 from trainer_service import lora, optimiser
 from trainer_service.batch import Floats, parse_rows
-from trainer_service.losses import RowTerms, column, k3, row_terms, token_losses
+from trainer_service.losses import RowTerms, column, k3, off_policy, row_terms, token_losses
 from trainer_service.model import Inputs, logprobs, make_inputs, sequence_cost
 from trainer_service.open_step import OpenStep, Trained, TrainState, batch_metrics, check_spec
 from trainer_service.optimiser import Moments
@@ -175,7 +175,15 @@ def _loss(taken: Taken, inputs: Inputs, logprobs_M: Tensor, base_M: Tensor) -> t
     loss_RW = (loss_RW + column(terms.kl_coefs_R, loss_RW) * kl_RW) * column(terms.weights_R, loss_RW) * written_RW
     gap_RW = (logprobs_RW - sampled_RW).abs() * torch.from_numpy(current_R).to(written_RW.device)[:, None]
     current_RW = torch.from_numpy(current_R).to(written_RW.device)[:, None] & written_RW
-    figures = (loss_RW, kl_RW, clipped_RW, gap_RW, current_RW, written_RW)
+    figures = (
+        loss_RW,
+        kl_RW,
+        clipped_RW,
+        gap_RW,
+        current_RW,
+        written_RW,
+        *off_policy(logprobs_RW, sampled_RW, written_RW),
+    )
     return loss_RW.sum(), torch.stack([figure.detach().double().sum(1) for figure in figures])
 
 
