@@ -1,0 +1,221 @@
+"""Runs the jobs on a cluster of real processes, through the HTTP API, and gathers what each of them says of itself.
+
+Alone: one after another, nothing else on the cluster. Among: all submitted at once; the other jobs are cancelled when the
+last watched one has ended. In deterministic mode the jobs run alone on one worker of each kind, and among others on
+several, some of which are killed on the way.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.isolation.jobs import BROKEN, Job
+from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Settings
+from common.skills import generate
+from manager_service.supervisor import LocalCluster
+from tests.live import FINAL, Api, adapter_hashes
+
+JOBS = "/fine_tuning/jobs"
+ENDLESS = 100_000  # steps of a job that is cancelled in the end
+POLL_S = 0.5
+LIMIT_S = 1800.0
+
+ONE_EACH = {"rollout": 1, "env": 1, "trainer": 1}
+SEVERAL = {"rollout": 3, "env": 2, "trainer": 2}
+KILLS = ("rollout-0", "trainer-1", "env-1", "rollout-2", "trainer-0")
+KILL_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Which workers, and which of them are killed."""
+
+    environment: Mapping[str, str]
+    workers: Mapping[str, int]
+    kills: Sequence[str] = ()
+
+
+def scene(mode: Mode, *, alone: bool) -> Scene:
+    if mode == "default":
+        return Scene({}, ONE_EACH)
+    environment = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
+    return Scene(environment, ONE_EACH) if alone else Scene(environment, SEVERAL, KILLS)
+
+
+@contextlib.asynccontextmanager
+async def tenants(chosen: Scene) -> AsyncGenerator["Tenants"]:
+    """A cluster and whoever asks it for something."""
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir, workers = Path(folder), dict(chosen.workers)
+        async with LocalCluster(data_dir=data_dir, environment=chosen.environment, **workers) as cluster:
+            theirs = Tenants(cluster)
+            try:
+                yield theirs
+            finally:
+                await theirs.close()
+
+
+class Tenants:
+    """The tenants of one cluster, each made when its first job comes."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self._admin = Api(cluster.base_url, cluster.admin_key)
+        self._apis: dict[str, Api] = {}
+
+    async def api(self, tenant: str) -> Api:
+        if tenant not in self._apis:
+            await self._admin.post("/admin/tenants", {"id": tenant, "name": tenant})
+            key = (await self._admin.post(f"/admin/tenants/{tenant}/keys", {}))["key"]
+            self._apis[tenant] = Api(self.cluster.base_url, key)
+        return self._apis[tenant]
+
+    async def submit(self, job: Job, settings: Settings, *, seed: int, steps: int, watched: bool) -> str:
+        """Its id. A job's items, order and adapter depend on `seed` alone."""
+        api = await self.api(job.tenant)
+        more: dict[str, Any] = {"max_steps": steps}
+        body: dict[str, Any] = {"model": "tiny", "seed": seed}
+        body["training_file"] = await upload(api, job.skill, seed, settings.num_items, "train")
+        if watched:
+            more["eval_samples"] = settings.eval_samples
+            body["validation_file"] = await upload(api, job.skill, seed, settings.num_held_out, "held_out")
+        return (await api.post(JOBS, body | {"method": job.method(**more)}))["id"]
+
+    async def until_ended(self, job: Job, id: str) -> dict[str, Any]:
+        api = await self.api(job.tenant)
+        async with asyncio.timeout(LIMIT_S):
+            while (found := await api.get(f"{JOBS}/{id}"))["status"] not in FINAL:
+                await asyncio.sleep(POLL_S)
+        return found
+
+    async def cancel(self, job: Job, id: str) -> None:
+        """A job that has ended stays as it is."""
+        api = await self.api(job.tenant)
+        answer = await api.http.post(f"{JOBS}/{id}/cancel")
+        assert answer.status_code == 200 or (await self.until_ended(job, id))["status"] in FINAL, answer.text
+
+    async def close(self) -> None:
+        for api in (self._admin, *self._apis.values()):
+            await api.close()
+
+
+async def upload(api: Api, skill: str, seed: int, number: int, split: Any) -> str:
+    lines = b"\n".join(json.dumps(row).encode() for row in generate(skill, seed, number, split))
+    answer = await api.http.post("/files", files={"file": (f"{skill}.jsonl", lines)}, data={"purpose": "fine-tune"})
+    answer.raise_for_status()
+    return answer.json()["id"]
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def job_seed(run_seed: int, place: int) -> int:
+    """Of the job at `place` of its list; the same alone and among others."""
+    return 1000 * run_seed + place
+
+
+async def alone(theirs: Tenants, mode: Mode, seed: int, place: int, job: Job, settings: Settings) -> Run:
+    """One job with nothing beside it."""
+    began = time.monotonic()
+    found = await _watched(theirs, job, settings, mode, job_seed(seed, place))
+    wall_s = time.monotonic() - began
+    return Run(
+        mode=mode, sharing="alone", seed=seed, workers=ONE_EACH, jobs=[found], wall_s=wall_s, load=os.getloadavg()[0]
+    )
+
+
+async def among(mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[Job], settings: Settings) -> Run:
+    """The watched jobs, those beside them, and the broken ones, at once."""
+    chosen = scene(mode, alone=False)
+    async with tenants(chosen) as theirs, asyncio.TaskGroup() as group:
+        others = [
+            (job, await theirs.submit(job, settings, seed=job_seed(seed, 100 + n), steps=ENDLESS, watched=False))
+            for n, job in enumerate((*beside, *BROKEN))
+        ]
+        started = time.monotonic()
+        tasks = [
+            group.create_task(_watched(theirs, job, settings, mode, job_seed(seed, place)))
+            for place, job in enumerate(watched)
+        ]
+        disturbers = [
+            group.create_task(_cancel_after_a_step(theirs, *others[-1])),
+            group.create_task(_kill(theirs.cluster, chosen.kills)),
+        ]
+        found = await asyncio.gather(*tasks)
+        wall_s = time.monotonic() - started
+        for task in disturbers:
+            task.cancel()
+        neighbours = [await _neighbour(theirs, job, id) for job, id in others]
+        killed = [name for name, times in theirs.cluster.num_exits.items() for _ in range(times)]
+    return Run(
+        mode=mode,
+        sharing="among",
+        seed=seed,
+        workers=dict(chosen.workers),
+        jobs=list(found),
+        others=neighbours,
+        kills=killed,
+        wall_s=wall_s,
+        load=os.getloadavg()[0],
+    )
+
+
+async def _cancel_after_a_step(theirs: Tenants, job: Job, id: str) -> None:
+    api = await theirs.api(job.tenant)
+    while not await api.steps(id):
+        await asyncio.sleep(POLL_S)
+    await theirs.cancel(job, id)
+
+
+async def _kill(cluster: LocalCluster, names: Sequence[str]) -> None:
+    """Each once; what is left when the watched jobs have ended is spared."""
+    for name in names:
+        await asyncio.sleep(KILL_EVERY_S)
+        cluster.kill(name, signal.SIGKILL)
+
+
+async def _neighbour(theirs: Tenants, job: Job, id: str) -> Neighbour:
+    """How it ended, or that it was still running; then it is cancelled."""
+    api = await theirs.api(job.tenant)
+    found = await api.get(f"{JOBS}/{id}")
+    await theirs.cancel(job, id)
+    error = (found["error"] or {}).get("message") or ""
+    steps = len(await api.steps(id))
+    return Neighbour(name=job.name, tenant=job.tenant, status=found["status"], error=error, steps=steps)
+
+
+# ---- what a job says of itself --------------------------------------------------------------------------------------
+
+
+async def _watched(theirs: Tenants, job: Job, settings: Settings, mode: Mode, seed: int) -> JobRun:
+    steps, began = settings.num_steps(mode), time.monotonic()
+    id = await theirs.submit(job, settings, seed=seed, steps=steps, watched=True)
+    ended = await theirs.until_ended(job, id)
+    seconds = time.monotonic() - began
+    api = await theirs.api(job.tenant)
+    data = [event["data"] for event in await api.events(id) if event["type"] == "metrics"]
+    trained = [metrics for metrics in data if "loss" in metrics]
+    versions = range(len(trained) + 1)
+    return JobRun(
+        name=job.name,
+        status=ended["status"],
+        error=(ended["error"] or {}).get("message") or "",
+        seconds=seconds,
+        steps=trained,
+        evals={str(metrics["version"]): metrics for metrics in data if "eval_reward_mean" in metrics},
+        samples=[sample for version in versions[1:] for sample in await kept_samples(api, id, version)],
+        sha256=[await adapter_hashes(theirs.cluster, job.tenant, id, version) for version in versions],
+    )
+
+
+async def kept_samples(api: Api, id: str, step: int) -> list[Sample]:
+    rows = (await api.get(f"{JOBS}/{id}/samples", version=step))["data"]
+    return [Sample(step, row["group"], row["sample"], row["reward"], row["text"]) for row in rows]

@@ -1,0 +1,289 @@
+"""The report in Markdown: what a referee would ask about training that is shared, answered point by point from the runs."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks._report import Goal
+from benchmarks.isolation import findings
+from benchmarks.isolation.findings import LEVEL, MARGIN, Bytes, Compared, Pair, Parting
+from benchmarks.isolation.jobs import BROKEN, Job
+from benchmarks.isolation.runs import Neighbour, Run, Settings
+from benchmarks.isolation.statistics import holm, jain
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that the answers are made from."""
+
+    settings: Settings
+    runs: Sequence[Run]
+    exact: Sequence[Pair]
+    """Of deterministic mode."""
+    usual: Sequence[Pair]
+    """Of default mode."""
+
+    @classmethod
+    def of(cls, settings: Settings, runs: Sequence[Run]) -> "Evidence":
+        return cls(settings, runs, findings.pairs(runs, "deterministic"), findings.pairs(runs, "default"))
+
+    @property
+    def neighbours(self) -> list[Neighbour]:
+        return [other for run in self.runs for other in run.others]
+
+    @property
+    def kills(self) -> list[str]:
+        return [name for run in self.runs if run.mode == "deterministic" for name in run.kills]
+
+
+# ---- goals ----------------------------------------------------------------------------------------------------------
+
+
+def goals(evidence: Evidence) -> list[Goal]:
+    """Those that the runs at hand can speak of."""
+    found: list[Goal] = []
+    if evidence.exact:
+        differ = sum(row.num_versions - row.same for row in map(findings.same_bytes, evidence.exact))
+        found.append(Goal("deterministic: versions whose bytes differ", differ, 0, more_is_better=False))
+    if evidence.usual:
+        by_job = findings.compared_by_job(evidence.usual, findings.REWARD)
+        (pooled,) = [row for row in findings.compared_pooled(evidence.usual) if row.label == findings.REWARD.label]
+        found.append(Goal("default: p of a difference in final reward, all pairs", pooled.p, LEVEL))
+        found.append(
+            Goal("default: the same for each job, the least, Holm", min(holm([row.p for row in by_job])), LEVEL)
+        )
+        if not math.isnan(pooled.equal_p):
+            what = f"default: p of TOST, margin ± {MARGIN:g}, all pairs"
+            found.append(Goal(what, pooled.equal_p, LEVEL, more_is_better=False))
+    failed = sum(job.status != "succeeded" for run in evidence.runs for job in run.jobs)
+    found.append(Goal("watched jobs that failed", failed, 0, more_is_better=False))
+    return found
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def report(evidence: Evidence, watched: Sequence[Job], command: str) -> str:
+    sections = [introduction(evidence, watched, command), verdicts(evidence)]
+    if evidence.exact:
+        sections.append(exactness(evidence))
+    if evidence.usual:
+        sections += [convergence(evidence), off_policy(evidence), batching(evidence), fairness(evidence)]
+    sections += [interference(evidence), limits()]
+    return "\n\n".join(sections) + "\n"
+
+
+def introduction(evidence: Evidence, watched: Sequence[Job], command: str) -> str:
+    s = evidence.settings
+    loads = sorted(run.load for run in evidence.runs)
+    rows = [(job.name, job.tenant, job.skill, job.reward, told(job)) for job in watched]
+    return f"""# Is sharing harmless?
+
+Made by `{command}` from {len(evidence.runs)} runs, at load averages of {loads[0]:.1f} to {loads[-1]:.1f}. Each of {len(watched)} jobs
+trains alone, then among {s.num_jobs}: the {len(watched)}, each of a tenant of its own, and {s.num_jobs - len(watched)} others of
+{-(-(s.num_jobs - len(watched)) // 3)} other tenants, which go on until the last watched job has ended. {len(BROKEN)} more jobs go wrong on
+purpose. Alone and among others a job has the same seed, so that it draws the same items and the same random numbers: whatever
+differs was done by sharing. Deterministic mode: {s.deterministic_steps} steps, one seed; default mode: {s.default_steps} steps,
+{s.num_seeds} seeds.
+
+{table(("job", "tenant", "skill", "reward", "hyperparameters"), rows)}"""
+
+
+def told(job: Job) -> str:
+    return ", ".join(f"{name} {value}" for name, value in job.hyper.items())
+
+
+def verdicts(evidence: Evidence) -> str:
+    rows = [(goal.what, *limits_of(goal), "reached" if goal.reached else "**missed**") for goal in goals(evidence)]
+    return "## In short\n\n" + table(("goal", "measured", "wanted", ""), rows)
+
+
+def limits_of(goal: Goal) -> tuple[str, str]:
+    return number(goal.measured), f"{'≥' if goal.more_is_better else '≤'} {number(goal.limit)}"
+
+
+def exactness(evidence: Evidence) -> str:
+    rows = [findings.same_bytes(pair) for pair in evidence.exact]
+    shapes = {run.sharing: run.workers for run in evidence.runs if run.mode == "deterministic"}
+    killed = ", ".join(f"{name} {times}×" for name, times in Counter(evidence.kills).items()) or "nothing"
+    lines = [(row.job, str(row.num_versions), str(row.same), f"`{row.last[:16]}`") for row in rows]
+    return f"""## Does another tenant change a single bit of my adapter? (deterministic mode)
+
+{exact_answer(rows)} Compared are the sha256 of the adapter's, the configuration's and the optimiser's file of every version, alone on
+{workers(shapes["alone"])}, and among {evidence.settings.num_jobs} on {workers(shapes["among"])} with fused training, evaluations beside
+it, and these ends of processes on the way: {killed}.
+
+{table(("job", "versions", "same bytes", "sha256 of the last adapter, alone"), lines)}"""
+
+
+def exact_answer(rows: Sequence[Bytes]) -> str:
+    bad = [row.job for row in rows if row.same < row.num_versions]
+    if not bad:
+        return f"No: all {sum(row.num_versions for row in rows)} versions of {len(rows)} jobs are the same bytes."
+    return f"**Yes, of {', '.join(bad)}.** This breaks invariant I8."
+
+
+def convergence(evidence: Evidence) -> str:
+    found = evidence.usual
+    by_job = findings.compared_by_job(found, findings.REWARD)
+    adjusted = holm([row.p for row in by_job])
+    jobs = [(*compared(row), number(p)) for row, p in zip(by_job, adjusted, strict=True)]
+    pooled = findings.compared_pooled(found)
+    all_ps = holm([row.p for row in pooled])
+    total = [(*compared(row), number(p)) for row, p in zip(pooled, all_ps, strict=True)]
+    head = ("alone", "among", "difference, 95 %", "p", f"TOST p, ± {MARGIN:g}", "detectable", "p, Holm")
+    tests = evidence.settings.num_seeds
+    return f"""## Does sharing change how a job learns? (default mode)
+
+{convergence_answer(pooled)}
+
+![reward curves](reward_curves.png)
+
+![final reward](final_reward.png)
+
+Final reward is the mean of the last {findings.LAST_STEPS} steps' training rewards.
+
+{table(("job", *head), jobs)}
+
+Over all pairs of job and seed:
+
+{table(("figure", *head), total)}
+
+How it is tested. A pair is one job with one seed, alone and among others. *p* is that of a sign-flip permutation test of the paired
+differences (null hypothesis: sharing changes nothing; two-sided; {tests} seeds alone cannot give less than {2 / 2**tests:.3g} for one
+job, which is why all pairs are also tested together), then adjusted by Holm. Because finding no difference proves no equality, *TOST*
+(two one-sided t-tests) has the opposite null hypothesis, that the means differ by {MARGIN:g} or more: below {LEVEL:g} they are
+equal within that margin, a twentieth of the reward's range. *Detectable*: the difference that a t-test of so many pairs finds in
+80 % of the cases."""
+
+
+def convergence_answer(pooled: Sequence[Compared]) -> str:
+    row = next(row for row in pooled if row.label == findings.REWARD.label)
+    changed = "a significant difference" if row.p < LEVEL else "no significant difference"
+    equal = "equal within the margin" if row.equal_p < LEVEL else "not shown to be equal within the margin"
+    return f"""The final reward shows {changed} (p = {number(row.p)} over {row.num} pairs), and the two are {equal}
+(TOST p = {number(row.equal_p)}): {row.alone:.3f} alone, {row.among:.3f} among others, difference {interval(row)}."""
+
+
+def off_policy(evidence: Evidence) -> str:
+    jobs = [job for pair in evidence.usual for job in (pair.alone, pair.among)]
+    steps = sum(len(job.steps) for job in jobs)
+    stale = findings.stale_steps(jobs)
+    distances = {name: findings.histogram_distance(own) for name, own in findings.by_job(evidence.usual).items()}
+    adjusted = holm([p for _, p in distances.values()])
+    rows = [
+        (name, number(distance), number(p), number(q))
+        for (name, (distance, p)), q in zip(distances.items(), adjusted, strict=True)
+    ]
+    return f"""## Is training less on-policy when it is shared?
+
+{stale} of {steps} steps used a trajectory of another version than the one they trained: a job waits for its own trajectories only, so
+sharing adds time, not staleness. What is left between the policy that samples and the one that trains is rounding; the figures
+(`sampling_gap`, `sampling_kl`, `ess_share`, `clip_fraction`) are in the table above.
+
+![divergence](divergence.png)
+
+## Do the rewards keep their distribution, and batches their size?
+
+Histograms of the rewards of two groups a step, over all seeds; their total variation distance, and the p of the sign-flip test over
+seeds. The effective batch (rows with signal) is in the table above.
+
+![reward histograms](reward_histograms.png)
+
+{table(("job", "distance", "p", "p, Holm"), rows)}"""
+
+
+def batching(evidence: Evidence) -> str:
+    parted = [findings.parting(pair) for pair in evidence.usual]
+    same = sum(row.same == row.num_versions for row in map(findings.same_bytes, evidence.usual))
+    first = [row.first_gradient for row in parted if not math.isnan(row.first_gradient)]
+    return f"""## What does batching with strangers do to the numbers?
+
+In default mode rows of other jobs in a batch change the order of sums, and with it last bits. The first step's gradient, whose
+trajectories are those of version 0, differs in its norm by {number(max(first, default=math.nan))} (relative) at most, median
+{number(float(np.median(first)) if first else math.nan)}. Once such a difference moves a sampled token, the two runs are different draws
+from the same process: rewards first differ at {first_steps(parted)}; {100 * np.mean([row.same_samples for row in parted]):.0f} % of the
+kept trajectories have the same text to the end. {same} of {len(parted)} final adapters are the same bytes; deterministic mode, which
+fixes shapes and order, makes all of them so."""
+
+
+def first_steps(parted: Sequence[Parting]) -> str:
+    steps = [row.first_step for row in parted if row.first_step is not None]
+    never = len(parted) - len(steps)
+    if not steps:
+        return f"no step in any of {never} pairs"
+    return f"step {np.median(steps):.0f} (median), in {never} of {len(parted)} pairs never"
+
+
+def fairness(evidence: Evidence) -> str:
+    slow = findings.slowdowns(evidence.usual)
+    mean = float(np.mean(list(slow.values())))
+    rows = [(name, f"{value:.1f}", f"{value / mean:.2f}") for name, value in slow.items()]
+    index = jain([1 / value for value in slow.values()])
+    return f"""## Who pays for sharing?
+
+Time among {evidence.settings.num_jobs} over time alone, on the same workers, from submission to end. Each watched tenant has
+one job and each other tenant three, all of one weight. Jain's index of the watched jobs' speeds relative to alone: {index:.3f}.
+
+{table(("job", "slowdown", "of the mean"), rows)}"""
+
+
+def interference(evidence: Evidence) -> str:
+    names = [job.name for job in BROKEN]
+    ends = Counter((o.name, o.status, o.error.split("\n")[0][:110]) for o in evidence.neighbours if o.name in names)
+    rows = [(name, f"{count}× {status}", error) for (name, status, error), count in ends.items()]
+    others = [other for other in evidence.neighbours if other.name not in names]
+    gone = sum(other.status in ("failed", "cancelled") for other in others)
+    failed = sum(job.status != "succeeded" for run in evidence.runs for job in run.jobs)
+    return f"""## Does a neighbour's failure reach me?
+
+{failed} of {sum(len(run.jobs) for run in evidence.runs)} watched jobs failed. Beside them, in every run among others:
+
+{table(("neighbour", "ended", "why"), rows)}
+
+Of the {len(others)} other neighbours {gone} failed or were cancelled before the watched jobs had ended; they made
+{sum(other.steps for other in others):,} steps meanwhile."""
+
+
+def limits() -> str:
+    return """## What this does not show
+
+- The base model is `tiny`, in float32 on CPUs. On a GPU in bfloat16 rounding is larger; `sampling_gap` and `ess_share` of every step
+  say by how much, and beyond a bound importance weights are truncated.
+- Deterministic mode holds for the embedded engine, and for strict versions (`max_staleness` 0).
+- Rewards of the tasks are bounded by 1: differences near that ceiling are small for every system. The detectable differences say
+  what could have been seen."""
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def compared(row: Compared) -> tuple[str, ...]:
+    return (
+        *(row.label, number(row.alone), number(row.among), interval(row)),
+        *(number(row.p), number(row.equal_p), number(row.detectable)),
+    )
+
+
+def interval(row: Compared) -> str:
+    half = "" if math.isnan(row.difference.half) else f" ± {row.difference.half:.2g}"
+    return f"{row.difference.value:+.2g}{half}"
+
+
+def number(value: float) -> str:
+    """Three digits that count; nothing for nan."""
+    if math.isnan(value):
+        return ""
+    return "0" if value == 0 else f"{value:.3g}"
+
+
+def workers(shape: dict[str, int]) -> str:
+    return ", ".join(f"{count} {service}" for service, count in shape.items()) + " worker(s)"

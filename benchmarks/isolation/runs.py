@@ -1,0 +1,130 @@
+"""What was measured, as values and as files: FOLDER/MODE-SHARING-SEED[-JOB].json, one a run, and the settings beside them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import InvalidInput
+
+Mode = Literal["deterministic", "default"]
+Sharing = Literal["alone", "among"]
+Metrics = Mapping[str, Any]
+"""A step's metrics by their names in the job's events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What decides the figures. Runs of different settings do not mix."""
+
+    num_watched: int = 8
+    num_jobs: int = 32
+    deterministic_steps: int = 10
+    default_steps: int = 20
+    num_seeds: int = 5
+    num_items: int = 256
+    num_held_out: int = 32
+    eval_samples: int = 4
+
+    def num_steps(self, mode: Mode) -> int:
+        return self.deterministic_steps if mode == "deterministic" else self.default_steps
+
+    def seeds(self, mode: Mode) -> range:
+        return range(1, 2 if mode == "deterministic" else 1 + self.num_seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One of the trajectories that are kept of each step: those of its first two groups."""
+
+    step: int
+    group: int
+    sample: int
+    reward: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRun:
+    """One watched job in one run."""
+
+    name: str
+    status: str
+    error: str = ""
+    seconds: float = 0.0
+    """From its submission to its end, to half a second."""
+    steps: list[Metrics] = field(default_factory=list[Metrics])
+    evals: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
+    """version -> the evaluation on held-out items"""
+    samples: list[Sample] = field(default_factory=list[Sample])
+    sha256: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    """Of each version from 0: file -> sha256."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """How another job of the run ended, and after how many steps."""
+
+    name: str
+    tenant: str
+    status: str
+    error: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One job alone, or the watched jobs among all."""
+
+    mode: Mode
+    sharing: Sharing
+    seed: int
+    workers: dict[str, int]
+    jobs: list[JobRun]
+    others: list[Neighbour] = field(default_factory=list[Neighbour])
+    kills: list[str] = field(default_factory=list[str])
+    """Processes that were killed with SIGKILL on the way."""
+    wall_s: float = 0.0
+    load: float = 0.0
+    """The machine's load average over the last minute, at the end."""
+
+    @property
+    def file(self) -> str:
+        return file_name(self.mode, self.sharing, self.seed, self.jobs[0].name)
+
+
+def file_name(mode: Mode, sharing: Sharing, seed: int, job: str) -> str:
+    """`job` counts only where it is alone."""
+    return f"{mode}-{sharing}-{seed}{f'-{job}' if sharing == 'alone' else ''}.json"
+
+
+def write(folder: Path, run: Run) -> None:
+    (folder / run.file).write_text(json.dumps(asdict(run)) + "\n")
+
+
+def read(folder: Path) -> list[Run]:
+    """Every run in the folder."""
+    return [parse(file.read_text()) for file in sorted(folder.glob("d*-a*-*.json"))]
+
+
+def parse(text: str) -> Run:
+    values = json.loads(text)
+    values["jobs"] = [
+        JobRun(**{**job, "samples": [Sample(**sample) for sample in job["samples"]]}) for job in values["jobs"]
+    ]
+    values["others"] = [Neighbour(**other) for other in values["others"]]
+    return Run(**values)
+
+
+def open_folder(folder: Path, settings: Settings) -> None:
+    """Makes it, or checks that it is of these settings. Raises InvalidInput."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.json"
+    if file.exists() and read_settings(folder) != settings:
+        raise InvalidInput(f"{folder} holds runs of other settings: remove it, or name another with --out")
+    file.write_text(json.dumps(asdict(settings), indent=2) + "\n")
+
+
+def read_settings(folder: Path) -> Settings:
+    return Settings(**json.loads((folder / "settings.json").read_text()))
