@@ -131,6 +131,18 @@ def test_only_deterministic_runs_among_others_are_disturbed_by_kills() -> None:
     assert all(among.workers[service] > alone.workers[service] for service in alone.workers)
 
 
+def test_company_is_counted_where_a_worker_has_work_of_both() -> None:
+    def span(worker: str, tenant: str, start: float, end: float, service: str = "trainer") -> dict[str, Any]:
+        return {"worker": worker, "service": service, "tenant": tenant, "start": start, "end": end}
+
+    spans = [
+        *(span("t1", "a", 0, 4), span("t1", "x", 3, 9), span("t1", "y", 3.5, 4)),  # 1 of 4 seconds
+        *(span("t2", "x", 0, 9), span("t2", "a", 5, 6), span("r1", "x", 0, 9, "rollout")),  # 1 of 1
+    ]
+    assert measure.together(spans, "trainer", ["a"]) == pytest.approx(2 / 5)
+    assert measure.together(spans, "rollout", ["a"]) == 0.0
+
+
 # ---- findings -------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +195,8 @@ def recorded(*, drift: float = 0.0, digest: str = "a") -> list[Run]:
             ]
             found += [run(mode, "alone", seed, job) for job in alone]
             kills = ["rollout-0"] if mode == "deterministic" else []
-            found.append(run(mode, "among", seed, *among, others=others, kills=kills))
+            company = {"rollout": 0.9, "trainer": 0.75}
+            found.append(run(mode, "among", seed, *among, others=others, kills=kills, accompanied=company))
     return found
 
 
@@ -285,7 +298,7 @@ def test_the_report_answers_each_question(tmp_path: Path) -> None:
     assert "shows no significant difference" in text and "equal within the margin (TOST p" in text.replace("\n", " ")
     assert "0 of 48 steps used a trajectory of another version" in text
     assert "| grader raises | 5× failed | a\\|b |" in text
-    assert "rollout-0 1×" in text
+    assert "rollout-0 1×" in text and "for 75 % of what they spent in trainers" in text
     assert not re.search(r"\bnan\b", text)
     for name in ("reward_curves", "final_reward", "divergence", "reward_histograms"):
         assert f"({name}.png)" in text and (tmp_path / f"{name}.png").stat().st_size > 5000

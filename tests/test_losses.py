@@ -299,3 +299,10 @@ def test_how_far_the_policy_is_from_the_one_that_sampled() -> None:
         assert ratio_RW[i].tolist() == pytest.approx(ratios + beyond)
         assert square_RW[i].tolist() == pytest.approx([r * r for r in ratios] + beyond)
         assert kl_RW[i].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios] + beyond)
+
+
+@pytest.mark.parametrize("gap", [1e-7, 1e-5, -1e-5])
+def test_the_divergence_of_equal_policies_is_what_rounding_leaves(gap: float) -> None:
+    sampled = torch.full((1, 8), -0.5, dtype=torch.float64)
+    kl_RW, _, _ = off_policy(sampled + gap, sampled, torch.ones(1, 8, dtype=torch.bool))
+    assert kl_RW[0].tolist() == pytest.approx([gap**2 / 2] * 8, rel=1e-4)

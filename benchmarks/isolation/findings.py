@@ -121,7 +121,7 @@ FIGURES = (
     Figure("reward, mean over all steps", mean_metric("reward_mean"), MARGIN),
     Figure("sampling_gap: mean abs. log r a token", mean_metric("sampling_gap")),
     Figure("sampling_kl: KL(sampling, trained) a token", mean_metric("sampling_kl")),
-    Figure("ess_share: effective sample size over tokens", mean_metric("ess_share")),
+    Figure("1 − ess_share: lost effective sample size", lambda job: 1 - mean_metric("ess_share")(job)),
     Figure("clip_fraction", mean_metric("clip_fraction")),
     Figure("staleness, versions", mean_metric("staleness")),
     Figure("share of rows with signal (effective batch)", signal_share),

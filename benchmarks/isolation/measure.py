@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.isolation.jobs import BROKEN, Job
 from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Settings
+from benchmarks.step_share import covered_s
 from common.skills import generate
 from manager_service.supervisor import LocalCluster
 from tests.live import FINAL, Api, adapter_hashes
@@ -102,6 +103,13 @@ class Tenants:
         answer = await api.http.post(f"{JOBS}/{id}/cancel")
         assert answer.status_code == 200 or (await self.until_ended(job, id))["status"] in FINAL, answer.text
 
+    async def accompanied(self, watched: Sequence[Job], since: float) -> dict[str, float]:
+        """See `Run.accompanied`. `since`: seconds since 1970."""
+        spans = (await self._admin.get("/cluster/timeline", since=since))["data"]
+        return {
+            service: together(spans, service, [job.tenant for job in watched]) for service in ("rollout", "trainer")
+        }
+
     async def close(self) -> None:
         for api in (self._admin, *self._apis.values()):
             await api.close()
@@ -112,6 +120,19 @@ async def upload(api: Api, skill: str, seed: int, number: int, split: Any) -> st
     answer = await api.http.post("/files", files={"file": (f"{skill}.jsonl", lines)}, data={"purpose": "fine-tune"})
     answer.raise_for_status()
     return answer.json()["id"]
+
+
+def together(spans: Sequence[Any], service: str, tenants: Sequence[str]) -> float:
+    """Of the tenants' busy time in a service's workers, the share in which the same worker was busy for others too."""
+    total_s = shared_s = 0.0
+    for worker in {span["worker"] for span in spans if span["service"] == service}:
+        here = [span for span in spans if span["worker"] == worker]
+        for tenant in tenants:
+            own = [(s["start"], s["end"]) for s in here if s["tenant"] == tenant]
+            others = [(s["start"], s["end"]) for s in here if s["tenant"] != tenant]
+            total_s += covered_s(own)
+            shared_s += covered_s(own) + covered_s(others) - covered_s(own + others)
+    return shared_s / total_s if total_s else 0.0
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -140,7 +161,7 @@ async def among(mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[
             (job, await theirs.submit(job, settings, seed=job_seed(seed, 100 + n), steps=ENDLESS, watched=False))
             for n, job in enumerate((*beside, *BROKEN))
         ]
-        started = time.monotonic()
+        started, started_at = time.monotonic(), time.time()
         tasks = [
             group.create_task(_watched(theirs, job, settings, mode, job_seed(seed, place)))
             for place, job in enumerate(watched)
@@ -153,6 +174,7 @@ async def among(mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[
         wall_s = time.monotonic() - started
         for task in disturbers:
             task.cancel()
+        accompanied = await theirs.accompanied(watched, started_at)
         neighbours = [await _neighbour(theirs, job, id) for job, id in others]
         killed = [name for name, times in theirs.cluster.num_exits.items() for _ in range(times)]
     return Run(
@@ -163,6 +185,7 @@ async def among(mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[
         jobs=list(found),
         others=neighbours,
         kills=killed,
+        accompanied=accompanied,
         wall_s=wall_s,
         load=os.getloadavg()[0],
     )

@@ -11,7 +11,7 @@ from benchmarks._report import Goal
 from benchmarks.isolation import findings
 from benchmarks.isolation.findings import LEVEL, MARGIN, Bytes, Compared, Pair, Parting
 from benchmarks.isolation.jobs import BROKEN, Job
-from benchmarks.isolation.runs import Neighbour, Run, Settings
+from benchmarks.isolation.runs import Mode, Neighbour, Run, Settings
 from benchmarks.isolation.statistics import holm, jain
 
 
@@ -114,9 +114,19 @@ def exactness(evidence: Evidence) -> str:
 
 {exact_answer(rows)} Compared are the sha256 of the adapter's, the configuration's and the optimiser's file of every version, alone on
 {workers(shapes["alone"])}, and among {evidence.settings.num_jobs} on {workers(shapes["among"])} with fused training, evaluations beside
-it, and these ends of processes on the way: {killed}.
+it, and these ends of processes on the way: {killed}. {accompanied(evidence, "deterministic")}
 
 {table(("job", "versions", "same bytes", "sha256 of the last adapter, alone"), lines)}"""
+
+
+def accompanied(evidence: Evidence, mode: Mode) -> str:
+    """Whether neighbours really shared engine and trainer with the watched jobs."""
+    shares = [run.accompanied for run in evidence.runs if run.mode == mode and run.accompanied]
+    if not shares:
+        return ""
+    engine, trainer = (100 * float(np.mean([share[service] for share in shares])) for service in ("rollout", "trainer"))
+    return f"""Other tenants' work was in the same worker at the same time for {engine:.0f} % of what the watched
+jobs spent in rollout workers, and for {trainer:.0f} % of what they spent in trainers."""
 
 
 def exact_answer(rows: Sequence[Bytes]) -> str:
@@ -138,7 +148,7 @@ def convergence(evidence: Evidence) -> str:
     tests = evidence.settings.num_seeds
     return f"""## Does sharing change how a job learns? (default mode)
 
-{convergence_answer(pooled)}
+{convergence_answer(pooled)} {accompanied(evidence, "default")}
 
 ![reward curves](reward_curves.png)
 

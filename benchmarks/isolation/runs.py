@@ -85,6 +85,8 @@ class Run:
     others: list[Neighbour] = field(default_factory=list[Neighbour])
     kills: list[str] = field(default_factory=list[str])
     """Processes that were killed with SIGKILL on the way."""
+    accompanied: dict[str, float] = field(default_factory=dict[str, float])
+    """Service -> share of the watched jobs' time in its workers in which the same worker had other tenants' work too."""
     wall_s: float = 0.0
     load: float = 0.0
     """The machine's load average over the last minute, at the end."""
