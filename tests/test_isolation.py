@@ -254,6 +254,25 @@ def test_a_step_on_another_versions_trajectories_is_stale() -> None:
     assert findings.stale_steps([job_run("sort", [0.1], steps=steps)]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_job_alone_and_among_others_on_real_clusters() -> None:
+    settings = Settings(num_watched=1, num_jobs=3, deterministic_steps=2, num_items=32, num_held_out=4, eval_samples=1)
+    job, beside = WATCHED[0], background(2)
+    async with measure.tenants(measure.scene("deterministic", alone=True)) as theirs:
+        alone = await measure.alone(theirs, "deterministic", 1, 0, job, settings)
+    among = await measure.among("deterministic", 1, [job], beside, settings)
+
+    (pair,) = findings.pairs([alone, among], "deterministic")
+    assert pair.alone.status == pair.among.status == "succeeded"
+    assert findings.same_bytes(pair).same == findings.same_bytes(pair).num_versions == 3
+    assert [step["step"] for step in pair.among.steps] == [1, 2] and set(pair.among.evals) == {"0", "2"}
+    assert len(pair.among.samples) == 2 * 2 * 8 and findings.stale_steps([pair.alone, pair.among]) == 0
+    assert pair.alone.samples == pair.among.samples
+    assert [other.name for other in among.others] == [each.name for each in (*beside, *BROKEN)]
+    assert all(other.status == "running" and not other.error for other in among.others[:2])
+
+
 # ---- files and the report -------------------------------------------------------------------------------------------
 
 

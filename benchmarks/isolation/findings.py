@@ -146,6 +146,8 @@ class Compared:
     """Of TOST; nan where no margin is claimed."""
     detectable: float
     """The difference that would have been found with a power of 80 %."""
+    spread: float
+    """Standard deviation of the values alone: of one job, what another seed changes."""
 
 
 def compare(label: str, found: Sequence[Pair], figure: Figure) -> Compared | None:
@@ -164,6 +166,7 @@ def compare(label: str, found: Sequence[Pair], figure: Figure) -> Compared | Non
         p=statistics.sign_flip_p(np.array(differences)[:, None]),
         equal_p=math.nan if figure.margin is None else statistics.tost_p(differences, figure.margin),
         detectable=statistics.detectable(differences),
+        spread=float(np.std([one for one, _ in values], ddof=1)) if len(values) > 1 else math.nan,
     )
 
 

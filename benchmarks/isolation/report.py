@@ -140,7 +140,7 @@ def convergence(evidence: Evidence) -> str:
     found = evidence.usual
     by_job = findings.compared_by_job(found, findings.REWARD)
     adjusted = holm([row.p for row in by_job])
-    jobs = [(*compared(row), number(p)) for row, p in zip(by_job, adjusted, strict=True)]
+    jobs = [(*compared(row), number(p), number(row.spread)) for row, p in zip(by_job, adjusted, strict=True)]
     pooled = findings.compared_pooled(found)
     all_ps = holm([row.p for row in pooled])
     total = [(*compared(row), number(p)) for row, p in zip(pooled, all_ps, strict=True)]
@@ -156,7 +156,7 @@ def convergence(evidence: Evidence) -> str:
 
 Final reward is the mean of the last {findings.LAST_STEPS} steps' training rewards.
 
-{table(("job", *head), jobs)}
+{table(("job", *head, "sd over seeds"), jobs)}
 
 Over all pairs of job and seed:
 
@@ -167,7 +167,7 @@ differences (null hypothesis: sharing changes nothing; two-sided; {tests} seeds 
 job, which is why all pairs are also tested together), then adjusted by Holm. Because finding no difference proves no equality, *TOST*
 (two one-sided t-tests) has the opposite null hypothesis, that the means differ by {MARGIN:g} or more: below {LEVEL:g} they are
 equal within that margin, a twentieth of the reward's range. *Detectable*: the difference that a t-test of so many pairs finds in
-80 % of the cases."""
+80 % of the cases. *Sd over seeds*: how far two seeds of the job are apart without any sharing, the scale to judge by."""
 
 
 def convergence_answer(pooled: Sequence[Compared]) -> str:
