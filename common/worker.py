@@ -30,7 +30,7 @@ import structlog
 from common.bus import Bus, Delivery, Out, Settlement, Undecodable
 from common.errors import Unavailable
 from common.messages import AdapterNew, Cancel, DeadLetter, Failure, Init, Message, Step, encode
-from common.tasks import cancel_all
+from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
 
 MAX_ATTEMPTS = 3
@@ -161,14 +161,11 @@ class Worker:
         loops = [self._settle(), self._renew(), self._claim(), self._control(), self._report()]
         if self._on_adapter_new:
             loops.append(self._prefetch(self._on_adapter_new))
-        async with asyncio.TaskGroup() as group:
-            reader = group.create_task(self._read())
-            tasks = [group.create_task(loop) for loop in loops]
+        async with running(self._read(), *loops) as (reader, *_):
             await stop.wait()
             self._stopping = True
             await cancel_all([reader])
             await self._hand_back_all()
-            await cancel_all(tasks)
         await self._say_goodbye()
 
     async def _ready(self, stop: asyncio.Event) -> bool:

@@ -7,7 +7,7 @@ from common import log
 from common.errors import MarlaasError
 from common.service import leave
 from common.settings import refuse_unknown
-from common.tasks import cancel_all
+from common.tasks import running
 from manager_service.api.context import Api, Base
 from manager_service.api.server import keep_keys, make_api, serve
 from manager_service.owner import Owner
@@ -20,15 +20,14 @@ async def main() -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with make_api(settings) as api, asyncio.TaskGroup() as group:
+    async with make_api(settings) as api:
         bases = api.bases.values()
-        loops = [group.create_task(loop) for base in bases for loop in (base.cluster.run(), base.inference.run())]
-        loops.append(group.create_task(keep_keys(api)))
-        owners = [group.create_task(make_owner(api, base).run(stop)) for base in bases]
-        await serve(api, stop)
-        stop.set()
-        await asyncio.wait(owners)
-        await cancel_all(loops)
+        owners = [make_owner(api, base).run(stop) for base in bases]
+        loops = [loop for base in bases for loop in (base.cluster.run(), base.inference.run())]
+        async with running(*owners, *loops, keep_keys(api)) as tasks:
+            await serve(api, stop)
+            stop.set()
+            await asyncio.wait(tasks[: len(owners)])
 
 
 def make_owner(api: Api, base: Base) -> Owner:

@@ -39,6 +39,7 @@ from common.messages import (
     u8,
 )
 from common.streams import GROUP_ROLLOUT, partition_of
+from common.tasks import running
 
 REPLY_TTL_S = 60
 REFRESH_S = 5.0
@@ -182,9 +183,8 @@ class Inference:
 
     async def run(self) -> None:
         """Reads replies and sends cancellations until cancelled itself."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._replies.run())
-            group.create_task(self._send_cancels())
+        async with running(self._replies.run(), self._send_cancels()) as tasks:
+            await asyncio.wait(tasks)
 
     async def _send_cancels(self) -> None:
         while True:

@@ -21,7 +21,7 @@ from common.bus import Bus, Delivery
 from common.errors import Fenced, Unavailable
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, OWNER
-from common.tasks import cancel_all
+from common.tasks import running
 from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.allocator import Allocator, Slots, today
 from manager_service.changes import Changes, commands
@@ -80,11 +80,8 @@ class Owner:
         """Until `stop`; then the leases are given back, so that another replica need not wait for them."""
         for stream, group in self._work_streams():
             await self._bus.ensure_group(stream, group)
-        async with asyncio.TaskGroup() as group:
-            loops = (self._keep_leases(), self._load_taken(), self._watch(), self._passes())
-            tasks = [group.create_task(loop) for loop in loops]
+        async with running(self._keep_leases(), self._load_taken(), self._watch(), self._passes()):
             await stop.wait()
-            await cancel_all(tasks)
         await self._leases.leave()
 
     def _work_streams(self) -> list[tuple[str, str]]:
