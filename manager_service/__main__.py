@@ -1,6 +1,7 @@
 """Starts one manager: the HTTP API, and an owner for each base model's cell."""
 
 import asyncio
+import gc
 import signal
 
 from common import log
@@ -25,6 +26,7 @@ async def main() -> None:
         owners = [make_owner(api, base).run(stop) for base in bases]
         loops = [loop for base in bases for loop in (base.cluster.run(), base.inference.run())]
         async with running(*owners, *loops, keep_keys(api)) as tasks:
+            gc.freeze()  # what was imported stays: looked through again and again, it would stop the owners for 100 ms each time
             await serve(api, stop)
             stop.set()
             await asyncio.wait(tasks[: len(owners)])

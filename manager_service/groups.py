@@ -7,6 +7,7 @@ not depend on who was fast.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from common.messages import EMPTY_F32, EMPTY_I32, EMPTY_U8, MAX_REWARD, Array, Rows, ScoredTrajectory, f32, i32, u8
@@ -15,8 +16,9 @@ MIN_USABLE = 2
 """Trajectories without a failure that a group needs: with fewer there is no advantage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(msgspec.Struct, frozen=True, gc=False):
+    """A result. An owner may hold a hundred thousand: the collector of cycles does not look at them."""
+
     entry: str  # stays pending until the batch is published
     message: ScoredTrajectory
 

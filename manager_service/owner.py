@@ -72,7 +72,7 @@ class Owner:
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
         self._idle_since: float | None = None
-        self._searched_at = time.monotonic()
+        self._searched, self._searched_at = -1, time.monotonic()  # the partition that was searched last
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 
@@ -183,17 +183,20 @@ class Owner:
         return await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
 
     async def _find_unseen(self) -> None:
-        """Once a lease. Called while no read is under way: all that was delivered is known here, or else was lost."""
-        if time.monotonic() - self._searched_at < self._lease_s:
+        """One partition after the other, each once a lease. Called while no read is under way: all that was delivered is
+        known here, or else was lost."""
+        if time.monotonic() - self._searched_at < self._lease_s / max(1, len(self._owned)):
             return
         self._searched_at = time.monotonic()
         async with self._lock:
-            for number, (partition, _) in list(self._owned.items()):
-                changes = Changes()
-                await partition.find_unseen(time.time(), changes)
-                self._allocator.refresh(partition, changes.touched, time.time())
-                if changes:
-                    await self._commit(number, changes)
+            if not self._owned:
+                return
+            self._searched = min((n for n in self._owned if n > self._searched), default=min(self._owned))
+            partition, changes = self._owned[self._searched][0], Changes()
+            await partition.find_unseen(time.time(), changes)
+            self._allocator.refresh(partition, changes.touched, time.time())
+            if changes:
+                await self._commit(self._searched, changes)
 
     async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()

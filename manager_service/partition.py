@@ -146,8 +146,8 @@ class Partition:
         """Entries that were delivered and reached nobody: the reply was lost with its connection, or an owner that had
         slept through its lease read them. Each pending entry is looked at once."""
         for stream in self.inboxes:
+            known = self._held() if stream == self._cell.scored(self.number) else set[str]()
             while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
-                known = self._held() if stream == self._cell.scored(self.number) else set[str]()
                 unseen = [entry for entry in entries if entry not in known]
                 for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
                     log.warning("entry_unseen", stream=stream, entry=delivery.entry)
