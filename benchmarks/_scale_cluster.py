@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from tests.standin import job_spec
 
 BATCH_SIZE, GROUP_SIZE = 16, 8
 JOBS_A_TENANT = 10
+MIN_TENANTS = 10
+"""Few jobs have as many tenants, so that what is compared is numbers of jobs and not of partitions."""
 CHUNK = 500
 START_S = 60.0
 AGE_MS = (1000, 2000)
@@ -40,6 +43,8 @@ class Usage:
 
     cpu_s: float
     memory_mb: float
+    ran_s: float  # its main thread
+    waited_s: float  # likewise, for a core that something else had
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +165,9 @@ class ScaleCluster:
 
     async def create_jobs(self, number: int) -> None:
         """What the API's script does, for many; returns once each has version 0."""
-        known = len(self.jobs)
+        known, tenants = len(self.jobs), max(MIN_TENANTS, number // JOBS_A_TENANT)
         for n in range(known, known + number):
-            spec = job_spec(f"ftjob-{n:06d}", f"tenant-{n // JOBS_A_TENANT}", num_steps=100_000)
+            spec = job_spec(f"ftjob-{n:06d}", f"tenant-{n % tenants}", num_steps=100_000)
             hyper = msgspec.structs.replace(spec.hyper, batch_size=BATCH_SIZE, group_size=GROUP_SIZE)
             method = {"type": "reinforcement", "reinforcement": {"hyperparameters": {}}}
             self.jobs.append(msgspec.structs.replace(spec, hyper=hyper, method=method))
@@ -208,7 +213,7 @@ class ScaleCluster:
         return Moment(
             at_s=time.monotonic(),
             managers=tuple(_usage(psutil.Process(manager.pid)) for manager in self.managers),
-            redis=Usage(self.server.cpu_s(), info["used_memory"] / 1e6),
+            redis=dataclasses.replace(_usage(self.server.process), memory_mb=info["used_memory"] / 1e6),
             issued=issued,
             versions=versions,
             connections=info["connected_clients"],
@@ -285,7 +290,8 @@ async def working(load: Load) -> AsyncGenerator[Workers]:
 
 def _usage(process: psutil.Process) -> Usage:
     times = process.cpu_times()
-    return Usage(times.user + times.system, process.memory_info().rss / 1e6)
+    ran_ns, waited_ns, _ = map(int, Path(f"/proc/{process.pid}/schedstat").read_text().split())
+    return Usage(times.user + times.system, process.memory_info().rss / 1e6, ran_ns / 1e9, waited_ns / 1e9)
 
 
 def _create_command(spec: JobSpec) -> JobCommand:
