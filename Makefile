@@ -7,6 +7,9 @@
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
 #   make bench-isolation    is sharing harmless? each of eight jobs alone and among 32; a report in .isolation (ARGS=--quick: the short run)
+=======
+#   make bench-paper    N jobs under each scheduling policy, as in the MARLaaS paper (ARGS=--quick: the short run)
+>>>>>>> 4e6a241 (Add make bench-paper: N jobs under each scheduling policy on three workloads, with the simulator beside them)
 #   make cluster  the service on this machine's Docker engine (SCALE="--scale rollout=3 --scale env=4 --scale trainer=2")
 #   make cluster-test   jobs against that cluster, while it is scaled and a worker is killed
 #   make cluster-down   stop it (ARGS=-v: and forget what Redis holds)
@@ -16,7 +19,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test up vllm check bench bench-peers bench-isolation model clean cluster cluster-test cluster-down docker
+.PHONY: help demo test up vllm check bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -58,8 +61,12 @@ bench: .venv/.ready-dev
 bench-peers: .venv/.ready-dev .peers/trl/.ready .peers/skyrl/.ready
 	@$(RUN) -m benchmarks.peers $(ARGS)
 
+<<<<<<< HEAD
 bench-isolation: .venv/.ready-dev
 	@$(RUN) -m benchmarks.isolation $(ARGS)
+
+bench-paper: .venv/.ready-dev
+	@$(RUN) -m benchmarks.paper $(ARGS)
 
 cluster: docker
 	@$(PYTHON) -m deploy.make_secrets
@@ -82,7 +89,7 @@ model: .venv/.ready-dev
 	$(BIN)/python models/make_tiny.py
 
 clean:
-	rm -rf .venv .peers .isolation .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
+	rm -rf .venv .peers .isolation .paper .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment in three stamps, so that a change of pyproject.toml does not install torch again.

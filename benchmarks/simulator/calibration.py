@@ -77,7 +77,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that `python -m benchmarks.calibrate` writes."""
+    """The file that `python -m benchmarks.simulator.calibrate` writes."""
 
     machine: Machine
     workload: Workload
@@ -107,7 +107,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tokens of trained trajectories. Measured runs may have more fields; readers ignore them.
     """
 
-    kind: Literal["measured", "simulated"]
+    kind: Literal["measured", "summed", "simulated"]
     policy: str
     training_queue: str
     workload: str

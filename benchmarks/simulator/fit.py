@@ -24,7 +24,7 @@ SAME_SIZE = 0.05
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What a calibration needs of a run; `python -m benchmarks.calibrate --keep FILE` writes it."""
+    """What a calibration needs of a run; `python -m benchmarks.simulator.calibrate --keep FILE` writes it."""
 
     reports: list[WorkerReport]
     hyper: Hyper  # of the jobs, which should be alike

@@ -1,6 +1,6 @@
 """What the simulator needs to know of this machine and workload, from the telemetry of a run.
 
-    python -m benchmarks.calibrate --run DIR-or-URL [--keep FILE] > calibration.json
+    python -m benchmarks.simulator.calibrate --run DIR-or-URL [--keep FILE] > calibration.json
 
 `--run`: the data folder of a running cluster, a `redis://` URL with `--base-model`, or a file that `--keep` wrote. Run jobs
 first, best a few at once: what a forward costs for a row is seen only where the number of rows varies. Redis keeps the

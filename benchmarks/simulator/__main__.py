@@ -1,6 +1,6 @@
 """What a run would take: the owner's own decisions under a virtual clock, with measured service times.
 
-    python -m benchmarks.simulate --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
+    python -m benchmarks.simulator --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
 
 Prints one line for each policy and N. With `--measured`, a folder of measured runs (`run-*.json`, see

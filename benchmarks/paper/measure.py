@@ -1,0 +1,213 @@
+"""One run: a cluster of real processes under one policy, N tenants who each submit a job at once, and what was seen of it.
+
+One rollout worker, one env worker and one trainer, of one thread each. A small job goes first, so that no run pays for what
+happens only once; then the workers report that they are idle, and the counters' growth from there is the run's.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
+from benchmarks.paper.workloads import Workload
+from benchmarks.simulator.fit import Recording, record
+from benchmarks.step_share import processor_s
+from common.adapters import AdapterStore, Manifest
+from common.bus import Bus
+from common.messages import AdapterRef
+from common.objects import Objects
+from common.streams import Cell
+from manager_service.supervisor import LocalCluster, Service, service_commands
+from tests.live import Api
+
+LIMIT_S = 1800.0
+REPORTED_S = 1.5
+"""After so long an idle worker has told all that it did."""
+SMALL = 4
+"""Up to so many jobs, the stretches of a run's timeline are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    name: str
+    api: Api
+    file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Totals of each service's worker and of each process."""
+
+    counters: Mapping[str, Mapping[str, float]]
+    cpu_s: Mapping[str, float]
+    core_wait_s: Mapping[str, float]
+
+    def growth(self, later: "Seen", service: str) -> dict[str, float]:
+        before, after = self.counters[service], later.counters[service]
+        return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[Measured, Recording]:
+    """The run's figures, and its telemetry. Raises AssertionError if a job fails."""
+    async with running(workload, policy) as cluster:
+        admin = Api(cluster.base_url, cluster.admin_key)
+        tenants = [await make_tenant(cluster, admin, f"tenant-{number}", workload) for number in range(n)]
+        await asyncio.gather(train(tenants[0], workload.body(n, tenants[0].file, 1, batch_size=1, group_size=2)))
+        await asyncio.sleep(REPORTED_S)
+        before = await seen(cluster, admin)
+        start = time.time()
+        done = [train(tenant, workload.body(number, tenant.file, steps)) for number, tenant in enumerate(tenants)]
+        trained = dict(await asyncio.gather(*done))
+        await asyncio.sleep(REPORTED_S)
+        after = await seen(cluster, admin)
+        spans = (await admin.get("/cluster/timeline", since=start))["data"]
+        jobs = [
+            await job_figures(cluster, t, job, at, spans, steps)
+            for t, (job, at) in zip(tenants, trained.items(), strict=True)
+        ]
+        stretches = stretches_of(list(trained), spans, start) if n <= SMALL else []
+        recording = await recorded(cluster, workload)
+        for each in (admin, *(tenant.api for tenant in tenants)):
+            await each.close()
+    return figures(workload.name, policy, [since(job, start) for job in jobs], before, after, stretches), recording
+
+
+def figures(
+    workload: str, policy: str, jobs: list[JobFigures], before: Seen, after: Seen, stretches: list[Stretch]
+) -> Measured:
+    growth = {service: before.growth(after, service) for service in ("rollout", "trainer")}
+    waits = {name: after.core_wait_s[name] - before.core_wait_s[name] for name in ("rollout-0", "trainer-0")}
+    return measured(
+        policy=policy,
+        workload=workload,
+        jobs=jobs,
+        rollout=rollout_engine(
+            growth["rollout"], written=sum(job.written for job in jobs), core_wait_s=waits["rollout-0"]
+        ),
+        trainer=training_engine(
+            growth["trainer"], trained=sum(job.tokens for job in jobs), core_wait_s=waits["trainer-0"]
+        ),
+        cpu_s={name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()},
+        sampled_tokens=growth["rollout"]["sampled_tokens"],
+        stretches=stretches,
+    )
+
+
+# ---- the cluster ----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluster]:
+    def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[Service]:
+        made = service_commands(counts, environment)
+        env = (sys.executable, "-m", workload.env_module)
+        return [Service(s.name, env if s.name == "env-0" else s.argv, s.environment) for s in made]
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = {**workload.prepare(folder), "MARLAAS_POLICY": policy}
+        async with LocalCluster(data_dir=folder / "data", environment=environment, services=services) as cluster:
+            yield cluster
+
+
+async def seen(cluster: LocalCluster, admin: Api) -> Seen:
+    workers = (await admin.get("/cluster/workers"))["data"]
+    return Seen(
+        counters={worker["service"]: worker["counters"] for worker in workers},
+        cpu_s=processor_s(cluster),
+        core_wait_s={name: core_wait_s(pid) for name, pid in cluster.pids.items()},
+    )
+
+
+def core_wait_s(pid: int) -> float:
+    """Seconds in which a thread of the process was ready and had no core, as the kernel counts them."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
+async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
+    bus = Bus.connect(cluster.redis_url, Cell(workload.base_model))
+    try:
+        return await record(bus)
+    finally:
+        await bus.close()
+
+
+# ---- tenants and jobs -----------------------------------------------------------------------------------------------
+
+
+async def make_tenant(cluster: LocalCluster, admin: Api, name: str, workload: Workload) -> Tenant:
+    await admin.post("/admin/tenants", {"id": name, "name": name})
+    api = Api(cluster.base_url, (await admin.post(f"/admin/tenants/{name}/keys", {}))["key"])
+    items = workload.items()
+    if items is None:
+        return Tenant(name, api, None)
+    answer = await api.http.post("/files", files={"file": ("items.jsonl", items)}, data={"purpose": "fine-tune"})
+    answer.raise_for_status()
+    return Tenant(name, api, answer.json()["id"])
+
+
+async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
+    """Submits a job and waits until it has succeeded. Returns its id, and when it was submitted."""
+    submitted = time.time()
+    job = (await tenant.api.post("/fine_tuning/jobs", body))["id"]
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        found = await tenant.api.get(f"/fine_tuning/jobs/{job}")
+        if found["status"] == "succeeded":
+            return job, submitted
+        assert found["status"] not in ("failed", "cancelled") and time.monotonic() < deadline, found
+        await asyncio.sleep(1.0)
+
+
+async def job_figures(
+    cluster: LocalCluster, tenant: Tenant, job: str, submitted: float, spans: list[Any], steps: int
+) -> JobFigures:
+    """With times since 1970."""
+    store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
+    found = [await store.manifest(AdapterRef(tenant.name, job, version)) for version in range(steps + 1)]
+    manifests = [manifest for manifest in found if manifest is not None]
+    assert len(manifests) == steps + 1, f"{job} has not all of its versions"
+    usage = next(row for row in (await tenant.api.get("/usage"))["data"] if row["job"] == job)
+    return JobFigures(
+        submitted_s=submitted,
+        first_s=min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout"),
+        versions_s=[manifest.created_at for manifest in manifests],
+        rewards=[metric(manifest, "reward_mean") for manifest in manifests[1:]],
+        tokens=round(sum(metric(manifest, "trained_tokens") for manifest in manifests[1:])),
+        written=round(sum(metric(manifest, "written_tokens") for manifest in manifests[1:])),
+        **{name: usage[name] for name in ("rollout_s", "env_s", "train_s")},
+    )
+
+
+def metric(manifest: Manifest, name: str) -> float:
+    return manifest.metrics.get(name) or 0.0
+
+
+def since(job: JobFigures, start: float) -> JobFigures:
+    """With times since `start`."""
+    return JobFigures(
+        submitted_s=job.submitted_s - start,
+        first_s=job.first_s - start,
+        versions_s=[at - start for at in job.versions_s],
+        rewards=job.rewards,
+        tokens=job.tokens,
+        written=job.written,
+        rollout_s=job.rollout_s,
+        env_s=job.env_s,
+        train_s=job.train_s,
+    )
+
+
+def stretches_of(jobs: list[str], spans: list[Any], start: float) -> list[Stretch]:
+    return [
+        Stretch(jobs.index(span["job"]), span["service"], span["start"] - start, span["end"] - start)
+        for span in spans
+        if span["job"] in jobs
+    ]

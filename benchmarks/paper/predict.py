@@ -1,0 +1,53 @@
+"""What the simulator says to each run: calibrated per workload on the telemetry of one run, then asked about all of them."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from benchmarks.paper.results import Measured
+from benchmarks.simulator.calibration import Calibration, Run
+from benchmarks.simulator.fit import Recording, calibrate, deltas, read_recording, total
+from benchmarks.simulator.world import simulate
+from manager_service.policies import parse_policy
+
+CALIBRATED_ON = "marlaas"
+MOST_JOBS = 8
+"""The run that calibrates is the largest up to this: the number of rows varies in it, and nothing is saturated yet."""
+
+Key = tuple[str, str, int]
+
+
+def key_of(run: Run) -> Key:
+    return run.workload, run.policy, run.n
+
+
+def recording_file(folder: Path, run: Run) -> Path:
+    return folder / f"telemetry-{run.workload}-{run.policy}-{run.n}.msgpack"
+
+
+def calibrates(policy: str, n: int) -> bool:
+    """Is a run's telemetry worth keeping?"""
+    return policy == CALIBRATED_ON and n <= MOST_JOBS
+
+
+def calibration_of(recording: Recording, run: Measured, cores: int | None) -> Calibration:
+    """Processor seconds of manager and Redis for a turn are what the run used."""
+    turns = total(deltas(recording.reports, "rollout"))["turns"]
+    control_s = (run.cpu_s["manager"] + run.cpu_s["redis"]) / max(1.0, turns)
+    return calibrate(recording, cores=cores, control_s=control_s, name=run.workload)
+
+
+def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Mapping[Key, Run]:
+    """For every run of a workload whose telemetry was kept."""
+    found: dict[Key, Run] = {}
+    runs = list(runs)
+    for workload in dict.fromkeys(run.workload for run in runs):
+        own = [run for run in runs if run.workload == workload]
+        kept = [run for run in own if recording_file(folder, run).exists()]
+        if not kept:
+            continue
+        base = max(kept, key=lambda run: run.n)
+        calibration = calibration_of(read_recording(recording_file(folder, base)), base, cores)
+        for run in own:
+            world = simulate(calibration, policy=parse_policy(run.policy), num_jobs=run.n)
+            found[key_of(run)] = world.figures(workload)
+    return found

@@ -1,0 +1,191 @@
+"""The benchmark of the paper's figures: its laws, its sums, its marks and its pictures; and one run of it, as small as can be."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.paper import agentic, figures, lengths, table
+from benchmarks.paper.__main__ import FULL, plan
+from benchmarks.paper.measure import measure
+from benchmarks.paper.results import (
+    Engine,
+    JobFigures,
+    Measured,
+    Stretch,
+    measured,
+    read,
+    rollout_engine,
+    summed,
+    training_engine,
+    with_sums,
+)
+from benchmarks.paper.workloads import WORKLOADS
+from benchmarks.simulator.calibration import write
+from common.messages import TrajectoryRef
+from common.tokens import ChatTokenizer
+from env_service.environment import Turn
+
+
+def job(start_s: float, step_s: float, *, steps: int = 2, tokens: int = 100) -> JobFigures:
+    """Submitted at 0, at work from `start_s` on."""
+    versions = [start_s + 0.1 + step_s * version for version in range(steps + 1)]
+    return JobFigures(
+        submitted_s=0.0, first_s=start_s, versions_s=versions, rewards=[0.5] * steps, tokens=tokens, written=tokens // 2
+    )
+
+
+def run_of(
+    jobs: list[JobFigures], policy: str = "marlaas", workload: str = "single", *, stretches: list[Stretch] | None = None
+) -> Measured:
+    return measured(
+        policy=policy,
+        workload=workload,
+        jobs=jobs,
+        rollout=Engine(2.0, 1.0, 0.5),
+        trainer=Engine(1.0, 0.9, 0.0),
+        cpu_s={"redis": 0.5, "manager": 0.5, "rollout-0": 2.2, "trainer-0": 1.3},
+        sampled_tokens=sum(each.written for each in jobs) + 7,
+        stretches=stretches or [],
+    )
+
+
+def test_figures_follow_from_the_jobs_times() -> None:
+    run = run_of([job(0.5, 1.0), job(1.0, 2.0, tokens=300)])
+    assert run.makespan_s == pytest.approx(5.1) and run.steps == 2 and run.n == 2
+    assert run.tpts_s.mean == pytest.approx(1.5) and run.ttfs_s.p95 == pytest.approx(1.0)
+    assert run.tokens_per_s == pytest.approx(400 / 5.1) and run.steps_per_s == pytest.approx(4 / 5.1)
+    assert run.wasted_tokens == 7
+    assert run.control_s == pytest.approx(4.5 - 3.0)
+    assert run.idle == pytest.approx(1 - 3.0 / (2 * 5.1)) and run.useful == pytest.approx(1.9 / (2 * 5.1))
+    assert run.bottleneck_useful == pytest.approx(1.0 / (5.1 - 0.5)), "what waited for a core was not its own idleness"
+    alone = run_of([job(0.5, 0.5)])
+    assert run.slowdowns(alone) == pytest.approx([2.6 / 1.6, 5.1 / 1.6])
+
+
+def test_padding_and_tokens_that_are_never_trained_are_not_useful() -> None:
+    growth = {
+        "sampled_tokens": 80, "decode_rows": 100, "decode_s": 1.0,
+        "prefill_tokens": 10, "prefill_positions": 20, "prefill_s": 0.5,
+    }  # fmt: skip
+    assert rollout_engine(growth, written=40, core_wait_s=0.0) == Engine(1.5, 0.5 * (0.8 + 0.25), 0.0)
+    growth = {"trained_tokens": 200, "forward_tokens": 100, "padding_tokens": 10, "compute_s": 2.0}
+    assert training_engine(growth, trained=100, core_wait_s=0.1) == Engine(2.0, pytest.approx(0.9), 0.1)
+
+
+def test_a_sum_puts_measured_jobs_one_after_another_and_says_so() -> None:
+    run = run_of([job(0.0, 1.0), job(2.1, 2.0)], policy="sequential")  # they end at 2.1 and 6.2
+    total = summed(run, 5)
+    assert total.kind == "summed" and total.n == 5
+    assert total.makespan_s == pytest.approx(2 * 6.2 + 2.1)
+    assert [each.first_s for each in total.jobs] == pytest.approx([0.0, 2.1, 6.2, 8.3, 12.4])
+    assert total.tpts_s.mean == pytest.approx((3 * 1.0 + 2 * 2.0) / 5), "steps take as long as they did"
+    assert total.rollout.busy_s == pytest.approx(2.5 * run.rollout.busy_s)
+    assert table.named(total) == "single sequential 5 (sum)"
+
+
+def test_only_what_was_not_measured_is_summed_and_from_the_largest_run_below() -> None:
+    runs = [run_of([job(0.0, 1.0)], "sequential"), run_of([job(0.0, 1.0), job(2.1, 1.0)], "sequential")]
+    found = with_sums([*runs, run_of([job(0.0, 1.0)] * 4)], [1, 2, 4])
+    assert [(run.policy, run.n, run.kind) for run in found[3:]] == [("sequential", 4, "summed")]
+    assert found[3].makespan_s == pytest.approx(2 * 4.2)
+
+
+def test_sequential_is_measured_where_the_plan_says() -> None:
+    planned = [(workload.name, n) for workload, policy, n in plan(FULL, ["sequential"], list(WORKLOADS))]
+    assert planned == [("single", 1), ("single", 4), ("single", 32), ("agentic", 1), ("agentic", 4), ("tail", 1),
+                       ("tail", 4), ("tail", 32)]  # fmt: skip
+
+
+def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    run = run_of([job(0.0, 1.0)], stretches=[Stretch(0, "rollout", 0.0, 1.0)])
+    write(run, tmp_path / "run-single-marlaas-1.json")
+    assert read(tmp_path) == [run]
+
+
+def test_goals_name_what_is_missed() -> None:
+    runs = [
+        run_of([job(0.2, 1.0)] * n, policy, "agentic")
+        for policy in ("sequential", "synchronous", "marlaas")
+        for n in (1, 4)
+    ]
+    found = {goal.what: goal for goal in table.goals(table.Found(runs), {})}
+    assert found["agentic, N = 4: Jain's index"].reached
+    assert not found["agentic, N = 4, against sequential: makespan lower by"].reached
+    assert found["agentic, N = 4, against synchronous: mean TPTS"].measured == pytest.approx(1)
+
+
+def test_pictures_are_drawn_from_recorded_runs(tmp_path: Path) -> None:
+    stretches = [Stretch(0, "rollout", 0.0, 1.0), Stretch(0, "env", 1.0, 1.5), Stretch(1, "trainer", 1.5, 2.0)]
+    runs = [
+        run_of([job(0.2, 1.0)] * n, policy, workload, stretches=stretches)
+        for workload in WORKLOADS
+        for policy in ("sequential", "marlaas")
+        for n in (1, 2)
+    ]
+    paths = figures.write(runs, tmp_path)
+    assert [path.name.split("-")[1] for path in paths] == ["1", "3", "4", "6", "7"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert set(figures.draw(table.Found(runs[:1]))) == {"figure-6-sweep", "figure-7-latency"}, "no picture of nothing"
+
+
+# ---- workloads ------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_follow_the_law() -> None:
+    tokens = [lengths.answer_tokens(TrajectoryRef("train", 1, g, s)) for g in range(600) for s in range(8)]
+    median, high = np.percentile(tokens, [50, 99])
+    assert median == pytest.approx(lengths.MEDIAN, rel=0.1)
+    assert high / median == pytest.approx(10, rel=0.2)
+    assert max(tokens) <= lengths.LONGEST
+
+
+def test_latencies_follow_the_law_and_calls_are_two_to_four() -> None:
+    seconds = [agentic.latency_s(seed, sample, 0) for seed in range(300) for sample in range(8)]
+    assert np.median(seconds) == pytest.approx(0.5, rel=0.05)
+    assert np.std(np.log(seconds)) == pytest.approx(agentic.SPREAD, rel=0.1)
+    assert {agentic.num_calls(7, sample) for sample in range(64)} == {2, 3, 4}
+
+
+def test_a_trajectory_calls_its_tool_as_often_as_the_law_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = agentic.Agentic()
+    item = environment.make_item(3, held_out=False)
+    state, messages = environment.reset(item, 5)
+    assert messages[0]["role"] == "user"
+
+    async def play(sample: int) -> int:
+        for number in range(9):
+            turn = Turn(item=item, text=item["answer"], index=number, key=f"ftjob-1/2/{sample}/{number}/0")
+            if (step := await environment.step(state, turn)).done:
+                assert step.reward == 1.0
+                return number
+        raise AssertionError("it never ended")
+
+    monkeypatch.setattr(agentic, "LATENCY_S", 0.0)
+    assert [asyncio.run(play(s)) for s in range(6)] == [agentic.num_calls(5, s) for s in range(6)]
+
+
+def test_the_endless_base_model_has_an_end_that_no_token_is(tmp_path: Path) -> None:
+    WORKLOADS["tail"].prepare(tmp_path)
+    tokenizer = ChatTokenizer.load(tmp_path / "endless")
+    (end,) = tokenizer.end_of_turn_ids
+    assert tokenizer.decode([end]) == "" and end not in tokenizer.encode("any text")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_jobs_on_real_processes() -> None:
+    run, recording = asyncio.run(measure(WORKLOADS["tail"], "marlaas", 2, 1))
+    assert run.n == 2 and run.steps == 1 and run.wasted_tokens == 0
+    expected = [
+        sum(lengths.answer_tokens(TrajectoryRef("train", number, g, s)) for g in range(4) for s in range(8))
+        for number in range(2)
+    ]
+    assert [each.written for each in run.jobs] == expected, "answers are as long as the law says"
+    assert all(0 < each.first_s < each.versions_s[-1] for each in run.jobs)
+    assert 0 < run.rollout.useful_s <= run.rollout.busy_s < run.makespan_s
+    assert 0 < run.trainer.useful_s <= run.trainer.busy_s < run.makespan_s
+    assert {stretch.phase for stretch in run.stretches} == {"rollout", "env", "trainer"}
+    assert recording.hyper.batch_size == 4 and math.isfinite(run.control_s)
