@@ -7,9 +7,7 @@
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
 #   make bench-isolation    is sharing harmless? each of eight jobs alone and among 32; a report in .isolation (ARGS=--quick: the short run)
-=======
 #   make bench-paper    N jobs under each scheduling policy, as in the MARLaaS paper (ARGS=--quick: the short run)
->>>>>>> 4e6a241 (Add make bench-paper: N jobs under each scheduling policy on three workloads, with the simulator beside them)
 #   make cluster  the service on this machine's Docker engine (SCALE="--scale rollout=3 --scale env=4 --scale trainer=2")
 #   make cluster-test   jobs against that cluster, while it is scaled and a worker is killed
 #   make cluster-down   stop it (ARGS=-v: and forget what Redis holds)
@@ -61,7 +59,6 @@ bench: .venv/.ready-dev
 bench-peers: .venv/.ready-dev .peers/trl/.ready .peers/skyrl/.ready
 	@$(RUN) -m benchmarks.peers $(ARGS)
 
-<<<<<<< HEAD
 bench-isolation: .venv/.ready-dev
 	@$(RUN) -m benchmarks.isolation $(ARGS)
 

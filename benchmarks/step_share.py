@@ -125,11 +125,13 @@ class Looks:
 
 def computes(pid: int) -> bool:
     """Has it a runnable thread that is neither the event loop's nor the object store's?"""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if task.name != str(pid) and name.startswith("python") and rest.split()[0] == "R":
-            return True
-    return False
+    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if is_computing(task, pid)]
+    return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in tasks)
+
+
+def is_computing(task: Path, pid: int) -> bool:
+    """Is a thread of the process, a folder in its `task`, neither the event loop's nor the object store's?"""
+    return task.name != str(pid) and (task / "comm").read_text().startswith("python")
 
 
 def covered_s(intervals: Iterable[Interval]) -> float:

@@ -13,10 +13,14 @@ Each run writes FOLDER/run-WORKLOAD-POLICY-N.json; figures as PNG beside them.
     useful    of them, for neither padding nor tokens that never ended in `trained`
     TTFS      from submission to the job's first turn at the rollout engine
     TPTS      from version to version
-    slowdown  a job's turnaround over that of the same job alone
+    slowed    a job's turnaround over that of the same job alone, mean; `worst` over that mean
+    idle      share of both engines' time in which they do not compute, waiting for a core included
+    bottleneck  useful share of the busier engine in the time in which it was not waiting for a core
+    no core   seconds in which the engines' threads were ready, and others had the cores
+    control   processor seconds of all processes beside computing
     (sum)     `sequential` is not run for every N: there it is the sum of a measured run of fewer jobs
 
-`simulated` is the makespan that `benchmarks.simulator` predicts, calibrated on the telemetry of one `marlaas` run per workload.
+`simul.` is the makespan that `benchmarks.simulator` predicts, calibrated on the telemetry of one `marlaas` run per workload.
 """
 
 import argparse
@@ -71,8 +75,13 @@ def report(folder: Path, cores: int | None, to: Path | None) -> None:
     found, predicted = table.Found(runs), predictions(runs, folder, cores)
     tables = [
         make_table("Time", table.TIME_COLUMNS, table.time_lines(found, predicted)),
-        make_table("Engines", table.ENGINE_COLUMNS, table.engine_lines(found)),
+        make_table("Engines: shares of the makespan", table.ENGINE_COLUMNS, table.engine_lines(found)),
+        make_table(
+            "The single-job baseline", ("workload", "trainer's duty %", "limit of the reduction %"), table.duties(found)
+        ),
     ]
+    for each in tables:
+        each.columns[0].no_wrap = True
     show(tables, msgspec.to_builtins(runs), table.goals(found, predicted), to)
     for path in figures.write(runs, folder):
         console.print(str(path))

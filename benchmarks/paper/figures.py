@@ -80,7 +80,14 @@ def timeline(found: Found) -> Figure | None:
     axes.set_yticks(range(num), [f"job {job}" for job in range(num)])
     _style(axes, f"agentic, {num} of {run.n} jobs submitted at once, {run.policy}", "seconds", "")
     axes.set(ylim=(num - 0.4, -0.6), xlim=(0, run.makespan_s))
-    axes.legend(handles=[Patch(color=c, label=p) for p, c in PHASES.items()], fontsize=8, loc="upper right")
+    axes.legend(
+        handles=[Patch(color=c, label=p) for p, c in PHASES.items()],
+        fontsize=8,
+        ncols=3,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+    )
     return figure
 
 

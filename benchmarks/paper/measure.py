@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
 from benchmarks.simulator.fit import Recording, record
-from benchmarks.step_share import processor_s
+from benchmarks.step_share import is_computing, processor_s
 from common.adapters import AdapterStore, Manifest
 from common.bus import Bus
 from common.messages import AdapterRef
@@ -126,9 +126,9 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
 
 
 def core_wait_s(pid: int) -> float:
-    """Seconds in which a thread of the process was ready and had no core, as the kernel counts them."""
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+    """Seconds in which threads that compute were ready and had no core, as the kernel counts them."""
+    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if is_computing(task, pid)]
+    return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) / 1e9
 
 
 async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:

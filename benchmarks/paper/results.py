@@ -45,7 +45,7 @@ class Engine(msgspec.Struct, frozen=True):
 
     busy_s: float  # forward, backward, optimiser, sampling
     useful_s: float  # of them, for neither padding nor tokens that never ended in `trained`
-    core_wait_s: float  # its process's threads were ready and had no core
+    core_wait_s: float  # it was ready and had no core
 
     def times(self, factor: float) -> "Engine":
         return Engine(*(factor * value for value in msgspec.structs.astuple(self)))

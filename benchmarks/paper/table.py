@@ -7,23 +7,24 @@ from benchmarks._report import Goal
 from benchmarks.paper.predict import Key, key_of
 from benchmarks.paper.results import Measured
 from benchmarks.simulator.calibration import Run
+from manager_service.policies import POLICIES
 
 ERROR = 0.15
 TIME_COLUMNS = (
-    "run", "makespan s", "simulated s", "error %", "tokens/s", "steps/s", "TTFS s", "p95",
-    "TPTS s", "p50", "p95", "Jain", "slowdown", "worst/mean",
+    "run", "makespan s", "simul.", "err. %", "tokens/s", "steps/s", "TTFS s", "p95",
+    "TPTS s", "p95", "Jain", "slowed", "worst",
 )  # fmt: skip
 ENGINE_COLUMNS = (
-    "run", "rollout busy %", "useful %", "trainer busy %", "useful %", "idle %", "bottleneck useful %",
-    "wait for cores s", "control s", "wasted tokens", "trainer duty alone %",
+    "run", "rollout %", "useful", "trainer %", "useful", "idle %", "bottleneck %", "no core s", "control s", "wasted",
 )  # fmt: skip
+ORDER = list(POLICIES)
 
 
 class Found:
     """Runs by workload, policy and N."""
 
     def __init__(self, runs: Iterable[Measured]) -> None:
-        self.runs = {key_of(run): run for run in sorted(runs, key=lambda run: (run.workload, run.n))}
+        self.runs = {key_of(run): run for run in sorted(runs, key=_place)}
 
     @property
     def workloads(self) -> list[str]:
@@ -41,9 +42,13 @@ class Found:
         return self.get(run.workload, run.policy, 1)
 
     def duty(self, workload: str) -> float | None:
-        """The trainer's busy share of the single-job baseline, in percent: no speed-up over it exceeds 1 / duty."""
+        """The trainer's busy share of the single-job baseline, in percent."""
         single = self.get(workload, "sequential", 1)
         return single and 100 * single.trainer_busy
+
+
+def _place(run: Measured) -> tuple[str, int, int]:
+    return run.workload, ORDER.index(run.policy), run.n
 
 
 def named(run: Measured) -> str:
@@ -60,7 +65,7 @@ def time_lines(found: Found, predicted: Mapping[Key, Run]) -> list[tuple[Any, ..
             (
                 named(run), run.makespan_s, simulated and simulated.makespan_s,
                 simulated and 100 * (simulated.makespan_s / run.makespan_s - 1), run.tokens_per_s, run.steps_per_s,
-                run.ttfs_s.mean, run.ttfs_s.p95, run.tpts_s.mean, run.tpts_s.p50, run.tpts_s.p95, run.jain,
+                run.ttfs_s.mean, run.ttfs_s.p95, run.tpts_s.mean, run.tpts_s.p95, run.jain,
                 mean, max(slow) / mean if slow and mean else None,
             )
         )  # fmt: skip
@@ -76,10 +81,16 @@ def engine_lines(found: Found) -> list[tuple[Any, ...]]:
             named(run), percent(run.rollout.busy_s, run), percent(run.rollout.useful_s, run),
             percent(run.trainer.busy_s, run), percent(run.trainer.useful_s, run), 100 * run.idle,
             100 * run.bottleneck_useful, run.rollout.core_wait_s + run.trainer.core_wait_s, run.control_s,
-            float(run.wasted_tokens), found.duty(run.workload),
+            float(run.wasted_tokens),
         )
         for run in found.runs.values()
     ]  # fmt: skip
+
+
+def duties(found: Found) -> list[tuple[Any, ...]]:
+    """The trainer's busy share of one job alone, one after another, and what any schedule's makespan is lower by at most."""
+    both = [(workload, found.duty(workload)) for workload in found.workloads]
+    return [(workload, duty, 100 - duty) for workload, duty in both if duty is not None]
 
 
 def goals(found: Found, predicted: Mapping[Key, Run]) -> list[Goal]:

@@ -36,7 +36,8 @@ async def record(bus: Bus) -> Recording:
     jobs = [name.decode() for name in await bus.client.zrange(bus.cell.jobs_all, 0, -1)]
     if not jobs:
         raise ValueError("the cluster has no job: calibrate after a run")
-    spec = msgspec.json.decode((await bus.read_hash(bus.cell.job(jobs[-1])))[b"spec"], type=JobSpec)
+    (job,) = await bus.read_hashes([bus.cell.job(jobs[-1])])
+    spec = msgspec.json.decode(job[b"spec"], type=JobSpec)
     return Recording([message for _, message in entries if isinstance(message, WorkerReport)], spec.hyper)
 
 
