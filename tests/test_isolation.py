@@ -227,6 +227,14 @@ def test_an_effect_of_sharing_is_found_and_no_effect_is_shown_to_be_none() -> No
     assert effect.difference.value == pytest.approx(0.2, abs=0.01)  # of three steps, the last differs
 
 
+def test_another_seeds_run_has_the_same_mean_and_the_seeds_spread() -> None:
+    found = findings.pairs(recorded(), "default")
+    turned = findings.uncoupled(found)
+    assert [(pair.job, pair.seed) for pair in turned] == [(pair.job, pair.seed) for pair in found]
+    assert [pair.among for pair in turned[:4]] == [found[i].among for i in (1, 2, 3, 0)]
+    assert findings.uncoupled(found[:1]) == []
+
+
 def test_figures_that_no_step_has_are_left_out() -> None:
     quiet = job_run("sort", [0.1, 0.1], evals={}, steps=[{"step": 1, "sampled_versions": [0], "reward_mean": 0.1}])
     labels = [row.label for row in findings.compared_pooled([Pair("sort", 1, quiet, quiet)])]
@@ -315,6 +323,7 @@ def test_the_report_answers_each_question(tmp_path: Path) -> None:
     text = (tmp_path / "report.md").read_text()
     assert "No: all 8 versions of 2 jobs are the same bytes." in text
     assert "shows no significant difference" in text and "equal within the margin (TOST p" in text.replace("\n", " ")
+    assert "against its run among others with another seed" in text
     assert "0 of 48 steps used a trajectory of another version" in text
     assert "| grader raises | 5× failed | a\\|b |" in text
     assert "rollout-0 1×" in text and "for 75 % of what they spent in trainers" in text

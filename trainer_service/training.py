@@ -175,15 +175,8 @@ def _loss(taken: Taken, inputs: Inputs, logprobs_M: Tensor, base_M: Tensor) -> t
     loss_RW = (loss_RW + column(terms.kl_coefs_R, loss_RW) * kl_RW) * column(terms.weights_R, loss_RW) * written_RW
     gap_RW = (logprobs_RW - sampled_RW).abs() * torch.from_numpy(current_R).to(written_RW.device)[:, None]
     current_RW = torch.from_numpy(current_R).to(written_RW.device)[:, None] & written_RW
-    figures = (
-        loss_RW,
-        kl_RW,
-        clipped_RW,
-        gap_RW,
-        current_RW,
-        written_RW,
-        *off_policy(logprobs_RW, sampled_RW, written_RW),
-    )
+    apart = off_policy(logprobs_RW, sampled_RW, written_RW)
+    figures = (loss_RW, kl_RW, clipped_RW, gap_RW, current_RW, written_RW, *apart)
     return loss_RW.sum(), torch.stack([figure.detach().double().sum(1) for figure in figures])
 
 

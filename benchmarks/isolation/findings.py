@@ -180,6 +180,17 @@ def compared_pooled(found: Sequence[Pair]) -> list[Compared]:
     return [row for row in rows if row is not None]
 
 
+def uncoupled(found: Sequence[Pair]) -> list[Pair]:
+    """Each job alone beside its run among others with the next seed: the same means, and nothing drawn in common, so that the
+    seeds' luck counts in the spread. Nothing for a job of one seed."""
+    turned = [(own, own[1:] + own[:1]) for own in by_job(found).values() if len(own) > 1]
+    return [
+        Pair(one.job, one.seed, one.alone, other.among)
+        for own, others in turned
+        for one, other in zip(own, others, strict=True)
+    ]
+
+
 # ---- curves and histograms ------------------------------------------------------------------------------------------
 
 

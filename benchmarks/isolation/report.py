@@ -162,6 +162,8 @@ Over all pairs of job and seed:
 
 {table(("figure", *head), total)}
 
+{uncoupled_answer(evidence)}
+
 How it is tested. A pair is one job with one seed, alone and among others. *p* is that of a sign-flip permutation test of the paired
 differences (null hypothesis: sharing changes nothing; two-sided; {tests} seeds alone cannot give less than {2 / 2**tests:.3g} for one
 job, which is why all pairs are also tested together), then adjusted by Holm. Because finding no difference proves no equality, *TOST*
@@ -176,6 +178,15 @@ def convergence_answer(pooled: Sequence[Compared]) -> str:
     equal = "equal within the margin" if row.equal_p < LEVEL else "not shown to be equal within the margin"
     return f"""The final reward shows {changed} (p = {number(row.p)} over {row.num} pairs), and the two are {equal}
 (TOST p = {number(row.equal_p)}): {row.alone:.3f} alone, {row.among:.3f} among others, difference {interval(row)}."""
+
+
+def uncoupled_answer(evidence: Evidence) -> str:
+    row = findings.compare("", findings.uncoupled(evidence.usual), findings.REWARD)
+    if row is None:
+        return ""
+    return f"""The two runs of a pair draw the same random numbers, which makes the comparison sharp. Without that help, each job alone
+against its run among others with another seed, the seeds' luck is in the spread: the final rewards differ by {interval(row)}
+(TOST p = {number(row.equal_p)}, detectable {number(row.detectable)})."""
 
 
 def off_policy(evidence: Evidence) -> str:
