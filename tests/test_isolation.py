@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def test_a_job_has_the_same_seed_alone_and_among_others() -> None:
 
 
 def test_only_deterministic_runs_among_others_are_disturbed_by_kills() -> None:
-    assert measure.scene("default", alone=True) == measure.scene("default", alone=False)
+    for mode in ("default", "bfloat16"):
+        assert measure.scene(mode, alone=True) == measure.scene(mode, alone=False)
     alone, among = (measure.scene("deterministic", alone=flag) for flag in (True, False))
     assert alone.environment == among.environment == {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
     assert not alone.kills and {name.split("-")[0] for name in among.kills} == {"rollout", "env", "trainer"}
@@ -182,7 +184,7 @@ def run(mode: Mode, sharing: Sharing, seed: int, *jobs: JobRun, **changes: Any) 
 
 
 def recorded(*, drift: float = 0.0, digest: str = "a") -> list[Run]:
-    """Two jobs in both modes; `drift`: what sharing adds to the rewards; `digest`: of the adapters among others."""
+    """Two jobs in two modes; `drift`: what sharing adds to the rewards; `digest`: of the adapters among others."""
     others = [Neighbour(name="grader raises", tenant="broken", status="failed", error="a|b", steps=0)]
     found: list[Run] = []
     for mode in ("deterministic", "default"):
@@ -329,13 +331,23 @@ def test_the_report_answers_each_question(tmp_path: Path) -> None:
     assert "rollout-0 1×" in text and "for 75 % of what they spent in trainers" in text
     assert not re.search(r"\bnan\b", text)
     for name in ("reward_curves", "final_reward", "divergence", "reward_histograms"):
-        assert f"({name}.png)" in text and (tmp_path / f"{name}.png").stat().st_size > 5000
+        assert f"(default_{name}.png)" in text and (tmp_path / f"default_{name}.png").stat().st_size > 5000
+    assert "bfloat16_" not in text, "it was not measured"
 
 
 def test_a_report_of_one_mode_speaks_of_that_mode_alone(tmp_path: Path) -> None:
     write_report(folder_of(tmp_path, [r for r in recorded(digest="b") if r.mode == "deterministic"]), "make")
     text = (tmp_path / "report.md").read_text()
     assert "**Yes, of sort, tools.** This breaks invariant I8." in text and "TOST" not in text
+
+
+def test_each_mode_that_was_measured_has_its_sections(tmp_path: Path) -> None:
+    usual = [each for each in recorded() if each.mode == "default"]
+    write_report(folder_of(tmp_path, [*usual, *(replace(each, mode="bfloat16") for each in usual)]), "make")
+    text = (tmp_path / "report.md").read_text()
+    for title in ("float32", "bfloat16"):
+        assert f"## Does sharing change how a job learns? (default mode, {title})" in text
+    assert (tmp_path / "bfloat16_divergence.png").exists() and "4 seeds (default) and 4 seeds (bfloat16)" in text
 
 
 def test_a_folder_without_pairs_gives_no_report(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Is sharing harmless? Each of eight jobs alone and among 32, in both modes; a report and its figures.
+"""Is sharing harmless? Each of eight jobs alone and among 32, in three modes; a report and its figures.
 
     make bench-isolation                               # the whole, in .isolation
     make bench-isolation ARGS=--quick                  # two jobs among eight, two seeds, few steps
@@ -8,6 +8,7 @@
     deterministic    10 steps, one seed: sha256 of every version's files, alone on one worker of each kind, and among 32 on
                      several, with fused training and workers killed on the way
     default          20 steps, five seeds: rewards, divergence from the sampling policy, effective sample size, histograms
+    bfloat16         the same with the base model in bfloat16, as on a GPU: ten thousand times coarser than float32
 
 Each run is one JSON in FOLDER. Runs that are there already are kept, so that a measurement that was stopped goes on; the
 folder refuses runs of other settings. The last thing written is FOLDER/report.md with its figures.
@@ -24,11 +25,10 @@ from benchmarks._report import console, parser, show
 from benchmarks.isolation import figures, measure, runs
 from benchmarks.isolation.jobs import WATCHED, Job, background
 from benchmarks.isolation.report import Evidence, goals, report
-from benchmarks.isolation.runs import Mode, Run, Settings
+from benchmarks.isolation.runs import MODES, STATISTICAL, Mode, Run, Settings
 from common.errors import InvalidInput
 
 OUT, QUICK_OUT = Path(".isolation"), Path(".isolation/quick")
-MODES: tuple[Mode, ...] = ("deterministic", "default")
 QUICK = Settings(
     num_watched=2, num_jobs=8, deterministic_steps=4, default_steps=6, num_seeds=2, num_held_out=16, eval_samples=2
 )
@@ -72,10 +72,11 @@ def write_report(folder: Path, command: str) -> Evidence:
     """Raises InvalidInput if there is nothing to compare."""
     settings = runs.read_settings(folder)
     evidence = Evidence.of(settings, runs.read(folder))
-    if not (evidence.exact or evidence.usual):
+    if not any(evidence.pairs.values()):
         raise InvalidInput(f"{folder} has no job that was measured alone and among others")
-    if evidence.usual:
-        figures.draw_all(folder, evidence.usual, settings.num_jobs)
+    for mode in STATISTICAL:
+        if evidence.pairs[mode]:
+            figures.draw_all(folder, mode, evidence.pairs[mode], settings.num_jobs)
     (folder / "report.md").write_text(report(evidence, WATCHED[: settings.num_watched], command))
     return evidence
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.isolation import findings
 from benchmarks.isolation.findings import Compared, Pair
-from benchmarks.isolation.runs import JobRun, Sharing
+from benchmarks.isolation.runs import JobRun, Mode, Sharing
 from benchmarks.isolation.statistics import Mean
 
 COLOURS: dict[Sharing, str] = {"alone": "#0072B2", "among": "#E69F00"}
@@ -28,18 +28,19 @@ DIVERGENCE = (
 """Metric, and what its panel is called."""
 
 
-def draw_all(folder: Path, found: Sequence[Pair], num_jobs: int) -> list[Path]:
-    """Of pairs of default mode."""
+def draw_all(folder: Path, mode: Mode, found: Sequence[Pair], num_jobs: int) -> list[Path]:
+    """Of a mode's pairs, as FOLDER/MODE_NAME.png."""
     labels: dict[Sharing, str] = {"alone": "alone", "among": f"among {num_jobs}"}
     drawn = {
-        "reward_curves.png": panels(found, labels, draw_curves),
-        "final_reward.png": forest(findings.compared_by_job(found, findings.REWARD), findings.compared_pooled(found)),
-        "divergence.png": divergence(found, labels),
-        "reward_histograms.png": panels(found, labels, draw_histograms),
+        "reward_curves": panels(found, labels, draw_curves),
+        "final_reward": forest(findings.compared_by_job(found, findings.REWARD), findings.compared_pooled(found)),
+        "divergence": divergence(found, labels),
+        "reward_histograms": panels(found, labels, draw_histograms),
     }
-    for name, figure in drawn.items():
-        figure.savefig(folder / name, dpi=DPI, facecolor="white")
-    return [folder / name for name in drawn]
+    files = [folder / f"{mode}_{name}.png" for name in drawn]
+    for file, figure in zip(files, drawn.values(), strict=True):
+        figure.savefig(file, dpi=DPI, facecolor="white")
+    return files
 
 
 Draw = Callable[[Axes, Sequence[Pair], dict[Sharing, str]], None]

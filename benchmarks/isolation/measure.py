@@ -44,11 +44,18 @@ class Scene:
     kills: Sequence[str] = ()
 
 
+ENVIRONMENTS: Mapping[Mode, Mapping[str, str]] = {
+    "deterministic": {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"},
+    "default": {},
+    "bfloat16": {"MARLAAS_ROLLOUT_DTYPE": "bfloat16", "MARLAAS_TRAINER_DTYPE": "bfloat16"},
+}
+
+
 def scene(mode: Mode, *, alone: bool) -> Scene:
-    if mode == "default":
-        return Scene({}, ONE_EACH)
-    environment = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
-    return Scene(environment, ONE_EACH) if alone else Scene(environment, SEVERAL, KILLS)
+    """Several workers, and kills, only where bytes must not depend on them: otherwise a run lasts as long as it must."""
+    if alone or mode != "deterministic":
+        return Scene(ENVIRONMENTS[mode], ONE_EACH)
+    return Scene(ENVIRONMENTS[mode], SEVERAL, KILLS)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from benchmarks._report import Goal
 from benchmarks.isolation import findings
 from benchmarks.isolation.findings import LEVEL, MARGIN, Bytes, Compared, Pair, Parting
 from benchmarks.isolation.jobs import BROKEN, Job
-from benchmarks.isolation.runs import Mode, Neighbour, Run, Settings
+from benchmarks.isolation.runs import MODES, STATISTICAL, Mode, Neighbour, Run, Settings
 from benchmarks.isolation.statistics import holm, jain
 
 
@@ -21,14 +21,16 @@ class Evidence:
 
     settings: Settings
     runs: Sequence[Run]
-    exact: Sequence[Pair]
-    """Of deterministic mode."""
-    usual: Sequence[Pair]
-    """Of default mode."""
+    pairs: Mapping[Mode, Sequence[Pair]]
 
     @classmethod
     def of(cls, settings: Settings, runs: Sequence[Run]) -> "Evidence":
-        return cls(settings, runs, findings.pairs(runs, "deterministic"), findings.pairs(runs, "default"))
+        return cls(settings, runs, {mode: findings.pairs(runs, mode) for mode in MODES})
+
+    @property
+    def statistical(self) -> dict[Mode, Sequence[Pair]]:
+        """The modes that were measured and are compared by tests."""
+        return {mode: self.pairs[mode] for mode in STATISTICAL if self.pairs[mode]}
 
     @property
     def neighbours(self) -> list[Neighbour]:
@@ -39,27 +41,40 @@ class Evidence:
         return [name for run in self.runs if run.mode == "deterministic" for name in run.kills]
 
 
+TITLES: Mapping[Mode, str] = {
+    "deterministic": "deterministic mode",
+    "default": "default mode, float32",
+    "bfloat16": "default mode, bfloat16",
+}
+
+
 # ---- goals ----------------------------------------------------------------------------------------------------------
 
 
 def goals(evidence: Evidence) -> list[Goal]:
     """Those that the runs at hand can speak of."""
     found: list[Goal] = []
-    if evidence.exact:
-        differ = sum(row.num_versions - row.same for row in map(findings.same_bytes, evidence.exact))
+    if exact := evidence.pairs["deterministic"]:
+        differ = sum(row.num_versions - row.same for row in map(findings.same_bytes, exact))
         found.append(Goal("deterministic: versions whose bytes differ", differ, 0, more_is_better=False))
-    if evidence.usual:
-        by_job = findings.compared_by_job(evidence.usual, findings.REWARD)
-        (pooled,) = [row for row in findings.compared_pooled(evidence.usual) if row.label == findings.REWARD.label]
-        found.append(Goal("default: p of a difference in final reward, all pairs", pooled.p, LEVEL))
-        found.append(
-            Goal("default: the same for each job, the least, Holm", min(holm([row.p for row in by_job])), LEVEL)
-        )
-        if not math.isnan(pooled.equal_p):
-            what = f"default: p of TOST, margin ± {MARGIN:g}, all pairs"
-            found.append(Goal(what, pooled.equal_p, LEVEL, more_is_better=False))
+    for mode, pairs in evidence.statistical.items():
+        found += rewards_goals(mode, pairs)
     failed = sum(job.status != "succeeded" for run in evidence.runs for job in run.jobs)
-    found.append(Goal("watched jobs that failed", failed, 0, more_is_better=False))
+    return [*found, Goal("watched jobs that failed", failed, 0, more_is_better=False)]
+
+
+def rewards_goals(mode: Mode, pairs: Sequence[Pair]) -> list[Goal]:
+    by_job = findings.compared_by_job(pairs, findings.REWARD)
+    pooled = findings.compare("", pairs, findings.REWARD)
+    if pooled is None:
+        return []
+    found = [
+        Goal(f"{mode}: p of a difference in final reward, all pairs", pooled.p, LEVEL),
+        Goal(f"{mode}: the same for each job, the least, Holm", min(holm([row.p for row in by_job])), LEVEL),
+    ]
+    if not math.isnan(pooled.equal_p):
+        what = f"{mode}: p of TOST, margin ± {MARGIN:g}, all pairs"
+        found.append(Goal(what, pooled.equal_p, LEVEL, more_is_better=False))
     return found
 
 
@@ -68,10 +83,12 @@ def goals(evidence: Evidence) -> list[Goal]:
 
 def report(evidence: Evidence, watched: Sequence[Job], command: str) -> str:
     sections = [introduction(evidence, watched, command), verdicts(evidence)]
-    if evidence.exact:
+    if evidence.pairs["deterministic"]:
         sections.append(exactness(evidence))
-    if evidence.usual:
-        sections += [convergence(evidence), off_policy(evidence), batching(evidence), fairness(evidence)]
+    for mode, pairs in evidence.statistical.items():
+        sections += [convergence(evidence, mode, pairs), off_policy(mode, pairs), batching(mode, pairs)]
+    if evidence.statistical:
+        sections.append(fairness(evidence))
     sections += [interference(evidence), limits()]
     return "\n\n".join(sections) + "\n"
 
@@ -86,10 +103,19 @@ Made by `{command}` from {len(evidence.runs)} runs, at load averages of {loads[0
 trains alone, then among {s.num_jobs}: the {len(watched)}, each of a tenant of its own, and {s.num_jobs - len(watched)} others of
 {-(-(s.num_jobs - len(watched)) // 3)} other tenants, which go on until the last watched job has ended. {len(BROKEN)} more jobs go wrong on
 purpose. Alone and among others a job has the same seed, so that it draws the same items and the same random numbers: whatever
-differs was done by sharing. Deterministic mode: {s.deterministic_steps} steps, one seed; default mode: {s.default_steps} steps,
-{s.num_seeds} seeds.
+differs was done by sharing. Deterministic mode: {s.deterministic_steps} steps, one seed. Default mode, in float32 and with the base
+model in bfloat16: {s.default_steps} steps, {seeds_told(evidence)}.
 
 {table(("job", "tenant", "skill", "reward", "hyperparameters"), rows)}"""
+
+
+def seeds_told(evidence: Evidence) -> str:
+    counts = [f"{num_seeds(pairs)} seeds ({mode})" for mode, pairs in evidence.statistical.items()]
+    return " and ".join(counts) or "not measured"
+
+
+def num_seeds(pairs: Sequence[Pair]) -> int:
+    return len({pair.seed for pair in pairs})
 
 
 def told(job: Job) -> str:
@@ -106,7 +132,7 @@ def limits_of(goal: Goal) -> tuple[str, str]:
 
 
 def exactness(evidence: Evidence) -> str:
-    rows = [findings.same_bytes(pair) for pair in evidence.exact]
+    rows = [findings.same_bytes(pair) for pair in evidence.pairs["deterministic"]]
     shapes = {run.sharing: run.workers for run in evidence.runs if run.mode == "deterministic"}
     killed = ", ".join(f"{name} {times}×" for name, times in Counter(evidence.kills).items()) or "nothing"
     lines = [(row.job, str(row.num_versions), str(row.same), f"`{row.last[:16]}`") for row in rows]
@@ -136,8 +162,7 @@ def exact_answer(rows: Sequence[Bytes]) -> str:
     return f"**Yes, of {', '.join(bad)}.** This breaks invariant I8."
 
 
-def convergence(evidence: Evidence) -> str:
-    found = evidence.usual
+def convergence(evidence: Evidence, mode: Mode, found: Sequence[Pair]) -> str:
     by_job = findings.compared_by_job(found, findings.REWARD)
     adjusted = holm([row.p for row in by_job])
     jobs = [(*compared(row), number(p), number(row.spread)) for row, p in zip(by_job, adjusted, strict=True)]
@@ -145,14 +170,14 @@ def convergence(evidence: Evidence) -> str:
     all_ps = holm([row.p for row in pooled])
     total = [(*compared(row), number(p)) for row, p in zip(pooled, all_ps, strict=True)]
     head = ("alone", "among", "difference, 95 %", "p", f"TOST p, ± {MARGIN:g}", "detectable", "p, Holm")
-    tests = evidence.settings.num_seeds
-    return f"""## Does sharing change how a job learns? (default mode)
+    tests = num_seeds(found)
+    return f"""## Does sharing change how a job learns? ({TITLES[mode]})
 
-{convergence_answer(pooled)} {accompanied(evidence, "default")}
+{convergence_answer(pooled)} {accompanied(evidence, mode)}
 
-![reward curves](reward_curves.png)
+![reward curves]({mode}_reward_curves.png)
 
-![final reward](final_reward.png)
+![final reward]({mode}_final_reward.png)
 
 Final reward is the mean of the last {findings.LAST_STEPS} steps' training rewards.
 
@@ -162,7 +187,7 @@ Over all pairs of job and seed:
 
 {table(("figure", *head), total)}
 
-{uncoupled_answer(evidence)}
+{uncoupled_answer(found)}
 
 How it is tested. A pair is one job with one seed, alone and among others. *p* is that of a sign-flip permutation test of the paired
 differences (null hypothesis: sharing changes nothing; two-sided; {tests} seeds alone cannot give less than {2 / 2**tests:.3g} for one
@@ -180,8 +205,8 @@ def convergence_answer(pooled: Sequence[Compared]) -> str:
 (TOST p = {number(row.equal_p)}): {row.alone:.3f} alone, {row.among:.3f} among others, difference {interval(row)}."""
 
 
-def uncoupled_answer(evidence: Evidence) -> str:
-    row = findings.compare("", findings.uncoupled(evidence.usual), findings.REWARD)
+def uncoupled_answer(found: Sequence[Pair]) -> str:
+    row = findings.compare("", findings.uncoupled(found), findings.REWARD)
     if row is None:
         return ""
     return f"""The two runs of a pair draw the same random numbers, which makes the comparison sharp. Without that help, each job alone
@@ -189,41 +214,41 @@ against its run among others with another seed, the seeds' luck is in the spread
 (TOST p = {number(row.equal_p)}, detectable {number(row.detectable)})."""
 
 
-def off_policy(evidence: Evidence) -> str:
-    jobs = [job for pair in evidence.usual for job in (pair.alone, pair.among)]
+def off_policy(mode: Mode, found: Sequence[Pair]) -> str:
+    jobs = [job for pair in found for job in (pair.alone, pair.among)]
     steps = sum(len(job.steps) for job in jobs)
     stale = findings.stale_steps(jobs)
-    distances = {name: findings.histogram_distance(own) for name, own in findings.by_job(evidence.usual).items()}
+    distances = {name: findings.histogram_distance(own) for name, own in findings.by_job(found).items()}
     adjusted = holm([p for _, p in distances.values()])
     rows = [
         (name, number(distance), number(p), number(q))
         for (name, (distance, p)), q in zip(distances.items(), adjusted, strict=True)
     ]
-    return f"""## Is training less on-policy when it is shared?
+    return f"""## Is training less on-policy when it is shared? ({TITLES[mode]})
 
 {stale} of {steps} steps used a trajectory of another version than the one they trained: a job waits for its own trajectories only, so
 sharing adds time, not staleness. What is left between the policy that samples and the one that trains is rounding; the figures
 (`sampling_gap`, `sampling_kl`, `ess_share`, `clip_fraction`) are in the table above.
 
-![divergence](divergence.png)
+![divergence]({mode}_divergence.png)
 
-## Do the rewards keep their distribution, and batches their size?
+## Do the rewards keep their distribution, and batches their size? ({TITLES[mode]})
 
 Histograms of the rewards of two groups a step, over all seeds; their total variation distance, and the p of the sign-flip test over
 seeds. The effective batch (rows with signal) is in the table above.
 
-![reward histograms](reward_histograms.png)
+![reward histograms]({mode}_reward_histograms.png)
 
 {table(("job", "distance", "p", "p, Holm"), rows)}"""
 
 
-def batching(evidence: Evidence) -> str:
-    parted = [findings.parting(pair) for pair in evidence.usual]
-    same = sum(row.same == row.num_versions for row in map(findings.same_bytes, evidence.usual))
+def batching(mode: Mode, found: Sequence[Pair]) -> str:
+    parted = [findings.parting(pair) for pair in found]
+    same = sum(pair.alone.sha256[-1] == pair.among.sha256[-1] for pair in found)
     first = [row.first_gradient for row in parted if not math.isnan(row.first_gradient)]
-    return f"""## What does batching with strangers do to the numbers?
+    return f"""## What does batching with strangers do to the numbers? ({TITLES[mode]})
 
-In default mode rows of other jobs in a batch change the order of sums, and with it last bits. The first step's gradient, whose
+Rows of other jobs in a batch change the order of sums, and with it last bits. The first step's gradient, whose
 trajectories are those of version 0, differs in its norm by {number(max(first, default=math.nan))} (relative) at most, median
 {number(float(np.median(first)) if first else math.nan)}. Once such a difference moves a sampled token, the two runs are different draws
 from the same process: rewards first differ at {first_steps(parted)}; {100 * np.mean([row.same_samples for row in parted]):.0f} % of the
@@ -240,7 +265,7 @@ def first_steps(parted: Sequence[Parting]) -> str:
 
 
 def fairness(evidence: Evidence) -> str:
-    slow = findings.slowdowns(evidence.usual)
+    slow = findings.slowdowns([pair for pairs in evidence.statistical.values() for pair in pairs])
     mean = float(np.mean(list(slow.values())))
     rows = [(name, f"{value:.1f}", f"{value / mean:.2f}") for name, value in slow.items()]
     index = jain([1 / value for value in slow.values()])
@@ -272,8 +297,8 @@ Of the {len(others)} other neighbours {gone} failed or were cancelled before the
 def limits() -> str:
     return """## What this does not show
 
-- The base model is `tiny`, in float32 on CPUs. On a GPU in bfloat16 rounding is larger; `sampling_gap` and `ess_share` of every step
-  say by how much, and beyond a bound importance weights are truncated.
+- The base model is `tiny`, on CPUs. A GPU's kernels round in other places; `sampling_gap` and `ess_share` of every step say by how
+  much, and beyond a bound importance weights are truncated.
 - Deterministic mode holds for the embedded engine, and for strict versions (`max_staleness` 0).
 - Rewards of the tasks are bounded by 1: differences near that ceiling are small for every system. The detectable differences say
   what could have been seen."""

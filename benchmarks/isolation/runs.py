@@ -4,11 +4,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from common.errors import InvalidInput
 
-Mode = Literal["deterministic", "default"]
+Mode = Literal["deterministic", "default", "bfloat16"]
+"""`bfloat16`: default mode with the base model in that type, in engine and trainer, as on a GPU: much coarser rounding."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+STATISTICAL: tuple[Mode, ...] = ("default", "bfloat16")
+"""Modes in which runs are compared by tests, not by their bytes."""
 Sharing = Literal["alone", "among"]
 Metrics = Mapping[str, Any]
 """A step's metrics by their names in the job's events."""
@@ -22,6 +26,7 @@ class Settings:
     num_jobs: int = 32
     deterministic_steps: int = 10
     default_steps: int = 20
+    """In bfloat16 too."""
     num_seeds: int = 5
     num_items: int = 256
     num_held_out: int = 32
@@ -107,7 +112,7 @@ def write(folder: Path, run: Run) -> None:
 
 def read(folder: Path) -> list[Run]:
     """Every run in the folder."""
-    return [parse(file.read_text()) for file in sorted(folder.glob("d*-a*-*.json"))]
+    return [parse(file.read_text()) for file in sorted(folder.glob("*-a*-*.json"))]
 
 
 def parse(text: str) -> Run:
