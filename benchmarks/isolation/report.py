@@ -248,20 +248,20 @@ def batching(mode: Mode, found: Sequence[Pair]) -> str:
     first = [row.first_gradient for row in parted if not math.isnan(row.first_gradient)]
     return f"""## What does batching with strangers do to the numbers? ({TITLES[mode]})
 
-Rows of other jobs in a batch change the order of sums, and with it last bits. The first step's gradient, whose
-trajectories are those of version 0, differs in its norm by {number(max(first, default=math.nan))} (relative) at most, median
-{number(float(np.median(first)) if first else math.nan)}. Once such a difference moves a sampled token, the two runs are different draws
-from the same process: rewards first differ at {first_steps(parted)}; {100 * np.mean([row.same_samples for row in parted]):.0f} % of the
-kept trajectories have the same text to the end. {same} of {len(parted)} final adapters are the same bytes; deterministic mode, which
-fixes shapes and order, makes all of them so."""
+Rows of other jobs in a batch change the order of sums, and with it last bits. The first step's gradient, whose trajectories are
+those of version 0, differs in its norm by {number(max(first, default=math.nan))} (relative) at most, median
+{number(float(np.median(first)) if first else math.nan)}. {first_steps(parted)} Of the kept trajectories
+{100 * np.mean([row.same_samples for row in parted]):.1f} % have the same text to the end. {same} of {len(parted)} final adapters are the
+same bytes; deterministic mode, which fixes shapes and order, makes all of them so."""
 
 
 def first_steps(parted: Sequence[Parting]) -> str:
+    """Where the pairs' rewards part."""
     steps = [row.first_step for row in parted if row.first_step is not None]
-    never = len(parted) - len(steps)
     if not steps:
-        return f"no step in any of {never} pairs"
-    return f"step {np.median(steps):.0f} (median), in {never} of {len(parted)} pairs never"
+        return f"In none of {len(parted)} pairs did such a difference change the reward of any step: the samples are the same."
+    return f"""Once such a difference moves a sampled token, the two runs are different draws from the same process: in {len(steps)} of
+{len(parted)} pairs a step's reward differs, first at step {np.median(steps):.0f} (median)."""
 
 
 def fairness(evidence: Evidence) -> str:
