@@ -19,7 +19,15 @@ from manager_service.groups import num_tokens
 from manager_service.job import Job
 from manager_service.policies import MARLAAS, Policy, closed, may_start
 from manager_service.records import JobError, TenantRecord
-from manager_service.scheduler import Fairness, is_longest_waiting, kv_room, room, serve
+from manager_service.scheduler import (
+    FIRST_GROUPS,
+    OVERSUBSCRIPTION,
+    Fairness,
+    is_longest_waiting,
+    kv_room,
+    room,
+    serve,
+)
 from manager_service.training_queue import Batch, TrainingQueue
 
 STEPS_PER_SLOT = 2
@@ -172,17 +180,29 @@ class Allocator:
 
     def _issue(self, now: float, changes: dict[int, Changes]) -> None:
         demand = self.demand
-        left = self.room(self.in_env) if demand.hungry else 0
-        if left <= 0:
+        if not demand.hungry:
             return
         self._rollouts.busy(demand.tenants())
+        self._issue_first_groups(now, changes)
+        left = self.room(self.in_env)
+        if left <= 0:
+            return
         share = self.share
         virtual = {t: self._virtual_time(t) for t in demand.hungry if self._within_quota(t, now, changes)}
         serve(virtual, lambda tenant: self._grant(tenant, share, now, changes), left)
 
-    def room(self, in_env: int) -> int:
+    def _issue_first_groups(self, now: float, changes: dict[int, Changes]) -> None:
+        """One for each tenant whose next job has had none: those who came a moment earlier leave no other room for it."""
+        for tenant in dict.fromkeys(self.demand.fresh.values()):
+            if self.room(self.in_env, FIRST_GROUPS) <= 0:
+                return
+            if self.demand.next_job(tenant) in self.demand.fresh and self._within_quota(tenant, now, changes):
+                self._grant(tenant, self.share, now, changes)
+
+    def room(self, in_env: int, oversubscription: float = OVERSUBSCRIPTION) -> int:
         """How many trajectories may be issued now, if so many of those under way need no rollout slot."""
         return room(
+            oversubscription=oversubscription,
             slots=self.cluster.slots("rollout"),
             open_work=self.demand.open_work,
             share=self.share,

@@ -31,6 +31,7 @@ class View:
     training: bool = False  # a Step is under way
     ready: bool = False  # a Step could be published
     urgency: Urgency | None = None  # None: wants nothing issued
+    fresh: bool = False  # wants its first group
 
 
 def view_of(job: Job) -> View:
@@ -48,6 +49,7 @@ def view_of(job: Job) -> View:
         training=training,
         ready=ready,
         urgency=_urgency(job),
+        fresh=job.state.next_group == 0 and job.wants_group(),
     )
 
 
@@ -114,6 +116,7 @@ class Demand:
     queued: dict[str, "OrderedDict[str, None]"] = field(default_factory=dict)  # tenant -> jobs, oldest first
     ready: dict[str, str] = field(default_factory=dict)  # job -> tenant
     hungry: dict[str, TenantDemand] = field(default_factory=dict)  # tenant -> jobs that want something issued
+    fresh: dict[str, str] = field(default_factory=dict)  # job -> tenant, of those that want their first group
     _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
     _views: dict[str, View] = field(default_factory=dict)
     _jobs: dict[str, set[str]] = field(default_factory=dict)  # of each tenant
@@ -155,6 +158,8 @@ class Demand:
             self.queued.setdefault(tenant, OrderedDict())[job] = None
         if view.ready:
             self.ready[job] = tenant
+        if view.fresh:
+            self.fresh[job] = tenant
         if view.urgency is not None:
             self.hungry.setdefault(tenant, TenantDemand()).add(job, view.urgency)
 
@@ -169,6 +174,7 @@ class Demand:
             if not self.queued[tenant]:
                 del self.queued[tenant]
         self.ready.pop(job, None)
+        self.fresh.pop(job, None)
         if view.urgency is not None:
             self.hungry[tenant].remove(job, view.urgency, leaves=not stays_hungry)
             if not self.hungry[tenant].line:

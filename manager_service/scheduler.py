@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 OVERSUBSCRIPTION = 1.5
 """Open work per live slot: enough that no slot waits for the manager, little enough that fairness acts at once."""
+FIRST_GROUPS = 4.0
+"""The same for the first groups of jobs, so that a job begins soon, also among many that were submitted at once."""
 MAX_MEMORY_USED = 0.6
 """Of Redis' limit; above it nothing new is issued."""
 LONGEST_WAITING_EVERY = 4
@@ -66,7 +68,14 @@ def serve(virtual: Mapping[str, float], grant: Callable[[str], tuple[float, int]
 
 
 def room(
-    *, slots: int, open_work: int, share: float, memory_used: float, in_env: int = 0, holds_slots: bool = False
+    *,
+    slots: int,
+    open_work: int,
+    share: float,
+    memory_used: float,
+    in_env: int = 0,
+    holds_slots: bool = False,
+    oversubscription: float = OVERSUBSCRIPTION,
 ) -> int:
     """How many trajectories may be issued now. `share`: of the cell's capacity that is this owner's, 0 to 1.
 
@@ -76,7 +85,7 @@ def room(
     """
     if memory_used > MAX_MEMORY_USED:
         return 0
-    capacity = slots if holds_slots else OVERSUBSCRIPTION * slots + in_env
+    capacity = slots if holds_slots else oversubscription * slots + in_env
     return max(0, int(capacity * share) - open_work)
 
 

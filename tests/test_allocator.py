@@ -83,3 +83,23 @@ def test_a_group_that_needs_more_memory_than_there_is_still_runs_alone() -> None
     while world.jobs:
         world.turn()
         assert world.open_work <= 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.integers(1, 40))
+def test_a_job_begins_at_once_though_others_fill_the_slots_but_not_without_limit(seed: int, num_late: int) -> None:
+    """8 slots, so 12 trajectories under way but for first groups, and 32 with them."""
+    world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=1, env=0))
+    hyper = {"batch_size": 16, "group_size": 2, "num_steps": 2}
+    world.add(job_spec("early", "tenant-early", created_at=1, **hyper))
+    while not world.issued["early"]:
+        world.turn()
+    assert world.open_work == 12
+    for n in range(num_late):
+        world.add(job_spec(f"late-{n}", f"tenant-{n}", created_at=2, **hyper))
+    for _ in range(300):
+        world.turn()
+        has_room = world.open_work < 32
+        waiting = [name for name, job in world.jobs.items() if job.state.version == 0 and not world.issued[name]]
+        assert not (has_room and waiting)
+        assert world.open_work <= 33, "one group may begin where one trajectory has room"
