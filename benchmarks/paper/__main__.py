@@ -27,6 +27,8 @@ import argparse
 import asyncio
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -103,6 +105,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     given = options()
     numbers = given.jobs or (QUICK if given.quick else FULL)
     policies = given.policies or (QUICK_POLICIES if given.quick else list(POLICIES))
