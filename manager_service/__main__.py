@@ -7,7 +7,7 @@ import signal
 from common import log
 from common.errors import MarlaasError
 from common.service import leave
-from common.settings import refuse_unknown
+from common.settings import explained, refuse_unknown
 from common.tasks import running
 from manager_service.api.context import Api, Base
 from manager_service.api.server import keep_keys, make_api, serve
@@ -51,5 +51,5 @@ if __name__ == "__main__":
         refuse_unknown()
         asyncio.run(main())
     except (MarlaasError, ValueError) as error:  # wrong settings end it with one line that says what to do
-        leave(f"manager: {error}")
+        leave(f"manager: {explained(error)}")
     leave()

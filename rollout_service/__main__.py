@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from base_model.decoder import Decoder
+from base_model.device import find_device
 from common.errors import InvalidInput
 from common.messages import TurnDelta
 from common.service import Parts, Service, run
@@ -35,7 +36,8 @@ def load_torch(settings: RolloutSettings, folder: Path) -> TorchEngine:
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
     torch.set_num_threads(settings.rollout_threads)
-    decoder = Decoder.load(folder, device=settings.rollout_device, dtype=getattr(torch, settings.dtype))
+    device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
+    decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
     if deterministic:
         selftest(decoder)
     limits = Limits(settings.rollout_slots, settings.rollout_kv_bytes, settings.rollout_prefix_bytes)

@@ -5,13 +5,14 @@ a process remembers of the first can be taken for the second.
 """
 
 import contextlib
+import fcntl
 import json
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, init_adapter, load_adapter, save_adapter
 from base_model.adapter import Adapter as Weights
@@ -26,6 +27,10 @@ MAX_NORM = 1e6
 Trained adapters stay below 1e3. Up to this bound no product of a layer can leave the range of float32 and bfloat16 (3e38):
 inputs of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
 """
+
+
+PREFIX = "marlaas-adapters-"
+LOCK = "lock"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +52,7 @@ class AdapterFiles:
     shapes: Mapping[str, tuple[int, int]]  # of the base's linear layers: (out, in)
     max_rank: int
     max_norm: float = MAX_NORM
-    _root: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="marlaas-adapters-")))
+    _root: "OwnFolder | None" = None  # made with the first adapter
     _stored: dict[AdapterRef, Stored] = field(default_factory=dict[AdapterRef, Stored])
     _last_number: int = 0
 
@@ -95,11 +100,13 @@ class AdapterFiles:
         return stored
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        if self._root is not None:
+            self._root.remove()
 
     def _write(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
         self._last_number += 1
-        folder = self._root / str(self._last_number)
+        self._root = self._root or OwnFolder()
+        folder = self._root.path / str(self._last_number)
         folder.mkdir(parents=True)
         for name, data in files.items():
             (folder / name).write_bytes(data)
@@ -128,6 +135,28 @@ class AdapterFiles:
             if not norm <= self.max_norm:
                 return f"its change of {name} is too large to compute with: {norm:.1e}, at most {self.max_norm:.0e}"
         return ""
+
+
+class OwnFolder:
+    """A temporary folder that its process locks while it lives: the next one removes what killed ones left."""
+
+    def __init__(self) -> None:
+        for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+            with (
+                contextlib.suppress(OSError),
+                left.open() as lock,
+            ):  # OSError: it is locked, or somebody else's, or gone
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left.parent, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        fresh = self.path / f"{LOCK}.new"
+        self._lock: IO[str] = fresh.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fresh.rename(self.path / LOCK)  # only now do others look at it
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
 
 def zero_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, bytes]:

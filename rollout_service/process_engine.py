@@ -174,8 +174,9 @@ class ProcessEngine:
         life, self._life = self._current(), None
         if life is not None:
             life.end("the engine was stopped")
-            await life.close()
         self._files.close()
+        if life is not None:
+            await life.close()
 
     async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
         """See `Engine.load_files`. The process loads it before its first turn. Raises InvalidInput for too large a rank."""

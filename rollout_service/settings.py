@@ -44,7 +44,7 @@ class RolloutSettings(Settings):
     @classmethod
     def _is_a_rank(cls, value: int) -> int:
         if value not in LORA_RANKS:
-            raise ValueError(f"MARLAAS_VLLM_MAX_LORA_RANK={value}: vLLM takes {', '.join(map(str, LORA_RANKS))}")
+            raise ValueError(f"vLLM takes {', '.join(map(str, LORA_RANKS))}")
         return value
 
     @property

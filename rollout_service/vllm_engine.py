@@ -29,7 +29,8 @@ MAX_TEMPERATURE = 2.0
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
 """Of a token that top_p excludes: its log-prob is minus infinity, which JSON cannot say."""
-STOP_S = 5.0
+STOP_S = 1.0
+"""Nobody waits for its answers any more; its processes are killed then."""
 
 
 @dataclass(frozen=True, slots=True)

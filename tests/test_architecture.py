@@ -36,6 +36,7 @@ MAY_IMPORT = {
 
 IMPORTERS = {
     "torch": {
+        "base_model/device.py",
         "base_model/adapter.py",
         "base_model/decoder.py",
         "base_model/stacked.py",

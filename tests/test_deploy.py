@@ -19,6 +19,7 @@ from common.streams import Cell
 
 ROOT = Path(__file__).resolve().parent.parent
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
 VERSION = "1.32"
 
 TRIGGER = {
@@ -105,6 +106,35 @@ def test_the_kustomization_names_every_file() -> None:
             assert (KUBERNETES / file.rpartition("=")[2]).is_file()
 
 
+def merged(document: Any, patch: Any) -> Any:
+    """A strategic merge, as kustomize does it: lists of named things by their names."""
+    if isinstance(document, dict) and isinstance(patch, dict):
+        return {**document, **{key: merged(document.get(key), value) for key, value in patch.items()}}
+    if isinstance(document, list) and patch and isinstance(patch[0], dict):
+        key = "mountPath" if "mountPath" in patch[0] else "name"
+        changes = {item[key]: item for item in patch}
+        kept = [merged(item, changes.pop(item[key], {})) for item in document]
+        return kept + list(changes.values())
+    return patch
+
+
+@pytest.mark.parametrize("name", ["rollout", "trainer"])
+def test_the_patches_for_gpus_give_valid_manifests_alike_compose(name: str) -> None:
+    patch = yaml.safe_load((KUBERNETES_GPU / f"{name}.yaml").read_text())
+    document = merged(named("Deployment")[name], patch)
+    kubernetes_validate.validate(document, VERSION, strict=True)
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    environment = {row["name"]: row.get("value") for row in container["env"]}
+    in_compose = COMPOSE["services"][f"{name}-gpu"]
+    fixed = {key: value for key, value in in_compose["environment"].items() if re.fullmatch("[a-z0-9]+", value or "")}
+    own = {key: value for key, value in fixed.items() if key.startswith("MARLAAS_")}
+    assert len(own) == 2 and own.items() <= environment.items()
+    assert (container["image"], container["resources"]["limits"]["nvidia.com/gpu"]) == (in_compose["image"], "1")
+    assert {"tmp"} <= {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
+    listed = yaml.safe_load((KUBERNETES_GPU / "kustomization.yaml").read_text())
+    assert {"path": f"{name}.yaml"} in listed["patches"] and listed["resources"] == ["../kubernetes"]
+
+
 def test_the_manifests_and_compose_configure_redis_alike() -> None:
     assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "docker" / "redis.conf").read_text()
 
@@ -163,7 +193,7 @@ def test_compose_gives_each_service_its_own_redis_user_and_no_other_secret() -> 
         others = [user.upper() for user in ("manager", "env", "rollout", "trainer", "operator") if user != name]
         assert not [
             value
-            for value in environment.values()
+            for value in filter(None, environment.values())
             for user in others
             if f"{user}_AWS" in value or f"REDIS_{user}" in value
         ]
@@ -173,6 +203,21 @@ def test_the_gpu_profile_runs_vllm_on_reserved_devices() -> None:
     service = COMPOSE["services"]["rollout-gpu"]
     assert (service["profiles"], service["environment"]["MARLAAS_ENGINE"]) == (["gpu"], "vllm")
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL"}
+"""Set in services that an operator adds."""
+
+
+def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:
+    passed = {name for service in COMPOSE["services"].values() for name in service.get("environment", {})}
+    told = {
+        name
+        for page in ("operations.md", "vllm.md")
+        for line in (ROOT / "docs" / page).read_text().splitlines()
+        for name in re.findall(r"`(MARLAAS_[A-Z_]+[A-Z])\b", line)
+    }
+    assert told - passed - NOT_IN_COMPOSE == set()
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import InvalidInput
-from common.settings import KNOWN, Settings, parse_base_models, refuse_unknown
+from common.settings import KNOWN, Settings, explained, parse_base_models, refuse_unknown
 from env_service.settings import EnvSettings
 from manager_service.cli.options import CliSettings
 from manager_service.settings import ManagerSettings
@@ -59,6 +59,33 @@ def test_a_process_with_a_misspelt_setting_does_not_start_and_says_so_in_one_lin
     assert done.returncode == 1
     assert "did you mean MARLAAS_REDIS_URL?" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_values_are_told_by_the_names_of_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARLAAS_ENGINE", "vlm")
+    monkeypatch.setenv("MARLAAS_VLLM_MAX_LORA_RANK", "24")
+    with pytest.raises(ValueError) as caught:
+        RolloutSettings()
+    one, other = explained(caught.value).split("; ")
+    assert one == "MARLAAS_ENGINE=vlm: Input should be 'torch' or 'vllm'"
+    assert other.startswith("MARLAAS_VLLM_MAX_LORA_RANK=24: vLLM takes 1, 8,")
+
+
+@pytest.mark.parametrize(("service", "name"), [("rollout", "tpu"), ("trainer", "cuda:99")])
+def test_a_device_that_is_not_there_ends_a_worker_with_one_line(service: str, name: str, tmp_path: Path) -> None:
+    setting = f"MARLAAS_{service.upper()}_DEVICE"
+    environment = {**os.environ, setting: name, "MARLAAS_DATA_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", f"{service}_service"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"{service}: {setting}={name}: torch finds no such device here")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", " , "])

@@ -3,6 +3,7 @@
 import torch
 
 from base_model.decoder import Decoder, directly
+from base_model.device import find_device
 from common.errors import InvalidInput
 from common.service import Parts, Service, run
 from common.settings import resolve_model
@@ -29,7 +30,8 @@ def load_trainer(settings: TrainerSettings) -> Trainer:
     torch.set_num_threads(settings.trainer_threads)
     folder = resolve_model(settings.models[settings.model_name])
     dtype = getattr(torch, settings.trainer_dtype)
-    decoder = Decoder.load(folder, device=settings.trainer_device, dtype=dtype)
+    device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
+    decoder = Decoder.load(folder, device=str(device), dtype=dtype)
     run_layer = checkpointed if settings.trainer_checkpointing else directly
     trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
     trainer.budget = measured(trainer, settings.trainer_memory_bytes)

@@ -1,0 +1,14 @@
+"""Devices by name, checked before anything is loaded onto them."""
+
+import torch
+
+from common.errors import InvalidInput
+
+
+def find_device(name: str, setting: str) -> torch.device:
+    """Raises InvalidInput, naming the setting, for what torch does not know or does not find on this machine."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(f"{setting}={name}: torch finds no such device here ({reason})") from error
