@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -72,6 +73,6 @@ def show(tables: Iterable[Table], figures: Any, goals: Sequence[Goal], to: Path 
 
 def number(value: float | None) -> str:
     """Three digits that count, thousands apart."""
-    if value is None:
+    if value is None or math.isnan(value):
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -21,6 +21,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 CLUSTER = "+cluster"
 DEFAULT_PORT = 6379
+MAX_CONNECTIONS = 1000
+"""Of one client. Each call that waits has one; the library's own limit of 100 is met by a burst of requests."""
 
 
 class FastConnection(Connection):
@@ -117,7 +119,7 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
         found = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
         found["shard"] = Shard(nodes, key, dict(found))
     chosen: dict[str, Any] = {**found, **options, "connection_class": kind, "decode_responses": False}
-    pool = aioredis.ConnectionPool(**chosen)
+    pool = aioredis.ConnectionPool(max_connections=MAX_CONNECTIONS, **chosen)
     return aioredis.Redis.from_pool(pool)
 
 

@@ -24,8 +24,7 @@ async def main() -> None:
     async with make_api(settings) as api:
         bases = api.bases.values()
         owners = [make_owner(api, base).run(stop) for base in bases]
-        loops = [loop for base in bases for loop in (base.cluster.run(), base.inference.run())]
-        async with running(*owners, *loops, keep_keys(api)) as tasks:
+        async with running(*owners, *(base.run() for base in bases), keep_keys(api)) as tasks:
             gc.freeze()  # what was imported stays: looked through again and again, it would stop the owners for 100 ms each time
             await serve(api, stop)
             stop.set()

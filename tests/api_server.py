@@ -77,12 +77,19 @@ async def running_api(redis_url: str, folder: Path, **settings: Any) -> AsyncGen
     async with make_api(own) as api:
         stop = asyncio.Event()
         base = api.bases["tiny"]
-        loops = [asyncio.create_task(loop) for loop in (base.cluster.run(), base.inference.run())]
+        loops = [asyncio.create_task(base.run())]
         serving = asyncio.create_task(serve(api, stop))
         url, key = f"http://127.0.0.1:{port}", (folder / "api_key").read_text().strip()
         headers = {"Authorization": f"Bearer {key}"}
         async with (
-            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=20, verify=False) as http,
+            httpx.AsyncClient(
+                base_url=url,
+                headers=headers,
+                trust_env=False,
+                timeout=20,
+                verify=False,
+                limits=httpx.Limits(max_connections=None),
+            ) as http,
             openai_client(url, key) as client,
         ):
             await _until_up(http)

@@ -313,6 +313,32 @@ async def test_a_stream_tells_events_in_order_as_they_come_and_ends_with_the_job
     assert [event["id"] async for event in server_sent(server, job, last="4")] == []
 
 
+async def test_many_streams_share_a_connection(server: ApiServer) -> None:
+    jobs = [(await create(server)).id for _ in range(3)]
+    seen: list[list[str]] = [[] for _ in range(240)]
+
+    async def follow(number: int) -> None:
+        async for event in server_sent(server, jobs[number % 3]):
+            seen[number].append(event["id"])
+
+    async def blocked() -> int:
+        return (await server.bus.client.info("clients"))["blocked_clients"]
+
+    before = await blocked()
+    following = [asyncio.create_task(follow(number)) for number in range(len(seen))]
+    for job in jobs:
+        await write_events(server, job, range(1, 3))
+    async with asyncio.timeout(60):
+        while any(ids != ["1", "2"] for ids in seen):
+            await asyncio.sleep(0.05)
+        assert await blocked() <= before + 1
+        for job in jobs:
+            await write_events(server, job, range(3, 4))
+            await write_state(server, job, status="succeeded")
+        await asyncio.gather(*following)
+    assert all(ids == ["1", "2", "3"] for ids in seen)
+
+
 async def test_a_silent_stream_is_kept_alive(server: ApiServer) -> None:
     job = (await create(server)).id
     url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"

@@ -1,5 +1,6 @@
 """What every route may use: the parts of the manager, and who is calling."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,8 +16,10 @@ from common.bus import Bus
 from common.objects import Objects
 from common.redis_connection import make_client
 from common.streams import Cell
+from common.tasks import running
 from common.tokens import ChatTokenizer
 from manager_service.api.errors import ApiError
+from manager_service.api.feed import Feed
 from manager_service.cluster import Cluster
 from manager_service.files import Files, parse_json
 from manager_service.inference import Inference
@@ -38,12 +41,18 @@ class Base:
     cluster: Cluster
     tokenizer: ChatTokenizer
     inference: Inference
+    feed: Feed
     linear_layers: frozenset[str]  # leaf names that `lora_targets` may name; empty: not known
     created_at: int
 
     @property
     def cell(self) -> Cell:
         return self.bus.cell
+
+    async def run(self) -> None:
+        """What its requests need, until cancelled."""
+        async with running(self.cluster.run(), self.inference.run(), self.feed.run()) as tasks:
+            await asyncio.wait(tasks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """/v1/fine_tuning/jobs/{id}/events: a list, newest first; or with `stream=true` server-sent events, oldest first."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -19,8 +19,8 @@ from manager_service.records import FINAL, EventRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON)
 
-BLOCK_MS = 2000
-READ_COUNT = 200
+LOOK_EVERY_S = 2.0
+"""How often a silent stream looks whether its job has ended."""
 
 
 @router.get(
@@ -64,17 +64,15 @@ def _sequence(text: str | None, param: str) -> int | None:
 async def _follow(api: Api, row: Row, last: int) -> AsyncIterator[str]:
     """Events after `last` as they come; ends behind the last event of a job that has ended."""
     store, key = JobStore(api), row.base.cell.events(row.spec.id)
-    cursor, told_s = f"{last}-{2**64 - 1}" if last >= 0 else "0-0", time.monotonic()
+    cursor, told_s = (last, 2**64 - 1) if last >= 0 else (0, 0), time.monotonic()
     if last < 0 and (first := await _first(row, key)) is not None:
         yield first  # XREAD cannot begin before 0-0, and a sequence may begin with 0
-    bus, block_ms = row.base.bus, min(BLOCK_MS, int(api.settings.keep_alive_s * 1000))
+    feed, wait_s = row.base.feed, min(LOOK_EVERY_S, api.settings.keep_alive_s)
     while True:
-        ended = (await bus.retrying(lambda: store.state(row))).status in FINAL
-        block = None if ended else block_ms
-        found = await bus.retrying(lambda c=cursor, b=block: bus.client.xread({key: c}, count=READ_COUNT, block=b))
-        entries = _entries(found)
+        ended = (await row.base.bus.retrying(lambda: store.state(row))).status in FINAL
+        entries = await (feed.now(key, cursor) if ended else feed.after(key, cursor, wait_s))
         for entry, fields in entries:
-            cursor = entry.decode()
+            cursor = entry
             yield _sent(fields)
         if entries:
             told_s = time.monotonic()
@@ -92,19 +90,12 @@ async def _first(row: Row, key: str) -> str | None:
     return _sent(found[0][1]) if found else None
 
 
-def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """XREAD's answer for one stream, in RESP2 and in RESP3."""
-    if isinstance(found, dict):
-        return [entry for pages in found.values() for page in pages for entry in page]
-    return list(found[0][1]) if found else []
-
-
-def _sent(fields: dict[bytes, bytes]) -> str:
+def _sent(fields: Mapping[bytes, bytes]) -> str:
     shown = shown_event(fields)
     return f"id: {shown.id}\nevent: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
 
 
-def shown_event(fields: dict[bytes, bytes]) -> EventObject:
+def shown_event(fields: Mapping[bytes, bytes]) -> EventObject:
     record = msgspec.json.decode(fields[b"event"], type=EventRecord)
     return EventObject(
         id=str(record.sequence),

@@ -20,6 +20,7 @@ from common.streams import Cell
 from common.tokens import ChatTokenizer
 from manager_service.api.app import create_app
 from manager_service.api.context import Api, Base, connect_impatiently
+from manager_service.api.feed import Feed
 from manager_service.cluster import Cluster
 from manager_service.files import Files
 from manager_service.inference import Inference
@@ -75,6 +76,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
             timeout_s=settings.inference_timeout_s,
             slots=lambda: max(1, int(settings.inference_share * cluster.slots("rollout"))),
         ),
+        feed=Feed(bus),
         linear_layers=linear_layers(folder),
         created_at=int(time.time()),
     )
