@@ -183,29 +183,29 @@ class Allocator:
         if not demand.hungry:
             return
         self._rollouts.busy(demand.tenants())
-        self._issue_first_groups(now, changes)
-        left = self.room(self.in_env)
+        share = self.share
+        self._issue_first_groups(share, now, changes)
+        left = self.room(self.in_env, share)
         if left <= 0:
             return
-        share = self.share
         virtual = {t: self._virtual_time(t) for t in demand.hungry if self._within_quota(t, now, changes)}
         serve(virtual, lambda tenant: self._grant(tenant, share, now, changes), left)
 
-    def _issue_first_groups(self, now: float, changes: dict[int, Changes]) -> None:
+    def _issue_first_groups(self, share: float, now: float, changes: dict[int, Changes]) -> None:
         """One for each tenant whose next job has had none: those who came a moment earlier leave no other room for it."""
         for tenant in dict.fromkeys(self.demand.fresh.values()):
-            if self.room(self.in_env, FIRST_GROUPS) <= 0:
+            if self.room(self.in_env, share, FIRST_GROUPS) <= 0:
                 return
             if self.demand.next_job(tenant) in self.demand.fresh and self._within_quota(tenant, now, changes):
-                self._grant(tenant, self.share, now, changes)
+                self._grant(tenant, share, now, changes)
 
-    def room(self, in_env: int, oversubscription: float = OVERSUBSCRIPTION) -> int:
-        """How many trajectories may be issued now, if so many of those under way need no rollout slot."""
+    def room(self, in_env: int, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
+        """How many trajectories may be issued now, if so many of those under way need no rollout slot. `share`: this owner's."""
         return room(
             oversubscription=oversubscription,
             slots=self.cluster.slots("rollout"),
             open_work=self.demand.open_work,
-            share=self.share,
+            share=share,
             memory_used=self.memory_used,
             in_env=in_env,
             holds_slots=self.policy.holds_slots,

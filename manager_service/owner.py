@@ -215,7 +215,11 @@ class Owner:
     async def _look_at_env(self) -> None:
         """How many trajectories are with env workers; asked only where that decides whether more may be issued."""
         allocator, backlog = self._allocator, 0
-        if allocator.demand.hungry and not allocator.policy.holds_slots and not allocator.room(in_env=0):
+        if (
+            allocator.demand.hungry
+            and not allocator.policy.holds_slots
+            and not allocator.room(in_env=0, share=allocator.share)
+        ):
             backlog = await self._bus.retrying(lambda: self._bus.client.xlen(self._cell.env))
         allocator.env_backlog = backlog
 
