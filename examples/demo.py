@@ -233,7 +233,7 @@ async def new_events(operator: Operator, path: str, job: DemoJob) -> list[Record
 
 
 def show_table(jobs: list[DemoJob]) -> None:
-    shown = table("job", "tenant", "skill", "reward before → after", "steps", "seconds", right=["steps", "seconds"])
+    shown = table("job", "tenant", "skill", "reward", "steps", "seconds", right=["steps", "seconds"])
     for job in jobs:
         shown.add_row(*cells(job.progress.job, job.progress.tenant, job.skill, change(job.progress), *effort(job)))
     console.print("\nReward on held-out items, before and after training:")

@@ -30,7 +30,7 @@ def print_json(value: Any) -> None:
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """Without a frame; the columns in `right` are numbers. Ids are never cut, so that they can be copied."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    result = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False, header_style="bold")
     for column in columns:
         numbers = column in set(right)
         result.add_column(
