@@ -1,4 +1,7 @@
-"""Devices by name, checked before anything is loaded onto them."""
+"""Devices by name, checked before anything is loaded onto them; and the clock of a thread that computes on one."""
+
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -12,3 +15,8 @@ def find_device(name: str, setting: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(f"{setting}={name}: torch finds no such device here ({reason})") from error
+
+
+def compute_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds of a computing thread: on a processor, without waiting for a core; on a GPU, of the clock."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter

@@ -21,16 +21,14 @@ import torch
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from benchmarks._report import Goal, make_table, parser, show
-from benchmarks.rollout import NoEnd, adapter_files, prompts
+from benchmarks.rollout import NoEnd, adapter_files, prompts, request
 from common.messages import (
     AdapterRef,
     LoraSpec,
     LossSpec,
     OptimSpec,
     Rows,
-    Sampling,
     Step,
-    TrajectoryRef,
     TurnRequest,
     f32,
     i32,
@@ -71,25 +69,6 @@ def options(dtype: str) -> VllmOptions:
         memory_fraction=0.9,
         kv_bytes=1 << 28,
         enforce_eager=True,
-    )
-
-
-def request(
-    adapter: AdapterRef, tokens: Sequence[int], sample: int, num_tokens: int, temperature: float = 1.0
-) -> TurnRequest:
-    num = len(tokens)
-    return TurnRequest(
-        id=f"{adapter}/{sample}",
-        tenant=adapter.tenant,
-        job=adapter.job,
-        partition=0,
-        adapter=adapter,
-        trajectory=TrajectoryRef("train", 1, sample, 0),
-        turn=0,
-        tokens=i32(tokens),
-        logprobs=f32(np.zeros(num)),
-        written=u8(np.zeros(num)),
-        sampling=Sampling(max_tokens=num_tokens, temperature=temperature),
     )
 
 

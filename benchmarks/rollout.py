@@ -71,7 +71,9 @@ def peft_generate(folder: Path, rows: int, num_tokens: int) -> Callable[[], int]
     return run
 
 
-def request(adapter: AdapterRef, tokens: np.ndarray, sample: int, num_tokens: int) -> TurnRequest:
+def request(
+    adapter: AdapterRef, tokens: Sequence[int] | np.ndarray, sample: int, num_tokens: int, temperature: float = 1.0
+) -> TurnRequest:
     num = len(tokens)
     return TurnRequest(
         id=f"{adapter}/{sample}",
@@ -84,7 +86,7 @@ def request(adapter: AdapterRef, tokens: np.ndarray, sample: int, num_tokens: in
         tokens=i32(tokens),
         logprobs=f32(np.zeros(num)),
         written=u8(np.zeros(num)),
-        sampling=Sampling(max_tokens=num_tokens),
+        sampling=Sampling(max_tokens=num_tokens, temperature=temperature),
     )
 
 

@@ -113,7 +113,7 @@ def describe(error: BaseException) -> str:
         line, error = error.lineno, SyntaxError(error.msg)
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:
+    except Exception:  # the error is the tenant's own: its text may raise anything
         text = type(error).__name__
     return (text if line is None else f"line {line}: {text}").replace("\n", " ")[:500]
 

@@ -2,9 +2,12 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 from torch import device
+
+from base_model.device import compute_clock
 
 
 @dataclass(slots=True)
@@ -20,14 +23,14 @@ class Meter:
     turns: int = 0  # ended
     turn_log_tokens: float = 0.0  # sum over turns of the logarithm of the tokens sampled, and of its square
     turn_log2_tokens: float = 0.0
-    _on_gpu: bool = field(default=False)
+    _now: Callable[[], float] = time.thread_time
 
     @classmethod
     def of(cls, where: device) -> "Meter":
-        return cls(_on_gpu=where.type != "cpu")
+        return cls(_now=compute_clock(where))
 
     def now(self) -> float:
-        return time.perf_counter() if self._on_gpu else time.thread_time()
+        return self._now()
 
     def stepped(self, rows: int, since: float) -> None:
         self.decode_steps += 1

@@ -8,13 +8,13 @@ each step begin again, alone, so that it fails for the one that causes it and fo
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
 
+from base_model.device import compute_clock
 from common.messages import Step
 from trainer_service.open_step import OpenStep, Trained, TrainState
 from trainer_service.training import Trainer
@@ -72,8 +72,7 @@ class Fusion:
 
     def _round(self, members: list[_Member]) -> "dict[_Member, Trained | Exception]":
         """One micro-batch, in the computing thread. Returns who leaves, and with what."""
-        on_cpu = self.trainer.decoder.device.type == "cpu"
-        now = time.thread_time if on_cpu else time.perf_counter
+        now = compute_clock(self.trainer.decoder.device)
         since = now()
         outcomes = self._advanced(members)
         self.compute_s += now() - since
