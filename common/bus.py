@@ -64,6 +64,21 @@ end
 return settled
 """
 
+# KEYS: streams. ARGV: group, consumer, how many entries together. What each stream gave, earlier streams first.
+READ_IN_ORDER = """
+local left, found = tonumber(ARGV[3]), {}
+for i, stream in ipairs(KEYS) do
+  if left > 0 then
+    local read = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', left, 'STREAMS', stream, '>')
+    if read then
+      found[#found + 1] = read[1]
+      left = left - #read[1][2]
+    end
+  end
+end
+return found
+"""
+
 # KEYS[1] stream. ARGV: group, consumer, entries. Resets the idle time of those that the consumer still owns.
 RENEW = """
 local renewed = 0
@@ -114,6 +129,7 @@ class Bus:
         self._objects = objects
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
+        self._read_in_order = client.register_script(READ_IN_ORDER)
 
     @classmethod
     def connect(cls, redis_url: str, cell: Cell, objects: Objects | None = None) -> "Bus":
@@ -140,6 +156,15 @@ class Bus:
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
         return await self._read_group(wanted, group, consumer, count, block_ms)
 
+    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
+        """New entries, at most `count` together: of a later stream only when the earlier ones have no more. Never waits."""
+
+        async def call() -> Any:
+            rows = await self._read_in_order(keys=list(streams), args=[group, consumer, count])
+            return [(stream, [(entry, _mapping(fields)) for entry, fields in entries]) for stream, entries in rows]
+
+        return await self._delivered(call, streams, group, consumer)
+
     async def read_pending(
         self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256
     ) -> list[Delivery]:
@@ -152,12 +177,17 @@ class Bus:
         async def call() -> Any:
             return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms)
 
+        return await self._delivered(call, wanted, group, consumer)
+
+    async def _delivered(
+        self, call: Callable[[], Awaitable[Any]], streams: Iterable[str], group: str, consumer: str
+    ) -> list[Delivery]:
         try:
             found = await self.retrying(call)
         except redis_errors.ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
-            for stream in wanted:
+            for stream in streams:
                 await self.ensure_group(stream, group)
             return []
         return [

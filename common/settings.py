@@ -21,12 +21,12 @@ _KNOWN = (
     # env workers
     "env_slots sandbox_processes sandbox_memory_mb step_timeout_s endpoint_hosts endpoint_proxy collections_dir "
     # rollout workers
-    "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes "
+    "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes rollout_turn_bytes "
     "rollout_idle_adapter_bytes vllm_max_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction "
     "vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_threads trainer_slots trainer_micro_batch_tokens trainer_memory_bytes "
-    "trainer_checkpointing trainer_cached_states "
+    "trainer_checkpointing trainer_cache_bytes "
     # the command line
     "url api_key"
 )

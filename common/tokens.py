@@ -18,7 +18,9 @@ Limits: a template that itself looks for special tokens in contents does not fin
 cuts contents sees marks.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ __all__ = ["DEFAULT_LEARNING_RATE", "ChatTokenizer", "StreamDecoder", "ToolCall"
 
 DEFAULT_LEARNING_RATE = 1e-4
 """The RL rate of a base model without `marlaas.json`."""
+KEPT_REPLIES = 1024
+"""Tools often say the same to the samples of a group."""
 
 
 class ChatTokenizer:
@@ -97,6 +101,7 @@ class ChatTokenizer:
         self.learning_rate: float = float(own.get("learning_rate", DEFAULT_LEARNING_RATE))
         """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
         self.tool_format: ToolFormat = tool_format(own.get("tool_format", "hermes"))
+        self._reply_ids = lru_cache(KEPT_REPLIES)(self._render_reply)
 
     # ------------------------------------------------------------------------------------------ text to ids
 
@@ -135,10 +140,17 @@ class ChatTokenizer:
         """
         if not replies or any(reply.get("role") != "tool" for reply in replies):
             raise ValueError("replies must be one or more messages of role 'tool'")
+        try:
+            return list(self._reply_ids(json.dumps(replies)))
+        except TypeError as error:
+            raise ValueError(f"replies must be JSON: {error}") from error
+
+    def _render_reply(self, replies_json: str) -> tuple[int, ...]:
+        replies = json.loads(replies_json)
         suffix = self._suffix(dummy_turn(len(replies)), replies)
         if suffix is None:
             raise ValueError("this base model's chat template is not prefix-stable: it cannot have multi-turn jobs")
-        return suffix
+        return tuple(suffix)
 
     def is_prefix_stable(self) -> bool:
         """True if tool messages can be appended to a conversation without changing the ids before them.

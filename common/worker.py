@@ -148,6 +148,7 @@ class Worker:
         self._freed = asyncio.Event()
         self._voided = Voided()
         self._alone = False
+        self._drained = True  # the last read took all that there was
         self._stopping = False
 
     @property
@@ -201,16 +202,16 @@ class Worker:
 
     async def _next(self) -> list[Delivery]:
         """Up to the free slots, first inboxes first; blocks only when all are empty."""
-        found: list[Delivery] = []
-        for inbox in self._inboxes:
-            if self._free > len(found):
-                count = min(self._free - len(found), inbox.at_once or self._free)
-                found += await self._bus.read([inbox.stream], inbox.group, self.name, count=count)
-        if found or self._alone:
-            return found
-        streams = [inbox.stream for inbox in self._inboxes]
-        count = min(max(1, self._free // len(streams)), *(inbox.at_once or self._free for inbox in self._inboxes))
-        return await self._bus.read(streams, self._inboxes[0].group, self.name, count=count, block_ms=500)
+        streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
+        if len(streams) > 1 and not self._drained:
+            found = await self._bus.read_in_order(streams, group, self.name, count=free)
+            self._drained = len(found) < free
+            if found or self._alone:
+                return found
+        count = min(max(1, free // len(streams)), *(inbox.at_once or free for inbox in self._inboxes))
+        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
+        self._drained = len(found) < count
+        return found
 
     def _begin(self, delivery: Delivery) -> Active:
         active = Active(delivery, asyncio.create_task(self._work(delivery), name=delivery.entry))

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from base_model.decoder import Decoder
-from base_model.device import find_device
+from base_model.device import find_device, prepare_cpu
 from common.errors import InvalidInput
 from common.messages import TurnDelta
 from common.service import Parts, Service, run
@@ -35,12 +35,17 @@ def load_torch(settings: RolloutSettings, folder: Path) -> TorchEngine:
     chosen = (settings.rollout_device, settings.dtype, settings.rollout_threads)
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
-    torch.set_num_threads(settings.rollout_threads)
+    prepare_cpu(settings.rollout_threads)
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
     if deterministic:
         selftest(decoder)
-    limits = Limits(settings.rollout_slots, settings.rollout_kv_bytes, settings.rollout_prefix_bytes)
+    limits = Limits(
+        slots=settings.rollout_slots,
+        kv_bytes=settings.rollout_kv_bytes,
+        prefix_bytes=settings.rollout_prefix_bytes,
+        turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
+    )
     return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits)
 
 

@@ -53,7 +53,8 @@ class AdapterCache:
             yield
         finally:
             entry.users -= 1
-            await self._trim()
+            if not entry.users:
+                await self._trim()
 
     def prefetch(self, adapter: AdapterRef) -> None:
         """A hint: the adapter will soon be named. Failure is found out when it is."""

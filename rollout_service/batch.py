@@ -3,7 +3,7 @@
     admit   seat waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
     step    one forward with the newest token of every row, each through its own adapter; sample; see who has ended
 
-Forwards have 4, 8, 16, 32 or 64 rows (then multiples of 64), and prefills a multiple of 32 positions: then a row's bits do
+Forwards have 4, 8, 16, 32, 48 or 64 rows (then multiples of 64), and prefills a multiple of 16 positions: then a row's bits do
 not depend on its neighbours (`selftest.py` checks that). Everything here runs in one thread, under torch.inference_mode.
 """
 
@@ -22,13 +22,10 @@ from common.messages import AdapterRef, StopReason
 from rollout_service import kv
 from rollout_service.fused import FusedDecoder
 from rollout_service.meter import Meter
-from rollout_service.prefix import Key, PrefixCache
+from rollout_service.prefill import Prefill, key_of
 from rollout_service.sampler import Plan, Sampled, sample
 from rollout_service.seats import Row, Seats
 from rollout_service.stops import first_stop
-
-PREFILL_TOKENS = 2048
-"""The most positions of one prefill forward, so that rows under way do not wait long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +33,7 @@ class Limits:
     slots: int = 64  # rows under way at once
     kv_bytes: int = 1 << 30  # keys and values of the rows under way; rows that do not fit wait
     prefix_bytes: int = 64 << 20  # keys and values of prompts kept for neighbours
+    turn_bytes: int = 64 << 20  # of trajectories kept for their next turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,8 @@ class Layout:
 
 
 def rounded_rows(num: int) -> int:
-    """4, 8, 16, 32, 64, then multiples of 64."""
-    return kv.rounded(num, 64) if num > 64 else max(4, 1 << (num - 1).bit_length())
+    """4, 8, 16, 32, 48, 64, then multiples of 64."""
+    return kv.rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
 
 
 class Batch:
@@ -89,13 +87,15 @@ class Batch:
             raise ValueError("the memory for keys and values does not hold one row of the model's whole context")
         self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
         self._pools: dict[int, kv.Pool] = {}
-        self._prefixes = PrefixCache(limits.prefix_bytes)
-        self._stack, self._prefill_stack = Stack(decoder.device), Stack(decoder.device)
+        self._stack = Stack(decoder.device)
         self._waiting: deque[Row] = deque()
         self._reserved = 0
         self._layout: Layout | None = None
         self.meter = Meter.of(decoder.device)
-        self.busy_s = 0.0  # totals since the start
+        self._prefill = Prefill(
+            self._model, self.meter, self._spent, prefix_bytes=limits.prefix_bytes, turn_bytes=limits.turn_bytes
+        )
+        self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
 
     # ---- what the engine calls -----------------------------------------------------------------------------
@@ -103,6 +103,11 @@ class Batch:
     @property
     def num_active(self) -> int:
         return self._limits.slots - len(self._seats.free)
+
+    @property
+    def busy_s(self) -> float:
+        """In forwards and sampling since the start."""
+        return self._step_s + self._prefill.busy_s
 
     @property
     def kv_tokens(self) -> int:
@@ -155,14 +160,14 @@ class Batch:
 
     def forget(self, adapter: AdapterRef) -> None:
         """Drop what is cached under an adapter's name."""
-        self._prefixes.drop(adapter)
+        self._prefill.forget(adapter)
 
     def clear(self) -> list[Row]:
         """After an error: start afresh, and say whose work is lost."""
         lost = self.rows()
         self._waiting.clear()
         self._pools.clear()
-        self._prefixes.clear()
+        self._prefill.clear()
         for row in self.active():
             self._seats.leave(row)
         self._reserved, self._layout = 0, None
@@ -206,60 +211,19 @@ class Batch:
         if not joined:
             return
         self._seats.prepare(np.array([row.seat for row in joined]))
-        keys = [(row.request.adapter, row.request.tokens.data[:-4]) for row in joined]
-        prefixes = self._prefixes_of(joined, keys)
-        like = self._model.embedding
-        for row, key in zip(joined, keys, strict=True):
-            length = self._class_of(row)
+        kept = {row: past for row in joined if (past := self._prefill.turns.take(row.request)) is not None}
+        prefixes = self._prefill.prefixes([row for row in joined if row not in kept])
+        to_extend: dict[int, list[tuple[Row, int]]] = {}
+        for row in joined:
+            length, past = self._class_of(row), kept.get(row)
             if length not in self._pools:
-                self._pools[length] = kv.Pool(self._config, length, like)
-            self._pools[length].add(row.seat, prefixes.get(key))
+                self._pools[length] = kv.Pool(self._config, length, self._model.embedding)
+            self._pools[length].add(row.seat, prefixes.get(key_of(row)) if past is None else past)
+            if past is not None:
+                to_extend.setdefault(length, []).append((row, past.shape[1]))
+        for length, rows in to_extend.items():
+            self._prefill.extend(self._pools[length], rows)
         self._layout = None
-
-    def _prefixes_of(self, joined: list[Row], keys: list[Key]) -> dict[Key, Tensor]:
-        """Each distinct prefix once: from the cache, or computed, prompts of like padded length and rank together."""
-        found: dict[Key, Tensor] = {}
-        sharing: dict[Key, list[Row]] = {}
-        for row, key in zip(joined, keys, strict=True):
-            cached = self._prefixes.get(key)
-            if cached is not None:
-                found[key] = cached
-            elif key[1]:
-                sharing.setdefault(key, []).append(row)
-        groups: dict[tuple[int, int], list[Key]] = {}
-        for key, rows in sharing.items():
-            adapter = rows[0].adapter
-            groups.setdefault((kv.rounded(len(key[1]) // 4), adapter.rank if adapter else 0), []).append(key)
-        for (length, _), members in groups.items():
-            size = max(1, PREFILL_TOKENS // length)
-            for first in range(0, len(members), size):
-                part = members[first : first + size]
-                found |= self._prefill(part, [sharing[key] for key in part], length)
-        return found
-
-    def _prefill(self, keys: list[Key], sharing: list[list[Row]], length: int) -> dict[Key, Tensor]:
-        started, since = time.perf_counter(), self.meter.now()
-        tokens = np.zeros((len(keys), length), np.int64)
-        lengths = [len(key[1]) // 4 for key in keys]
-        for index, key in enumerate(keys):
-            tokens[index, : lengths[index]] = np.frombuffer(key[1], "<i4")
-        adapters = [rows[0].adapter for rows in sharing]
-        named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class
-        products = self._prefill_stack.plan_sequences(named) if named else []
-        attend = kv.PrefillAttend(self._config, len(keys))
-        positions = torch.arange(length, device=self._device).clamp_(max=self._config.context - 1).repeat(len(keys))
-        self._model.forward(torch.from_numpy(tokens.reshape(-1)).to(self._device), positions, attend, products)
-        kept = attend.kept()
-        result = {key: kept[i, :, : lengths[i]].clone() for i, key in enumerate(keys)}
-        for key, prefix in result.items():
-            self._prefixes.put(key, prefix)
-        self.meter.prefilled(sum(lengths), tokens.size, since)
-        seconds = time.perf_counter() - started
-        self.busy_s += seconds
-        for num, rows in zip(lengths, sharing, strict=True):
-            for row in rows:
-                self._seats.busy_s[row.seat] += seconds * num / sum(lengths) / len(rows)
-        return result
 
     # ---- one token -----------------------------------------------------------------------------------------
 
@@ -275,7 +239,7 @@ class Batch:
             ended[row] |= self._watch(self._row(int(seats[row])), row, sampled)
         self.meter.stepped(layout.size, since)
         seconds = time.perf_counter() - started
-        self.busy_s += seconds
+        self._step_s += seconds
         self.sampled_tokens += len(seats)
         self._seats.busy_s[seats] += seconds / len(seats)
         return [self._finish(self._row(int(seats[row])), logprobs[row]) for row in np.flatnonzero(ended)]
@@ -348,8 +312,22 @@ class Batch:
         assert progress is not None, "a row ends once"
         ended = Ended(row, reason, *progress)
         self.meter.ended(ended.num_sampled)
+        if in_pool and reason == "stop":
+            self._keep(row)
         self._remove(row, clear=reason is None, in_pool=in_pool)
         return ended
+
+    def _keep(self, row: Row) -> None:
+        """For the trajectory's next turn: all but the last token, which no forward has seen."""
+        if not self._prefill.turns.wants(row.request):
+            return
+        num = int(self._seats.length[row.seat]) - 1
+        prompt = row.request.tokens.data[: 4 * row.request.num_prompt]
+        tokens = prompt + self._seats.tokens[row.seat, : num - row.request.num_prompt].tobytes()
+        self._prefill.turns.put(row.request, tokens, self._pools[self._class_of(row)].kept(row.seat, num))
+
+    def _spent(self, row: Row, seconds: float) -> None:
+        self._seats.busy_s[row.seat] += seconds
 
     def _remove(self, row: Row, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:

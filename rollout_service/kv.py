@@ -63,6 +63,10 @@ class Pool:
                 self.cache[:, last] = 0
         self.seats.pop()
 
+    def kept(self, seat: int, num_tokens: int) -> Tensor:
+        """A copy of the keys and values of a row's first tokens, [layers, T, 2K, D]."""
+        return self.cache[:, self.seats.index(seat), :num_tokens].clone()
+
     def shrink(self) -> None:
         """Give memory back that no row has needed for long."""
         if self.cache.shape[1] > 4:
@@ -170,3 +174,44 @@ class PrefillAttend:
     def kept(self) -> Tensor:
         """[n, layers, T, 2K, D]"""
         return torch.stack(self._kept, dim=1)
+
+
+class ExtendAttend:
+    """Causal attention of new tokens on rows of a pool that have keys and values of earlier ones; adds theirs."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        pool: Pool,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        nums: Sequence[int],
+        width: int,
+    ) -> None:
+        """`rows`: of the pool; `starts`: tokens that each has; `nums`: new ones, of `width` positions."""
+        device = pool.cache.device
+        self._pool = pool
+        self._heads = config.num_heads
+        self._rows_n = torch.tensor(rows, device=device)
+        start_n1, num_n1 = torch.tensor([starts, nums], device=device).unsqueeze(2)
+        at_T = torch.arange(width, device=device)
+        position_nT = start_n1 + at_T
+        self._valid = (at_T < num_n1).flatten().nonzero().squeeze(1)
+        self._places = (self._rows_n.unsqueeze(1) * pool.length + position_nT).flatten()[self._valid]
+        span = torch.arange(rounded(max(s + n for s, n in zip(starts, nums, strict=True))), device=device)
+        self._mask = torch.zeros(len(rows), 1, width, len(span), dtype=pool.cache.dtype, device=device)
+        self._mask.masked_fill_((span > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """qkv [n * T, H + 2K, D] -> [n * T, H * D]"""
+        num, _, width, span = self._mask.shape
+        heads, kv_heads = self._heads, (qkv.shape[1] - self._heads) // 2
+        cache = self._pool.cache[layer]
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, self._places, qkv[:, heads:].index_select(0, self._valid))
+        q = qkv[:, :heads].view(num, width, heads, -1).transpose(1, 2)
+        seen = cache[:, :span].index_select(0, self._rows_n).transpose(1, 2)
+        grouped = heads != kv_heads
+        out = F.scaled_dot_product_attention(
+            q, seen[:, :kv_heads], seen[:, kv_heads:], attn_mask=self._mask, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).reshape(len(qkv), -1)

@@ -27,6 +27,9 @@ class RolloutSettings(Settings):
     """Memory for keys and values of the turns under way; turns that do not fit wait. vLLM on CUDA: see memory_fraction."""
     rollout_prefix_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for keys and values of prompts, kept for the other samples of a group."""
+    rollout_turn_bytes: int = Field(default=64 << 20, ge=0)
+    """Memory for keys and values of trajectories whose tools are at work, kept for their next turn. Not used in deterministic
+    mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment."""
     vllm_max_loras: int = Field(default=8, ge=1)

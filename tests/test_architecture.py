@@ -45,6 +45,7 @@ IMPORTERS = {
         "rollout_service/fused.py",
         "rollout_service/kv.py",
         "rollout_service/meter.py",
+        "rollout_service/prefill.py",
         "rollout_service/prefix.py",
         "rollout_service/sampler.py",
         "rollout_service/selftest.py",

@@ -71,7 +71,7 @@ async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> Non
         batch = engine._batch  # pyright: ignore[reportPrivateUsage]
         asked = [request(adapter, sample=i, max_tokens=3) for adapter in (ref("a"), ref("b")) for i in range(8)]
         done = await asyncio.gather(*[one(engine, r) for r in asked])
-        prefixes = batch._prefixes  # pyright: ignore[reportPrivateUsage]
+        prefixes = batch._prefill._prefixes  # pyright: ignore[reportPrivateUsage]
         assert {key[0] for key in prefixes._entries} == {ref("a"), ref("b")}  # pyright: ignore[reportPrivateUsage]
         await engine.drop(ref("a"))
         await one(engine, request(ref("b"), max_tokens=1))
@@ -86,7 +86,7 @@ def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytes
         selftest(decoder())
 
 
-@pytest.mark.parametrize("num,expected", [(1, 4), (4, 4), (5, 8), (33, 64), (64, 64), (65, 128)])
+@pytest.mark.parametrize("num,expected", [(1, 4), (4, 4), (5, 8), (33, 48), (49, 64), (64, 64), (65, 128)])
 def test_forwards_have_rounded_rows(num: int, expected: int) -> None:
     assert rounded_rows(num) == expected
 

@@ -3,7 +3,7 @@
 import torch
 
 from base_model.decoder import Decoder, directly
-from base_model.device import find_device
+from base_model.device import find_device, prepare_cpu
 from common.errors import InvalidInput
 from common.service import Parts, Service, run
 from common.settings import resolve_model
@@ -27,7 +27,7 @@ def load_trainer(settings: TrainerSettings) -> Trainer:
     chosen = (settings.trainer_device, settings.trainer_dtype, settings.trainer_threads)
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1")
-    torch.set_num_threads(settings.trainer_threads)
+    prepare_cpu(settings.trainer_threads)
     folder = resolve_model(settings.models[settings.model_name])
     dtype = getattr(torch, settings.trainer_dtype)
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
@@ -42,8 +42,8 @@ def load_trainer(settings: TrainerSettings) -> Trainer:
 
 async def build(settings: TrainerSettings, parts: Parts) -> Service:
     trainer = load_trainer(settings)
-    base, cached = parts.cell.base_model, settings.trainer_cached_states
-    handler = TrainHandler(trainer, parts.store, base, cached_states=cached)
+    base, cached = parts.cell.base_model, settings.trainer_cache_bytes
+    handler = TrainHandler(trainer, parts.store, base, cache_bytes=cached)
     return Service(
         handler,
         [Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],

@@ -39,10 +39,11 @@ log = structlog.get_logger()
 
 
 class StateCache:
-    """The most recently used states, at most `capacity`, each of a committed version."""
+    """The most recently used states, at most `budget_bytes` of them, each of a committed version."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._num_bytes = 0
         self._states: OrderedDict[AdapterRef, TrainState] = OrderedDict()
 
     def get(self, adapter: AdapterRef) -> TrainState | None:
@@ -52,13 +53,16 @@ class StateCache:
         return state
 
     def put(self, adapter: AdapterRef, state: TrainState) -> None:
+        self.drop(adapter)
         self._states[adapter] = state
-        self._states.move_to_end(adapter)
-        while len(self._states) > self._capacity:
-            self._states.popitem(last=False)
+        self._num_bytes += state.num_bytes
+        while self._num_bytes > self._budget_bytes:
+            self.drop(next(iter(self._states)))
 
     def drop(self, adapter: AdapterRef) -> None:
-        self._states.pop(adapter, None)
+        state = self._states.pop(adapter, None)
+        if state is not None:
+            self._num_bytes -= state.num_bytes
 
     def names(self) -> list[str]:
         return [str(adapter) for adapter in self._states]
@@ -73,14 +77,14 @@ class TrainHandler:
         store: AdapterStore,
         base_model: str,
         *,
-        cached_states: int = 16,
+        cache_bytes: int = 512 << 20,
         retry_delays_s: tuple[float, ...] = (0.2, 1.0, 3.0),
     ) -> None:
         self._trainer = trainer
         self._store = store
         self._base_model = base_model
         self._cell = Cell(base_model)
-        self._cache = StateCache(cached_states)
+        self._cache = StateCache(cache_bytes)
         self._retry_delays_s = retry_delays_s
         self._fusion = Fusion(trainer)
         self._held_tokens = 0
@@ -166,6 +170,8 @@ class TrainHandler:
             log.info("commit_lost", job=message.job, version=target.version, wasted_s=trained.train_s)
             return winner
         self._counters["commit_s"] += time.monotonic() - since
+        if isinstance(message, Step):
+            self._cache.drop(message.adapter)  # nothing is trained from it again
         self._cache.put(target, trained.state)
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
         return manifest

@@ -34,6 +34,10 @@ class TrainState:
         return cls(flatten(adapter).to(moments.mean_P.device), moments, Layout.of(adapter), adapter.spec)
 
     @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.values_P, self.moments.mean_P, self.moments.square_P))
+
+    @property
     def adapter(self) -> Adapter:
         return unflatten(self.values_P, self.layout, self.spec)
 

@@ -25,5 +25,5 @@ class TrainerSettings(Settings):
     """What one forward and backward may take, by a measurement at the start. 0: half of what is free then."""
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time."""
-    trainer_cached_states: int = Field(default=16, ge=0)
-    """Adapters with optimiser state kept in memory between their steps."""
+    trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
+    """Of adapters with optimiser state that are kept in memory between their steps, least recently used dropped first."""

@@ -77,7 +77,7 @@ def connect_impatiently(redis_url: str, key: str) -> "aioredis.Redis":
     return make_client(redis_url, key, retry=retry, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
 
 
-def get_api(request: Request) -> Api:
+async def get_api(request: Request) -> Api:
     return request.app.state.api
 
 

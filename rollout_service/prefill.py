@@ -1,0 +1,142 @@
+"""What the cache must hold before a turn's first token: keys and values of all tokens but the last.
+
+    a new prompt      computed once for all rows that share adapter and tokens
+    a later turn      its earlier ones are kept from before, if this engine had them; what came since is computed on top
+
+Rows of different adapters and lengths are computed together. Everything here runs in the engine's thread.
+
+Axes: n rows, T positions, K key/value heads, D head size.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from base_model.stacked import FusedAdapter, Product, Stack
+from common.messages import AdapterRef
+from rollout_service import kv
+from rollout_service.fused import Attend, FusedDecoder
+from rollout_service.meter import Meter
+from rollout_service.prefix import Key, PrefixCache, TurnCache
+from rollout_service.seats import Row
+
+PREFILL_BLOCK = 16
+"""A prefill's positions are rounded up to a multiple of this."""
+PREFILL_TOKENS = 2048
+"""The most positions of one prefill forward, so that rows under way do not wait long."""
+
+T = TypeVar("T")
+Spent = Callable[[Row, float], None]
+"""Told the seconds that went into a row."""
+
+
+def key_of(row: Row) -> Key:
+    return row.request.adapter, row.request.tokens.data[:-4]
+
+
+class Prefill:
+    def __init__(self, model: FusedDecoder, meter: Meter, spent: Spent, *, prefix_bytes: int, turn_bytes: int) -> None:
+        """`prefix_bytes`, `turn_bytes`: for keys and values of prompts, and of trajectories between two turns."""
+        self._model = model
+        self._meter = meter
+        self._spent = spent
+        self._stack = Stack(model.embedding.device)
+        self._prefixes = PrefixCache(prefix_bytes)
+        self.turns = TurnCache(turn_bytes)
+        self.busy_s = 0.0
+
+    def forget(self, adapter: AdapterRef) -> None:
+        self._prefixes.drop(adapter)
+        self.turns.drop(adapter)
+
+    def clear(self) -> None:
+        self._prefixes.clear()
+        self.turns.clear()
+
+    # ---- new prompts ------------------------------------------------------------------------------------------------
+
+    def prefixes(self, rows: Sequence[Row]) -> dict[Key, Tensor]:
+        """Each distinct prefix, [layers, T, 2K, D]: from the cache, or computed, those of like padded length and rank together."""
+        found: dict[Key, Tensor] = {}
+        sharing: dict[Key, list[Row]] = {}
+        for row in rows:
+            key = key_of(row)
+            cached = self._prefixes.get(key)
+            if cached is not None:
+                found[key] = cached
+            elif key[1]:
+                sharing.setdefault(key, []).append(row)
+        groups: dict[tuple[int, int], list[Key]] = {}
+        for key, same in sharing.items():
+            groups.setdefault(_class_of(same[0], len(key[1]) // 4), []).append(key)
+        for (width, _), members in groups.items():
+            for part in _parts(members, width):
+                found |= self._compute(part, [sharing[key] for key in part], width)
+        return found
+
+    def _compute(self, keys: list[Key], sharing: list[list[Row]], width: int) -> dict[Key, Tensor]:
+        lengths = [len(key[1]) // 4 for key in keys]
+        tokens = [np.frombuffer(key[1], "<i4") for key in keys]
+        attend = kv.PrefillAttend(self._model.config, len(keys))
+        self._forward(tokens, [0] * len(keys), width, attend, sharing)
+        kept = attend.kept()
+        result = {key: kept[i, :, : lengths[i]].clone() for i, key in enumerate(keys)}
+        for key, prefix in result.items():
+            self._prefixes.put(key, prefix)
+        return result
+
+    # ---- later turns ------------------------------------------------------------------------------------------------
+
+    def extend(self, pool: kv.Pool, rows: Sequence[tuple[Row, int]]) -> None:
+        """Rows of a pool, each with the number of tokens whose keys and values it has already."""
+        groups: dict[tuple[int, int], list[tuple[Row, int]]] = {}
+        for row, start in rows:
+            if (num := len(row.request.tokens) - 1 - start) > 0:
+                groups.setdefault(_class_of(row, num), []).append((row, start))
+        for (width, _), members in groups.items():
+            for part in _parts(members, width):
+                tokens = [row.request.tokens.numpy()[start:-1] for row, start in part]
+                starts = [start for _, start in part]
+                places = [pool.seats.index(row.seat) for row, _ in part]
+                attend = kv.ExtendAttend(self._model.config, pool, places, starts, [len(t) for t in tokens], width)
+                self._forward(tokens, starts, width, attend, [[row] for row, _ in part])
+
+    # ---- both -------------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: Attend, rows: list[list[Row]]
+    ) -> None:
+        """One forward of sequences that begin at `starts`, each for all of its `rows`."""
+        started, since = time.perf_counter(), self._meter.now()
+        device, context = self._model.embedding.device, self._model.config.context
+        padded = np.zeros((len(tokens), width), np.int64)
+        for index, own in enumerate(tokens):
+            padded[index, : len(own)] = own
+        positions = np.minimum(np.array(starts)[:, None] + np.arange(width), context - 1)
+        inputs, places = (torch.from_numpy(values.reshape(-1)).to(device) for values in (padded, positions))
+        self._model.forward(inputs, places, attend, self._products([same[0].adapter for same in rows]))
+        total = sum(map(len, tokens))
+        self._meter.prefilled(total, padded.size, since)
+        seconds = time.perf_counter() - started
+        self.busy_s += seconds
+        for own, same in zip(tokens, rows, strict=True):
+            for row in same:
+                self._spent(row, seconds * len(own) / total / len(same))
+
+    def _products(self, adapters: list[FusedAdapter | None]) -> list[Product]:
+        named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class
+        return self._stack.plan_sequences(named) if named else []
+
+
+def _class_of(row: Row, num_tokens: int) -> tuple[int, int]:
+    """Padded length, and rank: what rows of one forward have in common."""
+    return kv.rounded(num_tokens, PREFILL_BLOCK), row.adapter.rank if row.adapter else 0
+
+
+def _parts(members: list[T], width: int) -> list[list[T]]:
+    size = max(1, PREFILL_TOKENS // width)
+    return [members[first : first + size] for first in range(0, len(members), size)]
