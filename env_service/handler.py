@@ -73,7 +73,7 @@ class EnvHandler:
         self._step_timeout_s = step_timeout_s
         self._can_multi_turn = tokenizer.is_prefix_stable()
         self._counters: dict[str, float] = dict.fromkeys(
-            ("tool_turns", "tool_log_s", "tool_log2_s", "graded", "grade_s"), 0.0
+            ("tool_turns", "tool_log_s", "tool_log2_s", "graded", "grade_s", "calls2"), 0.0
         )
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
@@ -90,7 +90,7 @@ class EnvHandler:
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: turns answered by tools, with the sums of the logarithm of their seconds and of its
-        square; trajectories graded, with their seconds. Waiting is counted."""
+        square; trajectories graded, with their seconds and the sum of the squares of their calls. Waiting is counted."""
         return dict(self._counters)
 
     def park(self, message: Message) -> list[Out]:
@@ -180,16 +180,17 @@ class EnvHandler:
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             return self._settled(result, None, Ending(reason, failure=outcome), usage)
         context, ending, reply = outcome
-        self._count(time.monotonic() - since, ended=ending is not None)
+        self._count(time.monotonic() - since, result.request.turn, ended=ending is not None)
         if ending is not None:
             return self._settled(result, context, ending, usage)
         return [(self._cell.rollout_first, self._next_request(result, context, reply, result.usage + usage))]
 
-    def _count(self, seconds: float, *, ended: bool) -> None:
+    def _count(self, seconds: float, num_calls: int, *, ended: bool) -> None:
         counters, log = self._counters, math.log(max(seconds, 1e-6))
         if ended:
             counters["graded"] += 1
             counters["grade_s"] += seconds
+            counters["calls2"] += num_calls * num_calls
         else:
             counters["tool_turns"] += 1
             counters["tool_log_s"] += log

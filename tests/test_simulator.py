@@ -15,7 +15,7 @@ from benchmarks.simulator.calibration import (
     Workload,
     jain,
 )
-from benchmarks.simulator.fit import Recording, calibrate, fit_decode, fit_training
+from benchmarks.simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training
 from benchmarks.simulator.world import World, simulate
 from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
 from manager_service.policies import POLICIES, parse_policy
@@ -183,7 +183,7 @@ def test_a_recording_becomes_a_calibration() -> None:
         "settled": 40, "settle_s": 0.04, "busy_s": 1.0, "turns": 40, "turn_log_tokens": 120.0, "turn_log2_tokens": 370.0, "cpu_s": 0.6,
     }  # fmt: skip
     env = {
-        "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "cpu_s": 0.1,
+        "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "calls2": 90, "cpu_s": 0.1,
         "delivered": 50, "delivery_s": 0.15,
     }  # fmt: skip
     trainer = {
@@ -203,6 +203,12 @@ def test_a_recording_becomes_a_calibration() -> None:
     by_the_clock = calibrate(Recording(told, hyper), cores=None, control_s=1e-4).machine
     assert by_the_clock.prefill_token_s == pytest.approx(2 * machine.prefill_token_s), "it waited for half of the time"
     assert simulate(found, policy=parse_policy("marlaas"), num_jobs=2).settled == 20
+
+
+@pytest.mark.parametrize("fewest,most", [(0, 0), (3, 3), (2, 4), (0, 5)])
+def test_the_calls_of_a_trajectory_are_found_again(fewest: int, most: int) -> None:
+    calls = range(fewest, most + 1)
+    assert fit_calls(len(calls), sum(calls), sum(n * n for n in calls)) == (fewest, most)
 
 
 def test_a_run_in_which_nothing_happened_is_refused() -> None:

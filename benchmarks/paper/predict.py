@@ -11,7 +11,8 @@ from manager_service.policies import parse_policy
 
 CALIBRATED_ON = "marlaas"
 MOST_JOBS = 8
-"""The run that calibrates is the largest up to this: the number of rows varies in it, and nothing is saturated yet."""
+"""The run that calibrates is the largest up to this, and of no more jobs than run at once: how many rows share a forward
+decides what each costs."""
 
 Key = tuple[str, str, int]
 
@@ -45,9 +46,12 @@ def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Ma
         kept = [run for run in own if recording_file(folder, run).exists()]
         if not kept:
             continue
-        base = max(kept, key=lambda run: run.n)
-        calibration = calibration_of(read_recording(recording_file(folder, base)), base, cores)
+        calibrations = {
+            base.n: calibration_of(read_recording(recording_file(folder, base)), base, cores) for base in kept
+        }
         for run in own:
-            world = simulate(calibration, policy=parse_policy(run.policy), num_jobs=run.n)
-            found[key_of(run)] = world.figures(workload)
+            policy = parse_policy(run.policy)
+            at_once = 1 if policy.one_job else run.n
+            chosen = max((n for n in calibrations if n <= at_once), default=min(calibrations))
+            found[key_of(run)] = simulate(calibrations[chosen], policy=policy, num_jobs=run.n).figures(workload)
     return found

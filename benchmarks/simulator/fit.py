@@ -3,6 +3,7 @@
 Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -157,7 +158,7 @@ def fit_workload(
     assert turn_tokens is not None, "turns were checked"
     tools = LogNormal.fit(env["tool_turns"], env["tool_log_s"], env["tool_log2_s"])
     trajectories = max(1.0, env["graded"])
-    calls = env["tool_turns"] / trajectories
+    fewest, most = fit_calls(trajectories, env["tool_turns"], env["calls2"])
     sampled = rollout["sampled_tokens"] / trajectories
     trained = trainer["trained_tokens"] / trajectories
     return Workload(
@@ -170,9 +171,18 @@ def fit_workload(
         turn_tokens=turn_tokens,
         max_tokens=hyper.max_tokens,
         tool_s=tools,
-        min_calls=int(calls + 0.25),
-        max_calls=int(calls + 0.75),
+        min_calls=fewest,
+        max_calls=most,
     )
+
+
+def fit_calls(num: float, sum_calls: float, sum_calls2: float) -> tuple[int, int]:
+    """The fewest and the most calls of a trajectory, if all numbers between are equally likely: those of the same mean and
+    variance."""
+    mean = sum_calls / num
+    width = math.sqrt(12 * max(0.0, sum_calls2 / num - mean * mean) + 1)  # so many numbers
+    fewest = max(0, round(mean - (width - 1) / 2))
+    return fewest, max(fewest, round(mean + (width - 1) / 2))
 
 
 def fit_size(reports: Sequence[WorkerReport]) -> Size:
