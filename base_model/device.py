@@ -22,19 +22,27 @@ def find_device(name: str, setting: str) -> torch.device:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """From glibc's malloc.h."""
 KEPT_BYTES = 1 << 30
+_C = ctypes.CDLL(None)
 
 
 def prepare_cpu(num_threads: int) -> None:
-    """Call before any thread computes. Of freed memory the process keeps up to KEPT_BYTES for its next tensors, in one heap.
+    """Call before any thread computes. Freed memory stays the process's, for its next tensors, until `give_back_memory`.
 
     glibc gives large blocks back at once and asks for them again in the next forward, page by page: of a training step that
-    is a tenth of the processor time. With another C library nothing changes.
+    is a tenth of the processor time. With another C library, or one older than 2.35, nothing changes.
     """
     torch.set_num_threads(num_threads)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((M_TRIM_THRESHOLD, KEPT_BYTES), (M_MMAP_THRESHOLD, KEPT_BYTES), (M_ARENA_MAX, 1)):
-            mallopt(option, value)
+    mallopt = getattr(_C, "mallopt", None)
+    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_ARENA_MAX, 1)
+
+
+def give_back_memory() -> None:
+    """What is free, for when there is nothing to compute."""
+    trim = getattr(_C, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def compute_clock(device: torch.device) -> Callable[[], float]:

@@ -20,6 +20,7 @@ import torch
 
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
 from benchmarks._report import Goal, make_table, parser, show
 from benchmarks.rollout import NoEnd, adapter_files, prompts, request
 from common.messages import (
@@ -191,7 +192,7 @@ def main() -> None:
     asked.add_argument("--tokens", type=int, default=48)
     asked.add_argument("--rounds", type=int, default=5)
     given = asked.parse_args()
-    torch.set_num_threads(1)
+    prepare_cpu(1)
     with_vllm = importlib.util.find_spec("vllm") is not None
     speeds = asyncio.run(measure_speeds(given.rows, given.tokens, given.rounds, with_vllm=with_vllm))
     gaps = asyncio.run(measure_gaps(with_vllm=with_vllm))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
 from benchmarks._report import Goal, make_table, parser, show
 from benchmarks.training import LORA, TINY, Workload, make_step
 from common.messages import AdapterRef, Init, LoraSpec, Step, f32
@@ -126,7 +126,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repetitions", type=int, default=9)
     given = options.parse_args()
-    torch.set_num_threads(1)
+    prepare_cpu(1)
     results = [measure(shape, given.repetitions) for shape in SHAPES]
     tables = [
         make_table(

@@ -21,6 +21,7 @@ import torch
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
 from benchmarks._report import Goal, make_table, parser, show
 from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from rollout_service.torch_engine import TorchEngine
@@ -144,7 +145,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=48)
     options.add_argument("--rounds", type=int, default=7)
     given = options.parse_args()
-    torch.set_num_threads(1)
+    prepare_cpu(1)
     found = asyncio.run(measure(given.rows, given.tokens, given.rounds))
     lines = [("model.generate, one adapter", found["generate_tokens_per_s"], 1.0)]
     for num in NUM_ADAPTERS:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
 from benchmarks._report import Goal, make_table, parser, show
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
 from trainer_service.batch import Batch, parse_rows
@@ -173,7 +174,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repetitions", type=int, default=7)
     given = options.parse_args()
-    torch.set_num_threads(1)
+    prepare_cpu(1)
     results = [measure(work, given.repetitions) for work in WORKLOADS]
     tables = [
         make_table(

@@ -45,8 +45,8 @@ __all__ = ["DEFAULT_LEARNING_RATE", "ChatTokenizer", "StreamDecoder", "ToolCall"
 
 DEFAULT_LEARNING_RATE = 1e-4
 """The RL rate of a base model without `marlaas.json`."""
-KEPT_REPLIES = 1024
-"""Tools often say the same to the samples of a group."""
+KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
+"""Tools often say the same to the samples of a group; of longer replies nothing is kept."""
 
 
 class ChatTokenizer:
@@ -141,7 +141,8 @@ class ChatTokenizer:
         if not replies or any(reply.get("role") != "tool" for reply in replies):
             raise ValueError("replies must be one or more messages of role 'tool'")
         try:
-            return list(self._reply_ids(json.dumps(replies)))
+            told = json.dumps(replies)
+            return list(self._reply_ids(told) if len(told) <= KEPT_CHARACTERS else self._render_reply(told))
         except TypeError as error:
             raise ValueError(f"replies must be JSON: {error}") from error
 

@@ -148,7 +148,7 @@ class Worker:
         self._freed = asyncio.Event()
         self._voided = Voided()
         self._alone = False
-        self._drained = True  # the last read took all that there was
+        self._drained = False  # the last read took all that there was
         self._stopping = False
 
     @property
@@ -190,6 +190,7 @@ class Worker:
     async def _read(self) -> None:
         while not self._stopping:
             if self._alone or self._free <= 0:
+                self._drained = False  # what comes meanwhile is read in order
                 self._freed.clear()
                 await self._freed.wait()
                 continue

@@ -94,7 +94,7 @@ class EnvHandler:
         return dict(self._counters)
 
     def park(self, message: Message) -> list[Out]:
-        """A Start is issued again by its owner; a turn is sampled again from its request, to the same tokens."""
+        """A Start is issued again by its owner; a turn is sampled again from its request."""
         if not isinstance(message, TurnResult):
             return []
         request = msgspec.structs.replace(message.request, usage=message.usage)

@@ -35,6 +35,7 @@ class AdapterCache:
         self._engine = engine
         self._idle_bytes = idle_bytes
         self._entries: OrderedDict[AdapterRef, Entry] = OrderedDict()  # least recently used first
+        self._loaded_bytes = 0  # in use or idle
         self._changing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -53,8 +54,7 @@ class AdapterCache:
             yield
         finally:
             entry.users -= 1
-            if not entry.users:
-                await self._trim()
+            await self._trim()
 
     def prefetch(self, adapter: AdapterRef) -> None:
         """A hint: the adapter will soon be named. Failure is found out when it is."""
@@ -66,6 +66,7 @@ class AdapterCache:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._entries.clear()
+        self._loaded_bytes = 0
 
     def _enter(self, adapter: AdapterRef) -> Entry:
         entry = self._entries.get(adapter)
@@ -79,7 +80,9 @@ class AdapterCache:
     async def _load(self, adapter: AdapterRef) -> int:
         files = await self._store.read(adapter)
         async with self._changing:
-            return await self._engine.load_files(adapter, files)
+            num_bytes = await self._engine.load_files(adapter, files)
+        self._loaded_bytes += num_bytes
+        return num_bytes
 
     def _forget_failed(self, adapter: AdapterRef, task: "asyncio.Task[int]") -> None:
         """A failed download is tried afresh by whoever asks next."""
@@ -93,12 +96,15 @@ class AdapterCache:
 
     async def _trim(self) -> None:
         """Drop the idle adapters that are over the budget, least recently used first."""
+        if self._loaded_bytes <= self._idle_bytes:
+            return
         idle = [(a, e.loading.result()) for a, e in self._entries.items() if not e.users and _loaded(e)]
         excess = sum(size for _, size in idle) - self._idle_bytes
         for adapter, size in idle:
             if excess <= 0:
                 return
             del self._entries[adapter]
+            self._loaded_bytes -= size
             excess -= size
             async with self._changing:
                 if adapter not in self._entries:

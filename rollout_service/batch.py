@@ -4,7 +4,8 @@
     step    one forward with the newest token of every row, each through its own adapter; sample; see who has ended
 
 Forwards have 4, 8, 16, 32, 48 or 64 rows (then multiples of 64), and prefills a multiple of 16 positions: then a row's bits do
-not depend on its neighbours (`selftest.py` checks that). Everything here runs in one thread, under torch.inference_mode.
+not depend on its neighbours (`selftest.py` checks that), as long as nothing is kept between turns (`turn_bytes` 0). Everything
+here runs in one thread, under torch.inference_mode.
 """
 
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from base_model.decoder import Decoder
+from base_model.device import give_back_memory
 from base_model.stacked import Product, Stack
 from common.messages import AdapterRef, StopReason
 from rollout_service import kv
@@ -177,6 +179,7 @@ class Batch:
         """Nothing is under way: give back what only the last rush needed."""
         for pool in self._pools.values():
             pool.shrink()
+        give_back_memory()
 
     def advance(self) -> list[Ended]:
         """Admit, then one token for every row. Returns the rows that ended, which are gone."""

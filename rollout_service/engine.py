@@ -97,8 +97,9 @@ class Engine(Protocol):
         """Sample one turn, from `request.num_partial` on. Cancelling it takes it out of the batch at once.
 
         What decides the tokens is the request alone: its base, adapter, tokens, sampling and trajectory, never its
-        neighbours, attempt or time. `torch` keeps that to the bit; on `vllm` scores differ in their last digits with what
-        else is in the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
+        neighbours, attempt or time. `torch` keeps that to the bit, but for the last digits where an earlier turn's keys and
+        values were kept (`MARLAAS_ROLLOUT_TURN_BYTES`); on `vllm` scores differ in their last digits with what else is in
+        the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
 
         Raises NotFound if the adapter is not resident, InvalidInput for a request that cannot be computed,
         CorruptAdapter for one that cannot be loaded or whose scores are not numbers.

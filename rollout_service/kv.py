@@ -191,7 +191,7 @@ class ExtendAttend:
         """`rows`: of the pool; `starts`: tokens that each has; `nums`: new ones, of `width` positions."""
         device = pool.cache.device
         self._pool = pool
-        self._heads = config.num_heads
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._rows_n = torch.tensor(rows, device=device)
         start_n1, num_n1 = torch.tensor([starts, nums], device=device).unsqueeze(2)
         at_T = torch.arange(width, device=device)
@@ -199,19 +199,18 @@ class ExtendAttend:
         self._valid = (at_T < num_n1).flatten().nonzero().squeeze(1)
         self._places = (self._rows_n.unsqueeze(1) * pool.length + position_nT).flatten()[self._valid]
         span = torch.arange(rounded(max(s + n for s, n in zip(starts, nums, strict=True))), device=device)
-        self._mask = torch.zeros(len(rows), 1, width, len(span), dtype=pool.cache.dtype, device=device)
-        self._mask.masked_fill_((span > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
+        mask = torch.zeros(len(rows), 1, width, len(span), dtype=pool.cache.dtype, device=device)
+        mask.masked_fill_((span > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
+        self._mask = mask.repeat(1, 1, config.num_heads // config.num_kv_heads, 1)  # [n, 1, G * T, L]
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """qkv [n * T, H + 2K, D] -> [n * T, H * D]"""
-        num, _, width, span = self._mask.shape
-        heads, kv_heads = self._heads, (qkv.shape[1] - self._heads) // 2
+        """qkv [n * T, H + 2K, D] -> [n * T, H * D]. The G query heads of one key head stand as its rows."""
+        num, heads, size = len(self._rows_n), self._heads, qkv.shape[2]
         cache = self._pool.cache[layer]
         cache.view(-1, *cache.shape[2:]).index_copy_(0, self._places, qkv[:, heads:].index_select(0, self._valid))
-        q = qkv[:, :heads].view(num, width, heads, -1).transpose(1, 2)
-        seen = cache[:, :span].index_select(0, self._rows_n).transpose(1, 2)
-        grouped = heads != kv_heads
+        q = qkv[:, :heads].view(num, -1, self._kv_heads, heads // self._kv_heads, size).permute(0, 2, 3, 1, 4)
+        seen = cache[:, : self._mask.shape[3]].index_select(0, self._rows_n).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            q, seen[:, :kv_heads], seen[:, kv_heads:], attn_mask=self._mask, enable_gqa=grouped
+            q.flatten(2, 3), seen[:, : self._kv_heads], seen[:, self._kv_heads :], attn_mask=self._mask
         )
-        return out.transpose(1, 2).reshape(len(qkv), -1)
+        return out.view(q.shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), -1)

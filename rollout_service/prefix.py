@@ -29,8 +29,12 @@ class PrefixCache:
         return found
 
     def put(self, key: Key, prefix: Tensor) -> None:
+        if key in self._entries:
+            self._forget(key)
+        if _size(prefix) > self.budget_bytes:
+            return
         self._entries[key] = prefix
-        self.num_bytes += prefix.numel() * prefix.element_size()
+        self.num_bytes += _size(prefix)
         while self.num_bytes > self.budget_bytes:
             self._forget(next(iter(self._entries)))
 
@@ -44,7 +48,7 @@ class PrefixCache:
 
     def _forget(self, key: Key) -> None:
         prefix = self._entries.pop(key)
-        self.num_bytes -= prefix.numel() * prefix.element_size()
+        self.num_bytes -= _size(prefix)
 
 
 @dataclass(slots=True)
@@ -66,7 +70,12 @@ class TurnCache:
 
     def put(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
         """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: their keys and values."""
-        self._entries[_place(request)] = tokens, cache
+        place = _place(request)
+        if place in self._entries:  # the turn was delivered twice
+            self._forget(place)
+        if _size(cache) > self.budget_bytes:
+            return
+        self._entries[place] = tokens, cache
         self.num_bytes += _size(cache)
         while self.num_bytes > self.budget_bytes:
             self._forget(next(iter(self._entries)))

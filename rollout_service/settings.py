@@ -28,8 +28,8 @@ class RolloutSettings(Settings):
     rollout_prefix_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for keys and values of prompts, kept for the other samples of a group."""
     rollout_turn_bytes: int = Field(default=64 << 20, ge=0)
-    """Memory for keys and values of trajectories whose tools are at work, kept for their next turn. Not used in deterministic
-    mode."""
+    """Memory for keys and values of trajectories whose tools are at work, kept for their next turn. Of the torch engine; not
+    used in deterministic mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment."""
     vllm_max_loras: int = Field(default=8, ge=1)

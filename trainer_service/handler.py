@@ -54,6 +54,8 @@ class StateCache:
 
     def put(self, adapter: AdapterRef, state: TrainState) -> None:
         self.drop(adapter)
+        if state.num_bytes > self._budget_bytes:  # it would drive out all others
+            return
         self._states[adapter] = state
         self._num_bytes += state.num_bytes
         while self._num_bytes > self._budget_bytes:

@@ -12,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from common.errors import CorruptObject
 from common.messages import OptimSpec
@@ -39,17 +40,26 @@ def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
 
 
 def update(values_P: Tensor, grad_P: Tensor, moments: Moments, spec: OptimSpec) -> Moments:
-    """One AdamW step, in place on the values; returns the new moments. The gradient is used up."""
-    num_steps = moments.num_steps + 1
-    mean_P = moments.mean_P.lerp(grad_P, 1.0 - spec.beta1)
-    square_P = (moments.square_P * spec.beta2).addcmul_(grad_P, grad_P, value=1.0 - spec.beta2)
-    mean_correction = 1.0 - spec.beta1**num_steps
-    square_correction = 1.0 - spec.beta2**num_steps
-    root_P = torch.sqrt(square_P, out=grad_P).div_(square_correction**0.5).add_(spec.eps)
-    if spec.weight_decay:
-        values_P.mul_(1.0 - spec.learning_rate * spec.weight_decay)
-    values_P.addcdiv_(mean_P, root_P, value=-spec.learning_rate / mean_correction)
-    return Moments(mean_P, square_P, num_steps)
+    """One AdamW step, in place on the values; returns the new moments. Torch's fused kernel: memory is passed through once."""
+    mean_P, square_P = moments.mean_P.clone(), moments.square_P.clone()
+    steps = torch.tensor(float(moments.num_steps), device=values_P.device)
+    adamw(
+        [values_P],
+        [grad_P],
+        [mean_P],
+        [square_P],
+        [],
+        [steps],
+        fused=True,
+        amsgrad=False,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        lr=spec.learning_rate,
+        weight_decay=spec.weight_decay,
+        eps=spec.eps,
+        maximize=False,
+    )
+    return Moments(mean_P, square_P, moments.num_steps + 1)
 
 
 def save_moments(moments: Moments) -> bytes:

@@ -46,12 +46,13 @@ def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Ma
         kept = [run for run in own if recording_file(folder, run).exists()]
         if not kept:
             continue
-        calibrations = {
-            base.n: calibration_of(read_recording(recording_file(folder, base)), base, cores) for base in kept
-        }
+        calibrations: dict[int, Calibration] = {}
         for run in own:
             policy = parse_policy(run.policy)
             at_once = 1 if policy.one_job else run.n
-            chosen = max((n for n in calibrations if n <= at_once), default=min(calibrations))
-            found[key_of(run)] = simulate(calibrations[chosen], policy=policy, num_jobs=run.n).figures(workload)
+            smallest = min(kept, key=lambda run: run.n)
+            base = max((base for base in kept if base.n <= at_once), key=lambda base: base.n, default=smallest)
+            if base.n not in calibrations:
+                calibrations[base.n] = calibration_of(read_recording(recording_file(folder, base)), base, cores)
+            found[key_of(run)] = simulate(calibrations[base.n], policy=policy, num_jobs=run.n).figures(workload)
     return found
