@@ -29,6 +29,8 @@ from tests.live import Api
 LIMIT_S = 1800.0
 REPORTED_S = 1.5
 """After so long an idle worker has told all that it did."""
+ASK_EVERY_S = 3.0
+"""About a job: makespans are those of the versions, and asking costs processor time, with 32 jobs a tenth of a core."""
 SMALL = 4
 """Up to so many jobs, the stretches of a run's timeline are kept."""
 
@@ -163,7 +165,7 @@ async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
         if found["status"] == "succeeded":
             return job, submitted
         assert found["status"] not in ("failed", "cancelled") and time.monotonic() < deadline, found
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(ASK_EVERY_S)
 
 
 async def job_figures(
