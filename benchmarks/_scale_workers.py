@@ -66,7 +66,12 @@ class MeasuredBus(Bus):
     async def read(
         self, streams: Sequence[str], group: str, consumer: str, *, count: int, block_ms: int | None = None
     ) -> list[Delivery]:
-        found = await super().read(streams, group, consumer, count=count, block_ms=block_ms)
+        return self._noted(await super().read(streams, group, consumer, count=count, block_ms=block_ms))
+
+    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
+        return self._noted(await super().read_in_order(streams, group, consumer, count=count))
+
+    def _noted(self, found: list[Delivery]) -> list[Delivery]:
         now_ms = time.time() * 1000
         self.ages_ms += [now_ms - int(d.entry.partition("-")[0]) for d in found if d.stream != self.cell.rollout]
         return found

@@ -202,7 +202,7 @@ class Worker:
                 self._begin(delivery)
 
     async def _next(self) -> list[Delivery]:
-        """Up to the free slots, first inboxes first; blocks only when all are empty."""
+        """Up to the free slots, first inboxes first; once all of them were empty, blocks until one is not."""
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
         if len(streams) > 1 and not self._drained:
             found = await self._bus.read_in_order(streams, group, self.name, count=free)

@@ -11,7 +11,7 @@ from redis_server import RedisServer
 from common.bus import CLAIM_CHECK_BYTES, Bus, Settlement, Undecodable, connect
 from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, Step, decode, encode
 from common.objects import Objects
-from common.streams import GROUP_ENV, Cell
+from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 
 CELL = Cell("tiny")
 
@@ -235,3 +235,15 @@ def test_steps_survive_the_wire() -> None:
 
 def test_connecting_is_lazy() -> None:
     connect("redis://127.0.0.1:1/0", Cell("tiny"))
+
+
+async def test_of_two_streams_the_first_is_read_empty_first(bus: Bus) -> None:
+    streams = [CELL.rollout_first, CELL.rollout]
+    assert await bus.read_in_order(streams, GROUP_ROLLOUT, "w", count=3) == []  # which makes the groups
+    for stream in streams[::-1]:
+        await bus.publish([(stream, start(number)) for number in range(2)])
+    first = await bus.read_in_order(streams, GROUP_ROLLOUT, "w", count=3)
+    rest = await bus.read_in_order(streams, GROUP_ROLLOUT, "w", count=3)
+    assert [d.stream for d in first] == [CELL.rollout_first, CELL.rollout_first, CELL.rollout]
+    assert [d.stream for d in rest] == [CELL.rollout]
+    assert [d.message.id for d in (*first, *rest)] == [start(n).id for n in (0, 1, 0, 1)]  # type: ignore[union-attr]

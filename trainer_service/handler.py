@@ -7,7 +7,6 @@ after a crash: another trainer makes the version again; the manifest, created on
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ import structlog
 
 from base_model.adapter import load_adapter, save_adapter
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.byte_cache import ByteCache
 from common.errors import (
     AlreadyExists,
     CorruptObject,
@@ -38,38 +38,6 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class StateCache:
-    """The most recently used states, at most `budget_bytes` of them, each of a committed version."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._num_bytes = 0
-        self._states: OrderedDict[AdapterRef, TrainState] = OrderedDict()
-
-    def get(self, adapter: AdapterRef) -> TrainState | None:
-        state = self._states.get(adapter)
-        if state is not None:
-            self._states.move_to_end(adapter)
-        return state
-
-    def put(self, adapter: AdapterRef, state: TrainState) -> None:
-        self.drop(adapter)
-        if state.num_bytes > self._budget_bytes:  # it would drive out all others
-            return
-        self._states[adapter] = state
-        self._num_bytes += state.num_bytes
-        while self._num_bytes > self._budget_bytes:
-            self.drop(next(iter(self._states)))
-
-    def drop(self, adapter: AdapterRef) -> None:
-        state = self._states.pop(adapter, None)
-        if state is not None:
-            self._num_bytes -= state.num_bytes
-
-    def names(self) -> list[str]:
-        return [str(adapter) for adapter in self._states]
-
-
 class TrainHandler:
     """Makes each version once, however often and by however many it is asked."""
 
@@ -86,7 +54,8 @@ class TrainHandler:
         self._store = store
         self._base_model = base_model
         self._cell = Cell(base_model)
-        self._cache = StateCache(cache_bytes)
+        self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
+        """Each of a committed version."""
         self._retry_delays_s = retry_delays_s
         self._fusion = Fusion(trainer)
         self._held_tokens = 0
@@ -152,7 +121,7 @@ class TrainHandler:
 
     def resident(self) -> list[str]:
         """Adapters in memory, as `job@version`."""
-        return self._cache.names()
+        return [str(adapter) for adapter in self._cache]
 
     async def _make(self, message: Init | Step, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
         """Compute and commit; if somebody else was first, what they committed."""
@@ -173,7 +142,7 @@ class TrainHandler:
             return winner
         self._counters["commit_s"] += time.monotonic() - since
         if isinstance(message, Step):
-            self._cache.drop(message.adapter)  # nothing is trained from it again
+            self._cache.pop(message.adapter)  # nothing is trained from it again
         self._cache.put(target, trained.state)
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
         return manifest
@@ -209,7 +178,7 @@ class TrainHandler:
         if newest.version < 2:
             return
         old = AdapterRef(newest.tenant, newest.job, newest.version - 2)
-        self._cache.drop(old)
+        self._cache.pop(old)
         try:
             await self._store.drop_optimizer(old)
         except MarlaasError as error:

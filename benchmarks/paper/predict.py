@@ -47,10 +47,10 @@ def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Ma
         if not kept:
             continue
         calibrations: dict[int, Calibration] = {}
+        smallest = min(kept, key=lambda run: run.n)
         for run in own:
             policy = parse_policy(run.policy)
             at_once = 1 if policy.one_job else run.n
-            smallest = min(kept, key=lambda run: run.n)
             base = max((base for base in kept if base.n <= at_once), key=lambda base: base.n, default=smallest)
             if base.n not in calibrations:
                 calibrations[base.n] = calibration_of(read_recording(recording_file(folder, base)), base, cores)

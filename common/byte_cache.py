@@ -1,0 +1,50 @@
+"""A cache of what was used last, up to a number of bytes."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ByteCache(Generic[K, V]):
+    """The most recently used values of at most `budget_bytes` together. Used from one thread."""
+
+    def __init__(self, budget_bytes: int, size_of: Callable[[V], int]) -> None:
+        """`size_of`: bytes of a value, always the same."""
+        self.budget_bytes = budget_bytes
+        self.num_bytes = 0
+        self._size_of = size_of
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: K, value: V) -> None:
+        """In place of an older one of this key. What is larger than the budget is not kept: it would drive out all others."""
+        self.pop(key)
+        if self._size_of(value) > self.budget_bytes:
+            return
+        self._entries[key] = value
+        self.num_bytes += self._size_of(value)
+        while self.num_bytes > self.budget_bytes:
+            self.pop(next(iter(self._entries)))
+
+    def pop(self, key: K) -> V | None:
+        """What was kept under this key, which is the caller's now."""
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self.num_bytes -= self._size_of(value)
+        return value
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys as they are now, least recently used first; they may be popped on the way."""
+        return iter(list(self._entries))
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.num_bytes = 0
