@@ -1,10 +1,12 @@
 """Adapter products for batches whose rows belong to different adapters: two batched products a layer, no loop over adapters.
 
 The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: the A factors of the layers stand
-side by side, the B factors (times alpha / rank) on the diagonal. Rows that share an adapter fill *lanes* of `LANE_ROWS`
-places; a lane holds a copy of its adapter's factors, so that one batched product serves all lanes.
+side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of what comes
+out. Rows that share an adapter fill *lanes* of `LANE_ROWS` places; a lane holds a copy of its adapter's factors, so that
+one batched product serves all lanes.
 
-    x [N, in] ─ gather ─► [lanes, LANE_ROWS, in] ─ bmm A ─► [.., R] ─ bmm B ─► [.., out] ─ scatter ─► y += [N, out]
+    x [N, in] ─ gather ─► [lanes, LANE_ROWS, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
+                                                                     ├ bmm B of k ─► …
 
 A row's result depends on its adapter alone: never on lanes, neighbours, or how many adapters there are. For that, ranks
 are padded by their own value only (to 8, 16, 32, ...), and every product has at least `LANE_ROWS` rows, or all of them.
@@ -13,8 +15,9 @@ Axes: N rows of a forward, R padded rank times fused layers, at least MIN_INNER.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,17 +38,30 @@ NUM_FUSED = len(FUSED)
 """A fused product's number is layer * NUM_FUSED + its index in FUSED."""
 
 
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """By number of the fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
+
+    a: tuple[Tensor, ...]
+    b: tuple[tuple[Tensor, ...], ...]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain(self.a, *self.b)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Factors":
+        return Factors(tuple(map(change, self.a)), tuple(tuple(map(change, each)) for each in self.b))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedAdapter:
-    """One adapter's factors by number of the fused product: `a[i]` [1, in, R], `b[i]` [1, R, out], scale included."""
+    """One adapter, as a lane."""
 
     rank: int  # padded
-    a: tuple[Tensor, ...]
-    b: tuple[Tensor, ...]
+    factors: Factors
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.a, *self.b))
+        return sum(t.numel() * t.element_size() for t in self.factors)
 
 
 def padded_rank(rank: int) -> int:
@@ -61,14 +77,13 @@ def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: in
     _check_fits(adapter, shapes)
     rank = padded_rank(adapter.spec.rank)
     a: list[Tensor] = []
-    b: list[Tensor] = []
+    b: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         for leaves in FUSED:
             names = [f"layers.{layer}.{leaf}" for leaf in leaves]
-            fused_a, fused_b = _fuse_one(adapter, names, shapes, rank)
-            a.append(fused_a.unsqueeze(0).to(like))
-            b.append(fused_b.unsqueeze(0).to(like))
-    return FusedAdapter(rank, tuple(a), tuple(b))
+            a.append(_joined_a(adapter, names, shapes, rank).unsqueeze(0).to(like))
+            b.append(tuple(_padded_b(adapter, name, shapes, rank).unsqueeze(0).to(like) for name in names))
+    return FusedAdapter(rank, Factors(tuple(a), tuple(b)))
 
 
 def _check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -78,22 +93,21 @@ def _check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> None
             raise ValueError(f"adapter does not fit the base model at {name}")
 
 
-def _fuse_one(
-    adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int
-) -> tuple[Tensor, Tensor]:
-    """([in, R], [R, out]); layers that the adapter does not target stay zero."""
-    width, inner = shapes[names[0]][1], max(MIN_INNER, rank * len(names))
-    a = torch.zeros(width, inner)
-    b = torch.zeros(inner, sum(shapes[name][0] for name in names))
-    column = 0
+def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:
+    """[in, R]; layers that the adapter does not target stay zero."""
+    joined = torch.zeros(shapes[names[0]][1], max(MIN_INNER, rank * len(names)))
     for index, name in enumerate(names):
-        out = shapes[name][0]
         if name in adapter.a:
-            first, own = index * rank, adapter.spec.rank
-            a[:, first : first + own] = adapter.a[name].t()
-            b[first : first + own, column : column + out] = adapter.b[name].t() * adapter.scale
-        column += out
-    return a, b
+            joined[:, index * rank : index * rank + adapter.spec.rank] = adapter.a[name].t()
+    return joined
+
+
+def _padded_b(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:
+    """[rank, out]"""
+    padded = torch.zeros(rank, shapes[name][0])
+    if name in adapter.b:
+        padded[: adapter.spec.rank] = adapter.b[name].t() * adapter.scale
+    return padded
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +115,15 @@ class Lanes:
     """Copies of the factors of the adapters at work, one a lane; a lane keeps its adapter until it is needed otherwise."""
 
     owners: list[FusedAdapter | None] = field(default_factory=list[FusedAdapter | None])
-    a: list[Tensor] = field(default_factory=list[Tensor])  # [lanes, in, R]
-    b: list[Tensor] = field(default_factory=list[Tensor])  # [lanes, R, out]
+    _factors: Factors | None = None
+    _first: dict[int, Factors] = field(default_factory=dict[int, Factors])
+
+    def first(self, num: int) -> Factors:
+        """Those of the first lanes."""
+        assert self._factors is not None, "lanes that nobody was assigned"
+        if num not in self._first:
+            self._first[num] = self._factors.map(lambda factor: factor[:num])
+        return self._first[num]
 
     def assign(self, wanted: Sequence[FusedAdapter]) -> list[int]:
         """A lane for each entry of `wanted` (all of one padded rank); an adapter may be wanted several times."""
@@ -117,56 +138,57 @@ class Lanes:
                 found.setdefault(owner, []).append(lane)
             else:
                 free.append(lane)
-        self._grow(len(wanted), wanted[0])
-        free += range(len(self.owners), len(self.a[0]))
+        free += range(len(self.owners), len(self._grown(len(wanted), wanted[0]).a[0]))
         return [found[w].pop() if found.get(w) else self.put(free.pop(0), w) for w in wanted]
 
     def put(self, lane: int, adapter: FusedAdapter) -> int:
         """Make `lane` the adapter's, unless it is already; returns `lane`."""
-        self._grow(lane + 1, adapter)
+        factors = self._grown(lane + 1, adapter)
         self.owners += [None] * (lane + 1 - len(self.owners))
         if self.owners[lane] is not adapter:
             self.owners[lane] = adapter
-            for target, source in zip((*self.a, *self.b), (*adapter.a, *adapter.b), strict=True):
+            for target, source in zip(factors, adapter.factors, strict=True):
                 target[lane] = source[0]
         return lane
 
     def _truncate(self, num: int) -> None:
         del self.owners[num:]
 
-    def _grow(self, num: int, like: FusedAdapter) -> None:
-        if self.a and len(self.a[0]) >= num:
-            return
+    def _grown(self, num: int, like: FusedAdapter) -> Factors:
+        """Of at least `num` lanes."""
+        old = self._factors
+        if old is not None and len(old.a[0]) >= num:
+            return old
         size = max(LANE_ROWS, 1 << (num - 1).bit_length())
-        self.a = [_grown(old, size, new) for old, new in zip(self.a or like.a, like.a, strict=True)]
-        self.b = [_grown(old, size, new) for old, new in zip(self.b or like.b, like.b, strict=True)]
-
-
-def _grown(old: Tensor, size: int, like: Tensor) -> Tensor:
-    new = like.new_zeros(size, *like.shape[1:])
-    new[: len(old)] = old
-    return new
+        new = like.factors.map(lambda factor: factor.new_zeros(size, *factor.shape[1:]))
+        for target, source in zip(new, old or (), strict=old is not None):
+            target[: len(source)] = source
+        self._factors = new
+        self._first.clear()
+        return new
 
 
 @dataclass(slots=True, eq=False)
 class Product:
     """What one rank class adds to a forward's rows."""
 
-    a: Sequence[Tensor]  # [lanes, in, R] by number of the fused product
-    b: Sequence[Tensor]  # [lanes, R, out]
-    num_lanes: int
-    gather: Tensor | None = (
-        None  # [lanes * LANE_ROWS] row in each place; None: all rows, in order, evenly over the lanes
-    )
+    factors: Factors
+    gather: Tensor | None = None  # [L * LANE_ROWS] row in each place; None: all rows, in order, evenly over the lanes
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
     places: Tensor | None = None  # [n] where they stand; None: in order
 
     def add_to(self, y: Tensor, x: Tensor, number: int) -> None:
         """y [N, out] += B A x [N, in]"""
         spread = x if self.gather is None else x.index_select(0, self.gather)
-        spread = spread.view(self.num_lanes, -1, x.shape[1])
-        inner = torch.bmm(spread, self.a[number][: self.num_lanes])
-        out = torch.bmm(inner, self.b[number][: self.num_lanes]).view(-1, y.shape[1])
+        a, bs = self.factors.a[number], self.factors.b[number]
+        inner = torch.bmm(spread.view(len(a), -1, x.shape[1]), a)
+        column = 0
+        for b, part in zip(bs, inner.split(bs[0].shape[1], dim=2), strict=False):  # R may be wider than all ranks
+            width = b.shape[2]
+            self._scatter(torch.bmm(part, b).view(-1, width), y[:, column : column + width])
+            column += width
+
+    def _scatter(self, out: Tensor, y: Tensor) -> None:
         if self.places is not None:
             out = out.index_select(0, self.places)
         if self.rows is None:
@@ -200,7 +222,7 @@ class Stack:
         lanes = self._of_rank(adapters[0].rank)
         for lane, adapter in enumerate(adapters):
             lanes.put(lane, adapter)
-        return [Product(lanes.a, lanes.b, len(adapters))]
+        return [Product(lanes.first(len(adapters)))]
 
     def _of_rank(self, rank: int) -> Lanes:
         return self._lanes.setdefault(rank, Lanes())
@@ -223,7 +245,7 @@ class Stack:
             rows, places = None, [place_of.get(row, 0) for row in range(size)]
         else:
             rows, places = self._index([*place_of]), [*place_of.values()]
-        return Product(lanes.a, lanes.b, num_lanes, self._index(gather), rows, self._index(places))
+        return Product(lanes.first(num_lanes), self._index(gather), rows, self._index(places))
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -231,4 +253,4 @@ class Stack:
 
 def uniform(adapter: FusedAdapter) -> Product:
     """All rows of the forward are of one adapter."""
-    return Product(adapter.a, adapter.b, 1)
+    return Product(adapter.factors)

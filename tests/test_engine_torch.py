@@ -131,13 +131,13 @@ def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
     stack = Stack(torch.device("cpu"))
     for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
         (product,) = stack.plan(rows, 64)
-        assert product.num_lanes <= 2 * len(rows)
+        assert len(product.factors.a[0]) <= 2 * len(rows)
         assert product.gather is not None and product.rows is None and product.places is not None
         for row, place in enumerate(product.places.tolist()[: len(rows)]):
             lane = place // LANE_ROWS
             assert product.gather[place] == row
-            assert torch.equal(product.a[0][lane], rows[row].a[0][0])
-            assert torch.equal(product.b[3][lane], rows[row].b[3][0])
+            for ours, own in zip(product.factors, rows[row].factors, strict=True):
+                assert torch.equal(ours[lane], own[0])
 
 
 def test_uniform_numbers_for_many_rows_are_those_of_each() -> None:
