@@ -5,7 +5,7 @@ LoRA: Hu et al. 2021, arXiv 2106.09685. y = W x + (alpha / rank) B A x, with A [
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from common.rng import uniform
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model.model."
+DRAWN_TOGETHER = 8
+"""Modules whose initial values are drawn in one call: what a call costs counts for small ones, its memory for large ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,25 @@ def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[
 
 def init_adapter(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], seed: int) -> Adapter:
     """Version 0: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero. A pure function of its arguments."""
+    names = target_names(spec, shapes)
     a: dict[str, Tensor] = {}
-    b: dict[str, Tensor] = {}
-    for index, name in enumerate(target_names(spec, shapes)):
-        out, width = shapes[name]
-        draws = uniform(seed, "lora_init", index, np.arange(spec.rank * width))
-        bound = 1.0 / math.sqrt(width)
-        values = ((2.0 * draws - 1.0) * bound).astype(np.float32).reshape(spec.rank, width)
-        a[name], b[name] = torch.from_numpy(values), torch.zeros(out, spec.rank)
-    return Adapter(spec, a, b)
+    for first in range(0, len(names), DRAWN_TOGETHER):
+        a |= _drawn(names[first : first + DRAWN_TOGETHER], first, spec.rank, shapes, seed)
+    return Adapter(spec, a, {name: torch.zeros(shapes[name][0], spec.rank) for name in names})
+
+
+def _drawn(
+    names: Sequence[str], first: int, rank: int, shapes: Mapping[str, tuple[int, int]], seed: int
+) -> dict[str, Tensor]:
+    """A of some modules; `first`: the number of the first among all."""
+    sizes = [rank * shapes[name][1] for name in names]
+    numbers = np.repeat(np.arange(first, first + len(names)), sizes)
+    draws = uniform(seed, "lora_init", numbers, np.concatenate([np.arange(size) for size in sizes]))
+    found: dict[str, Tensor] = {}
+    for name, drawn in zip(names, np.split(draws, np.cumsum(sizes)[:-1]), strict=True):
+        bound = 1.0 / math.sqrt(shapes[name][1])
+        found[name] = torch.from_numpy(((2.0 * drawn - 1.0) * bound).astype(np.float32).reshape(rank, -1))
+    return found
 
 
 def save_adapter(adapter: Adapter, base_model: str) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ math, endpoint                                   ours
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
@@ -191,8 +191,13 @@ def item_fields(grader: Grader) -> set[str]:
 
 
 def check_item(grader: Grader, item: Mapping[str, Any], *, param: str = "grader") -> None:
-    """Raises InvalidInput if a template names a field that this row of the training file does not have."""
-    for field in sorted(item_fields(grader)):
+    """Raises InvalidInput if a template names a field that this item does not have."""
+    check_fields(item_fields(grader), item, param=param)
+
+
+def check_fields(fields: Collection[str], item: Mapping[str, Any], *, param: str = "grader") -> None:
+    """Raises InvalidInput about the first field that the item does not have; `fields` as `item_fields` finds them."""
+    for field in sorted(fields):
         try:
             templates.lookup(f"item.{field}", item, {})
         except InvalidInput as error:

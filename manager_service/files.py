@@ -6,17 +6,18 @@ files/{tenant}/{file}         object   the content
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from common.errors import InvalidInput, NotFound
 from common.objects import Objects
-from common.tokens import check_messages
+from common.tokens import ChatTokenizer, check_messages
 from manager_service.records import GLOBAL, JSON, FileRecord
 
 ENDING_ROLES = ("user", "system", "developer", "tool")
@@ -27,15 +28,19 @@ _BOM = b"\xef\xbb\xbf"
 class Files:
     """Uploaded files of all tenants."""
 
-    def __init__(self, redis: Any, objects: Objects, *, max_line_bytes: int) -> None:
+    def __init__(
+        self, redis: Any, objects: Objects, tokenizers: Mapping[str, ChatTokenizer], *, max_line_bytes: int
+    ) -> None:
+        """`tokenizers`: of the base models."""
         self._redis = redis
         self._objects = objects
+        self._tokenizers = tokenizers
         self._max_line_bytes = max_line_bytes
 
     async def create(self, tenant: str, filename: str, content: bytes) -> FileRecord:
-        """Check and keep a file. Raises InvalidInput with the line's number."""
+        """Check and keep a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number."""
         content = content.removeprefix(_BOM)
-        num_items = await asyncio.to_thread(check_content, content, self._max_line_bytes)
+        num_items, longest = await asyncio.to_thread(check_content, content, self._max_line_bytes, self._tokenizers)
         now = time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
@@ -45,6 +50,7 @@ class Files:
             created_at=int(now),
             num_bytes=len(content),
             num_items=num_items,
+            longest=longest,
         )
         await self._objects.write(_path(record), content)
         pipe = self._redis.pipeline(transaction=False)
@@ -105,20 +111,33 @@ def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def check_content(content: bytes, max_line_bytes: int) -> int:
-    """The number of items. Raises InvalidInput about the first line that is none."""
-    num_items = 0
+def check_content(
+    content: bytes, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
+) -> tuple[int, dict[str, int]]:
+    """The number of items, and the longest prompt for each base model. Raises InvalidInput about the first line that is none."""
+    num_items, longest = 0, dict.fromkeys(tokenizers, 0)
     for number, line in numbered_lines(content):
         try:
             if len(line) > max_line_bytes:
                 raise ValueError(f"{len(line)} bytes; a line has at most {max_line_bytes}")
-            check_item(parse_json(line))
+            item = parse_json(line)
+            check_item(item)
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
         num_items += 1
+        longest = _with_prompt(longest, item["messages"], tokenizers)
     if not num_items:
         raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
-    return num_items
+    return num_items, longest
+
+
+def _with_prompt(longest: Mapping[str, int], messages: Any, tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
+    """What a base's template refuses is no fault of the file: who wants to train that base on it is told."""
+    found: dict[str, int] = {}
+    for base, tokens in longest.items():
+        with contextlib.suppress(ValueError):
+            found[base] = max(tokens, len(tokenizers[base].render(messages)))
+    return found
 
 
 def check_item(item: Any) -> None:

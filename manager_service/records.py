@@ -200,6 +200,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     num_bytes: int
     num_items: int
+    longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; without bases whose template refuses one
 
 
 JSON = msgspec.json.Encoder()

@@ -137,10 +137,11 @@ VALUES = st.recursive(
 @settings(max_examples=300)
 def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, Any]) -> None:
     try:
-        assert check_content(jsonl(row), 10_000) == 1
+        num_items, longest = check_content(jsonl(row), 10_000, {"tiny": CHATTY})
     except InvalidInput as error:
         assert str(error).startswith("line 1: ")
         return
     msgspec.msgpack.encode(row)
     assert msgspec.json.decode(jsonl(row)) == row
-    assert CHATTY.render(row["messages"])
+    assert (num_items, longest) == (1, {"tiny": len(CHATTY.render(row["messages"]))})
+    assert longest["tiny"]

@@ -16,7 +16,7 @@ from openai.types.fine_tuning import FineTuningJob
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, EnvSpec
 from common.streams import partition_of
-from manager_service.records import JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
+from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
 
 
 @pytest.fixture
@@ -170,6 +170,18 @@ async def test_prompts_that_do_not_fit_are_counted_and_named(server: ApiServer) 
     with pytest.raises(openai.BadRequestError, match="2 of the prompts") as refused:
         await create(server, validation_file=file)
     assert refused.value.param == "validation_file"
+
+
+async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer) -> None:
+    file = await upload(server.openai, jsonl(item("x" * 2040), item()))
+    key = f"{GLOBAL}file:{file}"
+    record = json.loads(await server.api.redis.get(key))
+    assert record["longest"] == {"tiny": 2043}
+    for longest in (record["longest"], {}):  # {}: its base was added later
+        await server.api.redis.set(key, json.dumps(record | {"longest": longest}))
+        with pytest.raises(openai.BadRequestError, match="1 of the prompts"):
+            await create(server, training_file=file)
+        assert await create(server, training_file=file, method=method(max_tokens=4))
 
 
 async def test_an_environment_that_makes_its_items_needs_no_file(server: ApiServer) -> None:

@@ -42,7 +42,8 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
     try:
         bus = next(iter(bases.values())).bus
         await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
-        files = Files(redis, objects, max_line_bytes=settings.max_line_bytes)
+        tokenizers = {name: base.tokenizer for name, base in bases.items()}
+        files = Files(redis, objects, tokenizers, max_line_bytes=settings.max_line_bytes)
         yield Api(settings, redis, objects, AdapterStore(objects), tenants, files, bases)
     finally:
         for base in bases.values():

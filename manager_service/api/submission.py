@@ -4,7 +4,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.environments import grader_of, is_multi_turn, makes_items, validate_environment
 from common.errors import InvalidInput, NotFound
-from common.graders import Grader, check_item, nearest, validate_grader
+from common.graders import Grader, check_fields, item_fields, nearest, validate_grader
 from common.messages import EnvSpec
 from common.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
@@ -93,8 +93,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
     for record, param in ((training, "training_file"), (validation, "validation_file")):
         if record is not None:
-            content = await api.files.content(record)
-            await asyncio.to_thread(check_items, content, plan, base.tokenizer, param)
+            await _check_items(api, record, base, plan, param)
     reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
@@ -216,34 +215,38 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
 # ---- items ----------------------------------------------------------------------------------------------------------
 
 
-def check_items(content: bytes, plan: Plan, tokenizer: ChatTokenizer, param: str) -> None:
-    """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long. Takes CPU time."""
-    limit = tokenizer.context - plan.given.max_tokens
-    too_long: list[int] = []
-    longest = 0
-    for number, item in _items(content):
-        _check_row(item, number, plan.grader, param)
-        length = _length(item, number, tokenizer, param)
-        longest = max(longest, length)
-        if length > limit:
-            too_long.append(number)
-    if too_long:
-        raise InvalidInput(_too_long(too_long, longest, plan.given.max_tokens, tokenizer), param=param, code="too_long")
+async def _check_items(api: Api, record: FileRecord, base: Base, plan: Plan, param: str) -> None:
+    """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long."""
+    fields = item_fields(plan.grader) if plan.grader else set[str]()
+    limit = base.tokenizer.context - plan.given.max_tokens
+    fits = base.name in record.longest and record.longest[base.name] <= limit
+    if fields or not fits:
+        content = await api.files.content(record)
+        await asyncio.to_thread(_check_rows, content, fields, param)
+        if not fits:
+            await asyncio.to_thread(_check_lengths, content, plan.given.max_tokens, base.tokenizer, param)
 
 
 def _items(content: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((number, msgspec.json.decode(line)) for number, line in numbered_lines(content))
 
 
-def _check_row(item: Mapping[str, Any], number: int, grader: Grader | None, param: str) -> None:
-    if grader is None:
-        return
-    try:
-        check_item(grader, item)
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"{param}, line {number}: the grader needs what is not there: {error}", param=param
-        ) from error
+def _check_rows(content: bytes, fields: Collection[str], param: str) -> None:
+    for number, item in _items(content):
+        try:
+            check_fields(fields, item)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"{param}, line {number}: the grader needs what is not there: {error}", param=param
+            ) from error
+
+
+def _check_lengths(content: bytes, max_tokens: int, tokenizer: ChatTokenizer, param: str) -> None:
+    lengths = {number: _length(item, number, tokenizer, param) for number, item in _items(content)}
+    too_long = [number for number, length in lengths.items() if length > tokenizer.context - max_tokens]
+    if too_long:
+        message = _too_long(too_long, max(lengths.values()), max_tokens, tokenizer)
+        raise InvalidInput(message, param=param, code="too_long")
 
 
 def _length(item: Mapping[str, Any], number: int, tokenizer: ChatTokenizer, param: str) -> int:
