@@ -111,6 +111,13 @@ class Decoder:
         angles = torch.cat([angles, angles], dim=-1)
         self.cos = angles.cos().to(self.embedding)  # [context, D]
         self.sin = angles.sin().to(self.embedding)
+        self._rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+        self._gated: Callable[[Tensor, Tensor], Tensor] = gated
+
+    def compile(self) -> None:
+        """From now on torch compiles what stands between the matrix products, each part at its first use."""
+        self._rotate = torch.compile(rotate, dynamic=True)
+        self._gated = torch.compile(gated, dynamic=True)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
@@ -169,7 +176,7 @@ class Decoder:
         v = self._linear(f"{at}.v_proj", x, project).unflatten(-1, (c.num_kv_heads, c.head_dim))
         if f"{at}.q_norm.weight" in self.weights:
             q, k = self._norm(f"{at}.q_norm", q), self._norm(f"{at}.k_norm", k)
-        out = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        out = attend(layer, self._rotate(q, cos, sin), self._rotate(k, cos, sin), v)
         return self._linear(f"{at}.o_proj", out.flatten(-2), project)
 
     def _mlp(self, layer: int, x: Tensor, project: Project) -> Tensor:
@@ -177,7 +184,7 @@ class Decoder:
         x = self._norm(f"layers.{layer}.post_attention_layernorm", x)
         gate = self._linear(f"{at}.gate_proj", x, project)
         up = self._linear(f"{at}.up_proj", x, project)
-        return self._linear(f"{at}.down_proj", F.silu(gate) * up, project)
+        return self._linear(f"{at}.down_proj", self._gated(gate, up), project)
 
     def _linear(self, name: str, x: Tensor, project: Project) -> Tensor:
         return project(name, x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -191,6 +198,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves layout. x [B, T, H, D], cos [B, T, 1, D]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    return F.silu(gate) * up
 
 
 def causal_attend(num_groups: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:

@@ -26,7 +26,7 @@ _KNOWN = (
     "vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_threads trainer_slots trainer_micro_batch_tokens trainer_memory_bytes "
-    "trainer_checkpointing trainer_cache_bytes "
+    "trainer_checkpointing trainer_compile trainer_cache_bytes "
     # the command line
     "url api_key"
 )

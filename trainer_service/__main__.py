@@ -11,7 +11,7 @@ from common.streams import GROUP_TRAINER
 from common.worker import Inbox
 from trainer_service.handler import TrainHandler
 from trainer_service.memory import measured
-from trainer_service.model import checkpointed
+from trainer_service.model import checkpointed, compile_parts
 from trainer_service.packing import Budget
 from trainer_service.selftest import selftest
 from trainer_service.settings import TrainerSettings
@@ -24,14 +24,18 @@ DRAIN_S = 5.0
 def load_trainer(settings: TrainerSettings) -> Trainer:
     """Loads the base model. Raises InvalidInput for what cannot be done."""
     deterministic = settings.deterministic
-    chosen = (settings.trainer_device, settings.trainer_dtype, settings.trainer_threads)
-    if deterministic and chosen != ("cpu", "float32", 1):
-        raise InvalidInput("deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1")
+    chosen = (settings.trainer_device, settings.trainer_dtype, settings.trainer_threads, settings.trainer_compile)
+    if deterministic and chosen != ("cpu", "float32", 1, False):
+        raise InvalidInput(
+            "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false"
+        )
     prepare_cpu(settings.trainer_threads)
     folder = resolve_model(settings.models[settings.model_name])
     dtype = getattr(torch, settings.trainer_dtype)
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=dtype)
+    if settings.trainer_compile:
+        compile_parts(decoder)
     run_layer = checkpointed if settings.trainer_checkpointing else directly
     trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
     trainer.budget = measured(trainer, settings.trainer_memory_bytes)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, Project, RunLayer, directly, plain
+from common.errors import InvalidInput
 from trainer_service.batch import Ints
 from trainer_service.packing import Cost, Tree
 
@@ -83,6 +84,19 @@ def logprobs(decoder: Decoder, inputs: Inputs, project: Project = plain, layer: 
 def checkpointed(layer: Callable[..., Tensor], *args: Any) -> Tensor:
     """Keeps the layer's input alone and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
     return checkpoint(layer, *args, use_reentrant=False)  # pyright: ignore
+
+
+def compile_parts(decoder: Decoder) -> None:
+    """See `Decoder.compile`. Raises InvalidInput if torch cannot compile on this machine."""
+    decoder.compile()
+    tokens_BT = torch.zeros(2, 2, dtype=torch.int64, device=decoder.device)
+    try:
+        decoder.forward(tokens_BT, tokens_BT, _attend(decoder, None))
+    except RuntimeError as error:
+        reason = next(line for line in str(error).splitlines() if line)
+        raise InvalidInput(
+            f"MARLAAS_TRAINER_COMPILE: torch cannot compile here ({reason}): install a C++ compiler, or leave it off"
+        ) from error
 
 
 def sequence_cost(decoder: Decoder) -> Cost:

@@ -25,5 +25,8 @@ class TrainerSettings(Settings):
     """What one forward and backward may take, by a measurement at the start. 0: half of what is free then."""
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time."""
+    trainer_compile: bool = False
+    """Let torch compile what stands between the matrix products, half a minute at the start: a seventh less memory. Made
+    for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode does without."""
     trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Of adapters with optimiser state that are kept in memory between their steps, least recently used dropped first."""
