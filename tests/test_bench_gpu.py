@@ -1,0 +1,49 @@
+"""The benchmark for GPUs, tried on a CPU."""
+
+import pytest
+import torch
+
+from base_model.decoder import Decoder
+from benchmarks.gpu import (
+    PROMPT,
+    SHAPES_OF_BASES,
+    bytes_read,
+    measure,
+    random_adapters,
+    random_decoder,
+    rows_of,
+    tables,
+)
+from benchmarks.paper.lengths import answer_tokens
+from common.messages import TrajectoryRef
+from common.settings import TINY
+
+
+def tiny() -> Decoder:
+    torch.set_num_threads(1)
+    return random_decoder(SHAPES_OF_BASES["tiny"], torch.device("cpu"), torch.bfloat16)
+
+
+def test_the_shape_tiny_is_that_of_the_model() -> None:
+    assert tiny().linear_shapes() == Decoder.load(TINY).linear_shapes()
+
+
+def test_bytes_of_a_row_are_weights_adapter_and_its_own_keys_and_values_at_each_step() -> None:
+    decoder = tiny()
+    (adapter,) = random_adapters(decoder, 1)
+    row = rows_of([adapter])[0]
+    steps = answer_tokens(TrajectoryRef("train", 1, 0, 0)) - 1
+    weights = 2 * (sum(out * width for out, width in decoder.linear_shapes().values()) + 272 * 128)
+    keys_and_values = 2 * 2 * 4 * 2 * 32 * sum(PROMPT + t for t in range(1, steps + 1))
+    assert bytes_read(decoder, [row]) == (weights + adapter.num_bytes) * steps + keys_and_values
+
+
+@pytest.mark.slow
+def test_it_measures_each_number_of_jobs() -> None:
+    found = measure(tiny(), [1, 2], 1, 2048)
+    for n in (1, 2):
+        training, decoding = found["training"][n], found["decoding"][n]
+        assert training["tokens"] >= n * 32 * PROMPT
+        assert min(training["flops_per_s"], training["to_separate"], decoding["bytes_per_s"]) > 0
+    assert len(tables(found, (1e12, 1e9))) == 4
+    assert found["small"]["tokens"] == 2 * 2 * 16
