@@ -73,7 +73,7 @@ class EnvHandler:
         self._step_timeout_s = step_timeout_s
         self._can_multi_turn = tokenizer.is_prefix_stable()
         self._counters: dict[str, float] = dict.fromkeys(
-            ("tool_turns", "tool_log_s", "tool_log2_s", "graded", "grade_s", "calls2"), 0.0
+            ("starts", "start_s", "tool_turns", "tool_log_s", "tool_log2_s", "graded", "grade_s", "calls2"), 0.0
         )
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
@@ -89,8 +89,9 @@ class EnvHandler:
                 raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: turns answered by tools, with the sums of the logarithm of their seconds and of its
-        square; trajectories graded, with their seconds and the sum of the squares of their calls. Waiting is counted."""
+        """Totals since the start: groups begun, with the seconds in which their first prompts were made; turns answered by
+        tools, with the sums of the logarithm of their seconds and of its square; trajectories graded, with their seconds and
+        the sum of the squares of their calls. Waiting is counted for tools and grading."""
         return dict(self._counters)
 
     def park(self, message: Message) -> list[Out]:
@@ -131,6 +132,8 @@ class EnvHandler:
             return self._failed_start(start, prepared)
         tokens, context = prepared
         doing.beat()
+        self._counters["starts"] += 1
+        self._counters["start_s"] += doing.busy_s
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
         return [(self._cell.rollout, first_request(start, s, tokens, context, usage)) for s in start.samples]
 

@@ -85,7 +85,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> Service:
         max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
         dtype=settings.dtype,
         resident=lambda: [str(adapter) for adapter in engine.resident()],
-        counters=engine.counters,
+        counters=lambda: engine.counters() | adapters.counters(),
         on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         close=[adapters.close, engine.stop],
     )

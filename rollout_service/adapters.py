@@ -6,6 +6,7 @@ budget, because a version that was just trained will be named again by the next 
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class AdapterCache:
         self._idle_bytes = idle_bytes
         self._entries: OrderedDict[AdapterRef, Entry] = OrderedDict()  # least recently used first
         self._loaded_bytes = 0  # in use or idle
+        self._loads, self._load_s = 0, 0.0
         self._changing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -60,6 +62,10 @@ class AdapterCache:
         """A hint: the adapter will soon be named. Failure is found out when it is."""
         self._enter(adapter)
 
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: adapters fetched, checked and given to the engine, and seconds from first to last."""
+        return {"loads": float(self._loads), "load_s": self._load_s}
+
     async def close(self) -> None:
         tasks = [entry.loading for entry in self._entries.values()]
         for task in tasks:
@@ -78,10 +84,13 @@ class AdapterCache:
         return entry
 
     async def _load(self, adapter: AdapterRef) -> int:
+        since = time.monotonic()
         files = await self._store.read(adapter)
         async with self._changing:
             num_bytes = await self._engine.load_files(adapter, files)
         self._loaded_bytes += num_bytes
+        self._loads += 1
+        self._load_s += time.monotonic() - since
         return num_bytes
 
     def _forget_failed(self, adapter: AdapterRef, task: "asyncio.Task[int]") -> None:

@@ -182,6 +182,14 @@ def test_the_same_start_gives_the_same_messages() -> None:
     assert first == second
 
 
+def test_the_groups_that_began_and_the_time_that_their_prompts_took_are_counted() -> None:
+    run = Run()
+    for start in (single(samples=(0, 1, 2)), single(item={"answer": "1"})):
+        asyncio.run(run.handle(start))
+    counters = run.handler.counters()
+    assert counters["starts"] == 1 and counters["start_s"] > 0, "a group without a prompt has not begun"
+
+
 def test_a_prompt_that_leaves_no_room_fails_each_sample_with_the_reason() -> None:
     item = {"messages": [{"role": "user", "content": "x" * 2045}], "answer": ""}
     out = asyncio.run(Run().handle(single(item=item, samples=(0, 1))))

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.paper import agentic, figures, lengths, table
 from benchmarks.paper.__main__ import FULL, plan
-from benchmarks.paper.measure import measure
+from benchmarks.paper.measure import Seen, measure
 from benchmarks.paper.results import (
     Engine,
     JobFigures,
@@ -73,6 +73,14 @@ def test_padding_and_tokens_that_are_never_trained_are_not_useful() -> None:
     assert rollout_engine(growth, written=40, core_wait_s=0.0) == Engine(1.5, 0.5 * (0.8 + 0.25), 0.0)
     growth = {"trained_tokens": 200, "forward_tokens": 100, "padding_tokens": 10, "compute_s": 2.0}
     assert training_engine(growth, trained=100, core_wait_s=0.1) == Engine(2.0, pytest.approx(0.9), 0.1)
+
+
+def test_others_used_what_the_machine_was_busy_with_and_its_processes_were_not() -> None:
+    before, after = (
+        Seen(at_s=at, machine_s=machine, counters={}, cpu_s={"redis": own, "manager": own}, core_wait_s={})
+        for at, machine, own in ((5.0, 100.0, 1.0), (15.0, 120.0, 3.5))
+    )
+    assert before.others(after) == pytest.approx((20.0 - 5.0) / 10.0)
 
 
 def test_a_sum_puts_measured_jobs_one_after_another_and_says_so() -> None:

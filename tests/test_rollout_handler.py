@@ -314,6 +314,8 @@ async def test_a_prefetched_adapter_is_there_when_it_is_named() -> None:
     with pytest.raises(NotFound):
         async with cache.hold(ref("gone")):
             pass
+    counters = cache.counters()
+    assert counters["loads"] == 1 and counters["load_s"] > 0, "what was not there was not loaded"
     await cache.close()
 
 

@@ -15,6 +15,7 @@ from benchmarks.simulator.calibration import (
     Workload,
     jain,
 )
+from benchmarks.simulator.clock import Clock, Host, Process
 from benchmarks.simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training
 from benchmarks.simulator.world import World, simulate
 from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
@@ -29,9 +30,14 @@ MACHINE = Machine(
     train_step_s=0.01,
     train_token_s=0.0001,
     commit_s=0.005,
+    load_s=0.002,
     grade_s=0.001,
     hop_s=0.004,
-    control_s=0.0003,
+    start_s=0.0005,
+    engine_loop_s=0.0001,
+    env_loop_s=0.0001,
+    trainer_loop_s=0.002,
+    control_s=0.0001,
     cores=2,
 )
 SINGLE = Workload(name="single", batch_size=4, group_size=4, num_steps=3, turn_tokens=LogNormal.of(20, 0.3))
@@ -104,18 +110,22 @@ def test_alone_under_sequential_a_jobs_time_is_the_sum_of_its_parts() -> None:
     workload = Workload(
         batch_size=1, group_size=2, num_steps=1, turn_tokens=LogNormal.of(10, 0.0), prefill_tokens=0, prompt_tokens=5
     )
-    machine = msgspec.structs.replace(MACHINE, control_s=0.0, cores=None)
+    machine = msgspec.structs.replace(MACHINE, cores=None)
     world = simulate(Calibration(machine=machine, workload=workload), policy=parse_policy("sequential"), num_jobs=1)
     hops = 3 + 2 + 4 + 2  # to version 0: owner, trainer, owner; Start, turns; result, score, batch, step; its answer
-    init_s, decode_s = machine.commit_s, 10 * (machine.decode_step_s + 2 * machine.decode_row_s)
-    train_s = machine.train_step_s + 30 * machine.train_token_s + machine.commit_s
-    parts = init_s + decode_s + machine.grade_s + train_s
+    init_s, decode_s = (
+        machine.commit_s + machine.trainer_loop_s,
+        10 * (machine.decode_step_s + 2 * machine.decode_row_s),
+    )
+    train_s = machine.train_step_s + 30 * machine.train_token_s + machine.commit_s + machine.trainer_loop_s
+    loops_s = 2 * (machine.engine_loop_s + machine.env_loop_s + machine.control_s)
+    parts = init_s + machine.start_s + decode_s + loops_s + machine.grade_s + train_s
     makespan_s = world.figures("one").makespan_s
     assert parts + (hops - 3) * machine.hop_s <= makespan_s <= parts + (hops + 1) * machine.hop_s
 
 
 def test_a_shared_core_slows_down_those_who_share_it() -> None:
-    alone = msgspec.structs.replace(MACHINE, cores=None, control_s=0.0)
+    alone = msgspec.structs.replace(MACHINE, cores=None)
     crowded = msgspec.structs.replace(alone, cores=1)
     spans = [
         simulate(Calibration(machine=m, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=8)
@@ -124,6 +134,38 @@ def test_a_shared_core_slows_down_those_who_share_it() -> None:
         for m in (alone, crowded)
     ]
     assert spans[1] > 1.4 * spans[0]
+
+
+def test_no_processor_second_is_given_twice() -> None:
+    """What messages cost beside the engines is done on the same cores, and by whoever is not waited for too."""
+    machine = msgspec.structs.replace(MACHINE, cores=1, control_s=0.003, engine_loop_s=0.002, env_loop_s=0.001)
+    world = simulate(Calibration(machine=machine, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=4)
+    groups = 4 * SINGLE.num_steps * SINGLE.batch_size
+    trained_s = 4 * SINGLE.num_steps * machine.train_step_s
+    trained_s += machine.train_token_s * sum(job.tokens for job in world.progress.values())
+    loops_s = groups * (machine.start_s + 4 * (machine.control_s + machine.engine_loop_s + machine.env_loop_s))
+    assert (
+        world.figures("single").makespan_s > loops_s + trained_s + 4 * (SINGLE.num_steps + 1) * machine.trainer_loop_s
+    )
+
+
+def test_a_process_does_one_thing_after_another_as_fast_as_its_host_lets_it() -> None:
+    clock = Clock()
+    host = Host(clock, cores=1)
+    one, other = Process(host), Process(host)
+    done: list[tuple[str, float]] = []
+    for name, process in (("a", one), ("b", one), ("c", other)):
+        process.do(0.5, lambda n=name: done.append((n, clock.now)))
+    while clock.step():
+        pass
+    assert done == [("a", 1.0), ("c", 1.0), ("b", 1.5)]
+
+
+def test_a_versions_first_turns_wait_until_an_engine_has_its_adapter() -> None:
+    machine = msgspec.structs.replace(MACHINE, load_s=1.0)
+    world = simulate(Calibration(machine=machine, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=1)
+    assert world.figures("single").makespan_s > SINGLE.num_steps * 1.0
+    assert world.progress["job-00000"].first_token_s > 1.0  # type: ignore[operator]
 
 
 @pytest.mark.slow
@@ -181,21 +223,33 @@ def test_a_recording_becomes_a_calibration() -> None:
     rollout = {
         "decode_steps": 100, "sampled_tokens": 800, "decode_s": 0.4, "prefill_tokens": 500, "prefill_s": 0.1,
         "settled": 40, "settle_s": 0.04, "busy_s": 1.0, "turns": 40, "turn_log_tokens": 120.0, "turn_log2_tokens": 370.0, "cpu_s": 0.6,
+        "loads": 2, "load_s": 0.06,
     }  # fmt: skip
     env = {
         "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "calls2": 90, "cpu_s": 0.1,
-        "delivered": 50, "delivery_s": 0.15,
+        "delivered": 50, "delivery_s": 0.15, "settled": 42, "starts": 2, "start_s": 0.01,
     }  # fmt: skip
     trainer = {
-        "settled": 2, "trained_tokens": 1200, "busy_s": 0.6, "compute_s": 0.3, "commit_s": 0.2, "cpu_s": 0.4,
+        "settled": 2, "trained_tokens": 1200, "busy_s": 0.6, "compute_s": 0.3, "commit_s": 0.24, "cpu_s": 0.4,
     }  # fmt: skip
-    told = [*reports("rollout", [rollout] * 3), *reports("env", [env] * 3), *reports("trainer", [trainer] * 3)]
+    idle = [{"cpu_s": 0.05}]
+    told = [
+        *reports("rollout", [rollout] * 3 + idle),
+        *reports("env", [env] * 3 + idle),
+        *reports("trainer", [trainer] * 3 + idle),
+    ]
     hyper = Hyper(num_steps=2, batch_size=1, group_size=5, lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3))
     found = calibrate(Recording(told, hyper), cores=2, control_s=1e-4)
     machine, workload = found.machine, found.workload
     assert (machine.decode_step_s + 8 * machine.decode_row_s, machine.prefill_token_s) == pytest.approx((0.004, 0.0002))
-    assert (machine.hop_s, machine.grade_s, machine.commit_s) == pytest.approx((0.004, 0.002, 0.1))
-    assert machine.control_s == pytest.approx(1e-4 + (1.1 - 0.8) / 40)
+    assert (machine.hop_s, machine.grade_s, machine.load_s, machine.start_s) == pytest.approx(
+        (0.004, 0.002, 0.03, 0.005)
+    )
+    assert (machine.engine_loop_s, machine.env_loop_s) == pytest.approx((0.1 / 40, 0.09 / 40)), (
+        "idle loops are left out"
+    )
+    assert (machine.trainer_loop_s, machine.commit_s) == pytest.approx((0.05, 0.12 - 0.05))
+    assert machine.control_s == 1e-4
     assert workload.tool_s is not None and workload.tool_s.mu == pytest.approx(-0.7)
     assert (workload.min_calls, workload.max_calls) == (3, 3)
     assert (workload.turn_tokens.mu, workload.prompt_tokens) == pytest.approx((3.0, 120 - 80))

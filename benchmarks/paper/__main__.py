@@ -17,6 +17,7 @@ Each run writes FOLDER/run-WORKLOAD-POLICY-N.json; figures as PNG beside them.
     idle      share of both engines' time in which they do not compute, waiting for a core included
     bottleneck  useful share of the busier engine in the time in which it was not waiting for a core
     no core   seconds in which the engines' threads were ready, and others had the cores
+    others    cores that everybody else used meanwhile, in the mean: where it is not near 0, the run says little
     control   processor seconds of all processes beside computing
     (sum)     `sequential` is not run for every N: there it is the sum of a measured run of fewer jobs
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
 from benchmarks.simulator.fit import Recording, record
@@ -44,11 +46,18 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Totals of each service's worker and of each process."""
+    """Totals of each service's worker and of each process, and of the machine."""
 
+    at_s: float
+    machine_s: float  # processor seconds of all who use this machine, and of its host's other guests
     counters: Mapping[str, Mapping[str, float]]
     cpu_s: Mapping[str, float]
     core_wait_s: Mapping[str, float]
+
+    def others(self, later: "Seen") -> float:
+        """Cores that everybody else used from here to there, in the mean."""
+        own_s = sum(later.cpu_s.values()) - sum(self.cpu_s.values())
+        return max(0.0, later.machine_s - self.machine_s - own_s) / (later.at_s - self.at_s)
 
     def growth(self, later: "Seen", service: str) -> dict[str, float]:
         before, after = self.counters[service], later.counters[service]
@@ -96,6 +105,7 @@ def figures(
             growth["trainer"], trained=sum(job.tokens for job in jobs), core_wait_s=waits["trainer-0"]
         ),
         cpu_s={name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()},
+        others=before.others(after),
         sampled_tokens=growth["rollout"]["sampled_tokens"],
         stretches=stretches,
     )
@@ -121,10 +131,17 @@ async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluste
 async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     workers = (await admin.get("/cluster/workers"))["data"]
     return Seen(
+        at_s=time.monotonic(),
+        machine_s=machine_s(),
         counters={worker["service"]: worker["counters"] for worker in workers},
         cpu_s=processor_s(cluster),
         core_wait_s={name: core_wait_s(pid) for name, pid in cluster.pids.items()},
     )
+
+
+def machine_s() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice, too
 
 
 def core_wait_s(pid: int) -> float:

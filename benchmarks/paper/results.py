@@ -67,6 +67,7 @@ class Measured(Run, frozen=True, kw_only=True):
     rollout: Engine
     trainer: Engine
     cpu_s: dict[str, float]  # of each process
+    others: float = 0.0  # cores that everybody else on the machine used, in the mean
     stretches: list[Stretch] = []  # of small runs
 
     @property
@@ -123,6 +124,7 @@ def measured(
     trainer: Engine,
     cpu_s: Mapping[str, float],
     sampled_tokens: float,
+    others: float = 0.0,
     stretches: Sequence[Stretch] = (),
     kind: str = "measured",
 ) -> Measured:
@@ -148,6 +150,7 @@ def measured(
         rollout=rollout,
         trainer=trainer,
         cpu_s=dict(cpu_s),
+        others=others,
         stretches=list(stretches),
     )
 
@@ -176,6 +179,7 @@ def summed(run: Measured, n: int) -> Measured:
         trainer=run.trainer.times(factor),
         cpu_s={name: factor * seconds for name, seconds in run.cpu_s.items()},
         sampled_tokens=factor * sampled,
+        others=run.others,
     )
 
 

@@ -15,7 +15,8 @@ TIME_COLUMNS = (
     "TPTS s", "p95", "Jain", "slowed", "worst",
 )  # fmt: skip
 ENGINE_COLUMNS = (
-    "run", "rollout %", "useful", "trainer %", "useful", "idle %", "bottleneck %", "no core s", "control s", "wasted",
+    "run", "rollout %", "useful", "trainer %", "useful", "idle %", "bottleneck %", "no core s", "others", "control s",
+    "wasted",
 )  # fmt: skip
 ORDER = list(POLICIES)
 
@@ -80,7 +81,7 @@ def engine_lines(found: Found) -> list[tuple[Any, ...]]:
         (
             named(run), percent(run.rollout.busy_s, run), percent(run.rollout.useful_s, run),
             percent(run.trainer.busy_s, run), percent(run.trainer.useful_s, run), 100 * run.idle,
-            100 * run.bottleneck_useful, run.rollout.core_wait_s + run.trainer.core_wait_s, run.control_s,
+            100 * run.bottleneck_useful, run.rollout.core_wait_s + run.trainer.core_wait_s, run.others, run.control_s,
             float(run.wasted_tokens),
         )
         for run in found.runs.values()

@@ -34,17 +34,22 @@ class LogNormal(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Service times. Seconds of a processor that nobody else wants, but for `hop_s` and `commit_s`, which are of the clock."""
+    """Service times. Seconds of a processor that nobody else wants, but for those "by the clock"."""
 
     decode_step_s: float  # one forward of the engine, whatever its rows
     decode_row_s: float  # and for each row under way
     prefill_token_s: float  # each token computed before a turn
     train_step_s: float  # a job's step, whatever its rows
     train_token_s: float  # and for each token of its rows
-    commit_s: float = 0.0  # a step's files and manifest, while its trainer computes the next
-    grade_s: float = 0.0  # the environment's answer to a trajectory's last turn
-    hop_s: float = 0.005  # from a message's publication to whoever works on it
-    control_s: float = 0.0  # processor seconds of manager, env, Redis and worker loops for each turn
+    commit_s: float = 0.0  # by the clock: a step's files and manifest, beyond `trainer_loop_s`
+    load_s: float = 0.0  # by the clock: an adapter's way into the engine, from when it is announced
+    grade_s: float = 0.0  # by the clock: the environment's answer to a trajectory's last turn
+    hop_s: float = 0.005  # by the clock: from a message's publication to whoever works on it, queues apart
+    start_s: float = 0.0  # of the env worker for a group's first prompts
+    engine_loop_s: float = 0.0  # of a rollout worker beside its engine, for each turn
+    env_loop_s: float = 0.0  # of an env worker for each turn
+    trainer_loop_s: float = 0.0  # of a trainer beside its computing, for each operation, while it computes the next
+    control_s: float = 0.0  # of manager and Redis for each turn
     cores: int | None = None  # that all processes share; None: each has one of its own
 
 

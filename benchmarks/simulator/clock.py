@@ -1,13 +1,12 @@
 """The virtual clock, and processors that several workers share under it."""
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 Act = Callable[[], None]
-LOAD_S = 1.0
-"""Over so long the control plane's load is averaged."""
 
 
 @dataclass(slots=True)
@@ -51,27 +50,18 @@ class Computes(Protocol):
 
 @dataclass(slots=True)
 class Host:
-    """Processor sharing: `cores` between the workers that compute and the control plane; None: a core for each."""
+    """Processor sharing: `cores` between all that compute; None: a core for each."""
 
     clock: Clock
     cores: int | None
-    control_s: float  # processor seconds of the control plane for each turn
     members: list[Computes] = field(default_factory=list)
     speed: float = 1.0  # seconds of computing that a second brings
-    _load: float = 0.0  # turns a second, averaged
-    _load_at: float = 0.0
-
-    def turned(self) -> None:
-        """The control plane handled a turn."""
-        decay = max(0.0, 1 - (self.clock.now - self._load_at) / LOAD_S)
-        self._load, self._load_at = self._load * decay + 1 / LOAD_S, self.clock.now
 
     def changed(self) -> None:
         """Somebody began or ended to compute."""
         if self.cores is None:
             return
-        wanted = sum(member.computing for member in self.members) + min(1.0, self._load * self.control_s)
-        speed = min(1.0, self.cores / max(wanted, 1e-9))
+        speed = min(1.0, self.cores / max(1, sum(member.computing for member in self.members)))
         if speed == self.speed:
             return
         for member in self.members:
@@ -79,3 +69,54 @@ class Host:
         self.speed = speed
         for member in self.members:
             member.plan()
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process's loop: it does what it is given, one after another."""
+
+    host: Host
+    _given: deque[tuple[float, Act]] = field(default_factory=deque[tuple[float, Act]])  # the first is computed
+    _left_s: float = 0.0
+    _synced: float = 0.0
+    _plan: int = 0
+
+    def __post_init__(self) -> None:
+        self.host.members.append(self)
+
+    @property
+    def computing(self) -> bool:
+        return bool(self._given)
+
+    def do(self, seconds: float, then: Act) -> None:
+        """`then` happens when all that was given before and these seconds are computed."""
+        self._given.append((seconds, then))
+        if len(self._given) == 1:
+            self._begin()
+            self.host.changed()
+            self.plan()
+
+    def _begin(self) -> None:
+        self._left_s, self._synced = self._given[0][0], self.host.clock.now
+
+    def sync(self) -> None:
+        now = self.host.clock.now
+        elapsed, self._synced = now - self._synced, now
+        self._left_s -= elapsed * self.host.speed
+
+    def plan(self) -> None:
+        if self._given:
+            self._plan += 1
+            number = self._plan
+            self.host.clock.after(max(0.0, self._left_s) / self.host.speed, lambda: self._done(number))
+
+    def _done(self, plan: int) -> None:
+        if plan != self._plan:
+            return
+        _, then = self._given.popleft()
+        if self._given:
+            self._begin()
+        else:
+            self.host.changed()
+        self.plan()
+        then()

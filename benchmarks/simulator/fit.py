@@ -55,8 +55,7 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
 
     `cores`: that all processes share and nobody else wants; None: service times are of the clock, so that waiting for a core
     as it was in this run, on a machine with other work too, is in them, and the simulator adds none.
-    `control_s`: processor seconds of manager and Redis for a turn, which telemetry does not tell. What the workers'
-    processes use beside computing is added to it.
+    `control_s`: processor seconds of manager and Redis for a turn, which telemetry does not tell.
     """
     by_service = {service: deltas(recording.reports, service) for service in ("rollout", "env", "trainer")}
     rollout, env, trainer = (total(by_service[service]) for service in ("rollout", "env", "trainer"))
@@ -71,17 +70,22 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
     training_waits = 1.0 if cores else max(1.0, trainer["busy_s"] / trainer["compute_s"])
     train_step_s, train_token_s = fit_training(by_service["trainer"])
-    beside_s = sum(counters["cpu_s"] for counters in (rollout, env, trainer)) - computing_s(rollout, trainer)
+    trainer_loop_s = beside_s(by_service["trainer"], "compute_s") / trainer["settled"]
     machine = Machine(
         decode_step_s=step_s * waiting,
         decode_row_s=row_s * waiting,
         prefill_token_s=waiting * rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
         train_step_s=train_step_s * training_waits,
         train_token_s=train_token_s * training_waits,
-        commit_s=trainer["commit_s"] / trainer["settled"],
+        commit_s=max(0.0, trainer["commit_s"] / trainer["settled"] - trainer_loop_s),
+        load_s=rollout["load_s"] / max(1.0, rollout["loads"]),
         grade_s=env["grade_s"] / env["graded"],
-        hop_s=env["delivery_s"] / max(1.0, env["delivered"]) + rollout["settle_s"] / max(1.0, rollout["settled"]),
-        control_s=control_s + max(0.0, beside_s) / rollout["turns"],
+        hop_s=least(by_service["env"], "delivery_s", "delivered") + least(by_service["rollout"], "settle_s", "settled"),
+        start_s=env["start_s"] / max(1.0, env["starts"]),
+        engine_loop_s=beside_s(by_service["rollout"], "decode_s", "prefill_s") / rollout["turns"],
+        env_loop_s=beside_s(by_service["env"], "start_s") / rollout["turns"],
+        trainer_loop_s=trainer_loop_s,
+        control_s=control_s,
         cores=cores,
     )
     return Calibration(
@@ -90,10 +94,6 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
         size=fit_size(recording.reports),
         measured_from={"turns": rollout["turns"], "steps": trainer["settled"], "trajectories": env["graded"]},
     )
-
-
-def computing_s(rollout: dict[str, float], trainer: dict[str, float]) -> float:
-    return rollout["decode_s"] + rollout["prefill_s"] + trainer["compute_s"]
 
 
 def deltas(reports: Iterable[WorkerReport], service: str) -> Deltas:
@@ -149,6 +149,17 @@ def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, floa
     if mean_y - slope * mean_x < 0:
         return 0.0, float(np.average(x * y, weights=weight) / np.average(x * x, weights=weight))
     return float(mean_y - slope * mean_x), float(slope)
+
+
+def beside_s(found: Deltas, *computing: str) -> float:
+    """Processor seconds of a service beside some of them, while it settled anything: those of an idle loop are nobody's."""
+    working = [d for d in found if d.get("settled", 0) > 0]
+    return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in working))
+
+
+def least(found: Deltas, seconds: str, number: str) -> float:
+    """The lowest mean of any two successive reports."""
+    return min((d[seconds] / d[number] for d in found if d.get(number, 0) > 0), default=0.0)
 
 
 def fit_workload(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.simulator.calibration import Machine, Workload
-from benchmarks.simulator.clock import Clock, Host
+from benchmarks.simulator.clock import Clock, Host, Process
 from common.messages import Init, Start, Step
 
 _MASK = (1 << 64) - 1
@@ -96,6 +96,7 @@ class Engine:
     done: Callable[[Flight], None]
     began: Callable[[Flight], None]
     busy_s: float = 0.0
+    loop: Process = field(init=False)  # of the worker around it
     _rows: list[tuple[float, int, Flight]] = field(default_factory=list)  # token at which it ends, number, flight
     _tokens: float = 0.0  # the token clock
     _debt_s: float = 0.0
@@ -104,6 +105,10 @@ class Engine:
     _plan: int = 0
     _filling: bool = False
     _listed: bool = False
+
+    def __post_init__(self) -> None:
+        self.host.members.append(self)
+        self.loop = Process(self.host)
 
     @property
     def computing(self) -> bool:
@@ -172,7 +177,8 @@ class Engine:
         self.sync()
         reached = self._tokens + 0.5  # rows that end in the same step leave together
         while self._rows and self._rows[0][0] <= reached:
-            self.done(heapq.heappop(self._rows)[2])
+            flight = heapq.heappop(self._rows)[2]
+            self.loop.do(self.machine.engine_loop_s, lambda f=flight: self.done(f))
         if not self.computing:
             self.host.changed()
         self.list_free()
@@ -183,10 +189,14 @@ class Engine:
 
 @dataclass(slots=True)
 class Environment:
-    """The stream `env` and its workers: `slots` messages at once, each waiting for its tool or grader."""
+    """The stream `env` and its workers: `slots` messages at once, each waiting for its tool or grader.
 
-    clock: Clock
+    Their loops take turns.
+    """
+
+    host: Host
     machine: Machine
+    loops: deque[Process]
     slots: int
     answered: Callable[[Flight], None]
     queue: deque[Flight] = field(default_factory=deque)
@@ -206,9 +216,20 @@ class Environment:
         while self.queue and self.active < self.slots:
             flight = self.queue.popleft()
             self.active += 1
-            tool = flight.workload.tool_s if flight.calls_next else None
-            seconds = tool.at(flight.draw(LATENCY)) if tool else self.machine.grade_s
-            self.clock.after(seconds, lambda f=flight: self._end(f))
+            self._loop().do(self.machine.env_loop_s, lambda f=flight: self._step(f))
+
+    def _step(self, flight: Flight) -> None:
+        tool = flight.workload.tool_s if flight.calls_next else None
+        seconds = tool.at(flight.draw(LATENCY)) if tool else self.machine.grade_s
+        self.host.clock.after(seconds, lambda: self._end(flight))
+
+    def start(self, then: Callable[[], None]) -> None:
+        """A group's first prompts are made."""
+        self._loop().do(self.machine.start_s, then)
+
+    def _loop(self) -> Process:
+        self.loops.rotate(-1)
+        return self.loops[0]
 
     def _end(self, flight: Flight) -> None:
         self.active -= 1
@@ -231,12 +252,17 @@ class TrainerWorker:
     window_tokens: int
     done: Callable[[Init | Step, float], None]
     busy_s: float = 0.0
+    loop: Process = field(init=False)  # of the worker around it
     _taken: deque[Init | Step] = field(default_factory=deque)  # the first is computed
     _num_held: int = 0  # taken and not committed
     _held_tokens: int = 0
     _left_s: float = 0.0
     _synced: float = 0.0
     _plan: int = 0
+
+    def __post_init__(self) -> None:
+        self.host.members.append(self)
+        self.loop = Process(self.host)
 
     @property
     def computing(self) -> bool:
@@ -284,12 +310,15 @@ class TrainerWorker:
             return
         self.sync()
         message = self._taken.popleft()
-        self.host.clock.after(self.machine.commit_s, lambda: self._committed(message))
+        self.loop.do(self.machine.trainer_loop_s, lambda: self._commit(message))
         if self._taken:
             self._begin()
         else:
             self.host.changed()
         self.plan()
+
+    def _commit(self, message: Init | Step) -> None:
+        self.host.clock.after(self.machine.commit_s, lambda: self._committed(message))
 
     def _committed(self, message: Init | Step) -> None:
         self._num_held -= 1

@@ -8,9 +8,11 @@ from itertools import pairwise
 from math import inf
 
 from benchmarks.simulator.calibration import Calibration, Run, Spread, Workload, jain
-from benchmarks.simulator.clock import Clock, Host
+from benchmarks.simulator.clock import Clock, Host, Process
 from benchmarks.simulator.workers import REWARD, Engine, Environment, Flight, TrainerWorker, Turns
 from common.messages import (
+    AdapterNew,
+    AdapterRef,
     AdapterUpdate,
     Array,
     EnvSpec,
@@ -66,13 +68,15 @@ class World:
     settled: int = 0
     wasted_tokens: int = 0
     num_passes: int = 0
+    _resident_at: dict[AdapterRef, float] = field(default_factory=dict[AdapterRef, float])  # the engine has it
     _inbox: list[ScoredTrajectory | AdapterUpdate] = field(default_factory=list)
     _pass_planned: bool = False
     _entries: int = 0
 
     def __post_init__(self) -> None:
         machine, size = self.calibration.machine, self.calibration.size
-        self.host = Host(self.clock, machine.cores, machine.control_s)
+        self.host = Host(self.clock, machine.cores)
+        self.control = Process(self.host)
         self.turns = Turns(self.clock, machine.hop_s)
         self.engines = [
             Engine(self.host, machine, self.turns, size.rollout_slots, self._turn_done, self._turn_began)
@@ -85,10 +89,10 @@ class World:
             )
             for _ in range(size.trainer)
         ]
-        self.host.members += [*self.engines, *self.trainers]
         for engine in self.engines:
             engine.list_free()
-        self.env = Environment(self.clock, machine, size.env * size.env_slots, self._answered)
+        loops = deque(Process(self.host) for _ in range(size.env))
+        self.env = Environment(self.host, machine, loops, size.env * size.env_slots, self._answered)
         self.allocator = Allocator(self, self.policy, TrainingQueue(self.discipline))
 
     # ---- what the Allocator asks ------------------------------------------------------------------------------------
@@ -179,7 +183,9 @@ class World:
         match message:
             case Start():
                 self.env.starts += 1
-                self.clock.after(hop_s, lambda: self._started(message))
+                self.clock.after(hop_s, lambda: self.env.start(lambda: self._started(message)))
+            case AdapterNew():
+                self._resident_at[message.adapter] = self.clock.now + hop_s + self.calibration.machine.load_s
             case Init() | Step():
                 self.train_queue.append(message)
                 self.clock.after(hop_s, self._train)
@@ -189,9 +195,11 @@ class World:
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def _started(self, start: Start) -> None:
+        """Its prompts are made; its turns begin once their adapter is there."""
         self.env.starts -= 1
         for sample in start.samples:
-            self.turns.put(Flight(start, sample, self.workloads[start.job]))
+            flight = Flight(start, sample, self.workloads[start.job])
+            self.clock.at(self._resident_at.get(start.adapter, 0.0), lambda f=flight: self.turns.put(f))
 
     def _turn_began(self, flight: Flight) -> None:
         progress = self.progress[flight.start.job]
@@ -199,10 +207,12 @@ class World:
             progress.first_token_s = self.clock.now
 
     def _turn_done(self, flight: Flight) -> None:
-        self.host.turned()
         self.clock.after(self.calibration.machine.hop_s, lambda: self.env.put(flight))
 
     def _answered(self, flight: Flight) -> None:
+        self.control.do(self.calibration.machine.control_s, lambda: self._told(flight))
+
+    def _told(self, flight: Flight) -> None:
         if flight.calls_next:
             flight.turn += 1
             self.turns.put(flight)
