@@ -12,6 +12,11 @@ MarlaasError
 └── Fenced                 this process no longer holds the partition's lease
 """
 
+import os
+
+REFUSED = os.EX_CONFIG
+"""Exit status of a process that cannot work with its settings: starting it again at once would not help."""
+
 
 class MarlaasError(Exception):
     """Root of all errors raised on purpose."""

@@ -5,15 +5,15 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from common import log
 from common.adapters import AdapterStore
 from common.bus import Bus
-from common.errors import MarlaasError
+from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.messages import AdapterNew
 from common.objects import Objects, patiently
 from common.settings import Settings, explained, refuse_unknown
@@ -56,18 +56,26 @@ class Service:
 
 def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable[Service]]) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do."""
+    run_with(name, settings_type, lambda settings: _run(name, settings, build))
+
+
+def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Run a service's `main`. Whatever ends it early is one line; the exit status `REFUSED` means wrong settings."""
     try:
         refuse_unknown()
         settings = settings_type()
-        log.configure(name, level=settings.log_level)
-        asyncio.run(_run(name, settings, build))
     except (MarlaasError, ValueError) as error:
-        leave(f"{name}: {explained(error)}")
+        leave(f"{name}: {explained(error)}", REFUSED)
+    log.configure(name, level=settings.log_level)
+    try:
+        asyncio.run(main(settings))
+    except (MarlaasError, ValueError) as error:
+        leave(f"{name}: {explained(error)}", REFUSED if isinstance(error, InvalidInput) else 1)
     leave()
 
 
-def leave(error: str = "") -> NoReturn:
-    """End this process now, with status 1 and the error's line if there is one.
+def leave(error: str = "", status: int = 0) -> NoReturn:
+    """End this process now, with the error's line if there is one.
 
     Threads are not waited for: one may still compute what was handed back, and one of the object store's may want to tell
     its result to an interpreter that is shutting down, which aborts the process.
@@ -76,7 +84,7 @@ def leave(error: str = "") -> NoReturn:
         sys.stderr.write(f"{error}\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if error else 0)
+    os._exit(status)
 
 
 async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Service]]) -> None:

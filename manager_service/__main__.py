@@ -4,23 +4,23 @@ import asyncio
 import gc
 import signal
 
-from common import log
-from common.errors import MarlaasError
-from common.service import leave
-from common.settings import explained, refuse_unknown
+import structlog
+
+from common.service import run_with
 from common.tasks import running
 from manager_service.api.context import Api, Base
 from manager_service.api.server import keep_keys, make_api, serve
 from manager_service.owner import Owner
 from manager_service.settings import ManagerSettings
 
+log = structlog.get_logger()
 
-async def main() -> None:
-    settings = ManagerSettings()
-    log.configure("manager", level=settings.log_level)
+
+async def main(settings: ManagerSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log.info("manager_starts", policy=settings.policy, training_queue=settings.training_queue)
     async with make_api(settings) as api:
         bases = api.bases.values()
         owners = [make_owner(api, base).run(stop) for base in bases]
@@ -46,9 +46,4 @@ def make_owner(api: Api, base: Base) -> Owner:
 
 
 if __name__ == "__main__":
-    try:
-        refuse_unknown()
-        asyncio.run(main())
-    except (MarlaasError, ValueError) as error:  # wrong settings end it with one line that says what to do
-        leave(f"manager: {explained(error)}")
-    leave()
+    run_with("manager", ManagerSettings, main)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import REFUSED
+
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
 STABLE_S = 10.0
@@ -44,6 +46,8 @@ class KeptProcess:
         self.command = command
         self.num_exits = 0
         """How often it ended without having been asked to."""
+        self.refused = False
+        """It ended because of its settings. It is tried again now and then: what they name may come up."""
         self._notify = notify
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
@@ -63,7 +67,8 @@ class KeptProcess:
                 status = await self._run_once()
                 if self._stopping.is_set():
                     return
-                delay_s = _next_delay(delay_s, lived_s=time.monotonic() - since)
+                self.refused = status == REFUSED
+                delay_s = MAX_DELAY_S if self.refused else _next_delay(delay_s, lived_s=time.monotonic() - since)
                 self.num_exits += 1
                 self._notify(f"{self.command.name} {describe(status)}; starting again in {delay_s:.1f} s")
                 await _wait(self._stopping, delay_s)
@@ -114,7 +119,9 @@ def _next_delay(before_s: float, *, lived_s: float) -> float:
 
 
 def describe(status: int) -> str:
-    """`was killed by SIGKILL`, `ended with status 1`."""
+    """`was killed by SIGKILL`, `ended with status 1`, `refused its settings`."""
+    if status == REFUSED:
+        return "refused its settings"
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 

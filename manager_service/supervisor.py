@@ -245,7 +245,12 @@ class LocalCluster:
                 await asyncio.to_thread(rotate, self.log_file(name))
 
     def _check_start(self, suspect: str, *, late: bool) -> None:
-        """Raises StartError if a child keeps dying, or if it took too long, which is then `suspect`'s fault."""
+        """Raises StartError if a child refuses its settings or keeps dying, or if it took too long, which is then `suspect`'s
+        fault.
+        """
+        for name, process in self._processes.items():
+            if process.refused:
+                raise StartError(tail(self.log_file(name), 1))
         dying = [n for n, process in self._processes.items() if process.num_exits >= MAX_EXITS_AT_START]
         if dying or late:
             name = dying[0] if dying else suspect

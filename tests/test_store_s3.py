@@ -29,7 +29,7 @@ from test_store import (  # noqa: F401  (pytest collects them here, with this fi
     test_what_was_created_is_read_back,
 )
 
-from common.errors import InvalidInput, Unavailable
+from common.errors import REFUSED, InvalidInput, Unavailable
 from common.objects import PART_BYTES, Objects, patiently
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,5 +151,5 @@ def test_a_service_with_a_wrong_bucket_ends_with_one_line(
         timeout=60,
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1
+    assert done.returncode == REFUSED
     assert "the bucket of MARLAAS_STORE_URL does not exist; create it" in last

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from common.errors import REFUSED
 from manager_service.processes import describe, rotate, tail
 from manager_service.supervisor import (
     LocalCluster,
@@ -155,6 +156,15 @@ async def test_a_taken_port_is_refused(tmp_path: Path) -> None:
             await cluster(tmp_path, port=taken.getsockname()[1]).start()
 
 
+async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_line(tmp_path: Path) -> None:
+    heard: list[str] = []
+    refuses = f"import sys; print('other'); print('trainer: MARLAAS_X=0: must be 1'); sys.exit({REFUSED})"
+    services = [Service("manager", python(SLEEP)), Service("trainer-0", python(refuses))]
+    with pytest.raises(StartError, match=r"^trainer: MARLAAS_X=0: must be 1$"):
+        await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services, notify=heard.append).start()
+    assert heard == ["trainer-0 refused its settings; starting again in 10.0 s"]
+
+
 async def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     services = [Service("manager", python(SLEEP)), Service("trainer-0", python(BROKEN))]
     with pytest.raises(StartError, match=r"(?s)trainer-0 keeps ending.*no such model"):
@@ -249,3 +259,4 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
 def test_exit_statuses_in_words() -> None:
     assert describe(-9) == "was killed by SIGKILL"
     assert describe(3) == "ended with status 3"
+    assert describe(REFUSED) == "refused its settings"

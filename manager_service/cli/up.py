@@ -10,6 +10,7 @@ import typer
 
 from manager_service.cli.options import CliSettings, Json
 from manager_service.cli.output import print_json
+from manager_service.settings import ManagerSettings
 from manager_service.supervisor import LocalCluster
 
 Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
@@ -52,7 +53,7 @@ async def _run(cluster: LocalCluster, as_json: bool) -> None:
 
 
 def _greet(cluster: LocalCluster, as_json: bool) -> None:
-    folder = cluster.data_dir
+    folder, settings = cluster.data_dir, ManagerSettings()
     if as_json:
         return print_json({"url": cluster.base_url, "data": str(folder), "pids": cluster.pids})
     typer.echo(
@@ -60,6 +61,7 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
         f"  keys    {folder / 'api_key'} (yours), {folder / 'admin_key'} (tenants, /metrics)\n"
         f"  openai  base_url={cluster.base_url}/v1 api_key=$(cat {folder / 'api_key'})\n"
         f"  logs    {folder / 'logs'}\n"
+        f"  policy  {settings.policy}, training queue {settings.training_queue}\n"
         f"  next    in another terminal: .venv/bin/python -m examples.quickstart, or\n"
         f"          .venv/bin/marlaas submit ITEMS.jsonl --grader string_check:answer --watch\n"
         f"          docs of the API: {cluster.base_url}/docs\n"
