@@ -43,6 +43,8 @@ async def test_a_tenant_is_made_changed_and_given_keys(server: ApiServer) -> Non
     assert [model.id async for model in client.models.list()] == ["tiny"]
     again = await server.http.post("/v1/admin/tenants", json={"id": "acme"}, headers=admin)
     assert again.status_code == 409
+    misspelt = await server.http.post("/v1/admin/tenants/acme", json={"wieght": 5}, headers=admin)
+    assert misspelt.status_code == 400 and "did you mean 'weight'?" in misspelt.json()["error"]["message"]
     changed = await server.http.post("/v1/admin/tenants/acme", json={"max_tokens_per_day": 5}, headers=admin)
     assert (changed.json()["weight"], changed.json()["max_tokens_per_day"]) == (2.0, 5)
     (key,) = (await server.http.get("/v1/admin/tenants/acme/keys", headers=admin)).json()["data"]

@@ -105,7 +105,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 2**53}, "seed", "less than"),
     ({"suffix": "a:b"}, "suffix", "letters, digits"),
     ({"metadata": {"k" * 65: "v"}}, "metadata", "at most 64 characters"),
-    ({"extra_body": {"sed": 1}}, "sed", "unknown parameter 'sed'"),
+    ({"extra_body": {"sed": 1}}, "sed", "unknown parameter 'sed'; did you mean 'seed'?"),
+    (
+        {"method": {"type": "reinforcement", "reinforcement": {"gradr": {}}}},
+        "method.reinforcement.gradr",
+        "did you mean 'grader'?",
+    ),
     ({"method": {"type": "supervised"}}, "method.type", "'supervised' is not offered"),
     ({"method": {"type": "reinforcment"}}, "method.type", "did you mean 'reinforcement'?"),
     ({"method": {"type": "reinforcement"}}, "method.reinforcement", "is missing"),

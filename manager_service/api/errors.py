@@ -1,8 +1,8 @@
 """Errors as HTTP answers, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import structlog
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from common.bus import passes
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
+from common.graders import nearest
 
 RETRY_AFTER_S = 2
 log = structlog.get_logger()
@@ -123,9 +124,12 @@ async def _handle(request: Request, error: Exception) -> Response:
     return answer(ours.status_code, ours.detail, param=ours.param, code=ours.code, headers=ours.headers)
 
 
-async def _handle_validation(_: Request, error: Exception) -> Response:
+async def _handle_validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    message, param = sentence(error.errors()[0])
+    found = error.errors()[0]
+    message, param = sentence(found)
+    if found["type"] == "extra_forbidden":
+        message += nearest(str(found["loc"][-1]), _fields(request, found["loc"][1:-1]))
     return answer(400, message, param=param, code="invalid_request")
 
 
@@ -141,6 +145,17 @@ def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:
     if found["type"] == "json_invalid":
         return "the body is not valid JSON", None
     return (f"{name}: {reason[:1].lower()}{reason[1:]}" if name else reason), name or None
+
+
+def _fields(request: Request, path: Sequence[str | int]) -> list[str]:
+    """Names of the fields that the body may have at a path."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    model: Any = body.field_info.annotation if body else None
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        kinds = (get_args(field.annotation) or (field.annotation,)) if field else ()
+        model = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    return list(getattr(model, "model_fields", {}))
 
 
 def install(app: FastAPI) -> None:
