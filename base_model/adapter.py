@@ -103,6 +103,20 @@ def load_adapter(files: Mapping[str, bytes]) -> Adapter:
     return Adapter(spec, a, b)
 
 
+def check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raises CorruptObject unless the adapter has just the modules that its configuration targets, in the base's shapes."""
+    try:
+        names = target_names(adapter.spec, shapes)
+    except InvalidInput as error:
+        raise CorruptObject(f"adapter does not fit the base model: {error}") from error
+    if adapter.names() != names:
+        odd = sorted(set(adapter.names()) ^ set(names))[0]
+        raise CorruptObject(f"adapter does not fit the base model: {odd} is missing, or not targeted")
+    for name in names:
+        if (adapter.b[name].shape[0], adapter.a[name].shape[1]) != shapes[name]:
+            raise CorruptObject(f"adapter does not fit the base model at {name}")
+
+
 def _factors(tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Tensor]:
     return {
         name.removeprefix(PEFT_PREFIX).removesuffix(suffix): tensor.float()

@@ -22,7 +22,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from base_model.adapter import Adapter
+from base_model.adapter import Adapter, check_fits
 
 LANE_ROWS = 4
 MIN_RANK = 8
@@ -72,9 +72,9 @@ def padded_rank(rank: int) -> int:
 def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: int, *, like: Tensor) -> FusedAdapter:
     """`shapes`: module name -> (out, in) of the base. Factors get the device and dtype of `like`.
 
-    Raises ValueError if the adapter's factors do not fit the base.
+    Raises CorruptObject if the adapter does not fit the base.
     """
-    _check_fits(adapter, shapes)
+    check_fits(adapter, shapes)
     rank = padded_rank(adapter.spec.rank)
     a: list[Tensor] = []
     b: list[tuple[Tensor, ...]] = []
@@ -84,13 +84,6 @@ def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: in
             a.append(_joined_a(adapter, names, shapes, rank).unsqueeze(0).to(like))
             b.append(tuple(_padded_b(adapter, name, shapes, rank).unsqueeze(0).to(like) for name in names))
     return FusedAdapter(rank, Factors(tuple(a), tuple(b)))
-
-
-def _check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> None:
-    for name in adapter.names():
-        out, width = shapes.get(name, (0, 0))
-        if adapter.a[name].shape[1] != width or adapter.b[name].shape[0] != out:
-            raise ValueError(f"adapter does not fit the base model at {name}")
 
 
 def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:

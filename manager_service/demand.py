@@ -108,6 +108,7 @@ class Demand:
     open_work: int = 0
     num_training: int = 0
     num_running: int = 0
+    waiting: Counter[str] = field(default_factory=Counter)  # tenant -> trajectories under way
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Tenant -> tokens under way, estimated."""
     kv_tokens: float = 0.0
@@ -133,7 +134,7 @@ class Demand:
 
     def tenants(self) -> set[str]:
         """Those with work under way or wanted."""
-        return {tenant for tenant, tokens in self.tokens.items() if tokens > 0} | self.hungry.keys()
+        return {tenant for tenant, waiting in self.waiting.items() if waiting} | self.hungry.keys()
 
     def jobs_of(self, tenant: str) -> Set[str]:
         return self._jobs.get(tenant, frozenset())
@@ -180,13 +181,15 @@ class Demand:
             if not self.hungry[tenant].line:
                 del self.hungry[tenant]
         if not self.active[tenant] and tenant not in self.queued:
-            del self.active[tenant], self.tokens[tenant], self.behind[tenant], self._turns[tenant]
+            del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant], self._turns[tenant]
 
     def _count(self, view: View, sign: int) -> None:
         tenant = view.tenant
         self.open_work += sign * view.waiting
-        self.tokens[tenant] += sign * view.tokens
-        self.kv_tokens += sign * view.kv_tokens
+        self.waiting[tenant] += sign * view.waiting
+        # Differences of floats leave traces; where nothing is under way there is nothing.
+        self.tokens[tenant] = self.tokens[tenant] + sign * view.tokens if self.waiting[tenant] else 0.0
+        self.kv_tokens = self.kv_tokens + sign * view.kv_tokens if self.open_work else 0.0
         self.num_training += sign * view.training
         self.num_running += sign * view.running
         self.active[tenant] += sign * view.active

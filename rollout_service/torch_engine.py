@@ -22,7 +22,7 @@ import torch
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
-from common.errors import CorruptObject, InvalidInput, NotFound
+from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
 from rollout_service.batch import Batch, Ended, Limits
 from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
@@ -150,10 +150,7 @@ class TorchEngine:
     # ---- on the event loop ---------------------------------------------------------------------------------
 
     def _fuse(self, files: Mapping[str, bytes]) -> FusedAdapter:
-        try:
-            return fuse(load_adapter(files), self._shapes, self._config.num_layers, like=self._like)
-        except ValueError as error:
-            raise CorruptObject(str(error)) from error
+        return fuse(load_adapter(files), self._shapes, self._config.num_layers, like=self._like)
 
     def _check(self, request: TurnRequest) -> FusedAdapter | None:
         if self._thread is None:

@@ -22,7 +22,14 @@ VIEWS = st.builds(
     training=st.booleans(),
     ready=st.booleans(),
     urgency=URGENCY,
-).map(lambda view: replace(view, behind=view.behind and view.active))
+).map(
+    lambda view: replace(
+        view,
+        behind=view.behind and view.active,
+        tokens=view.tokens * view.waiting,
+        kv_tokens=view.kv_tokens * view.waiting,
+    )
+)
 
 
 @given(st.lists(st.tuples(st.sampled_from("123456"), st.none() | VIEWS), max_size=60))
@@ -52,6 +59,16 @@ def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
 
 def hungry(*urgency: float) -> View:
     return View(tenant="a", active=True, urgency=urgency)
+
+
+def test_a_tenant_with_nothing_under_way_is_idle_whatever_floats_add_up_to() -> None:
+    demand = Demand()
+    for tokens in (0.1, 0.7, 0.3):
+        for job, times in (("1", 3), ("2", 1)):
+            demand.update(job, View(tenant="a", active=True, waiting=times, tokens=times * tokens, kv_tokens=tokens))
+    for job in ("1", "2"):
+        demand.update(job, View(tenant="a", active=True))
+    assert (demand.tenants(), demand.tokens["a"], demand.kv_tokens) == (set(), 0.0, 0.0)
 
 
 def test_within_one_urgency_the_first_to_ask_is_served_first() -> None:

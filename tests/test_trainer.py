@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_support import NO_ROWS, load_tiny, make_init, make_rows, make_step, nothing, steps
+from msgspec.structs import replace
+from trainer_support import LORA, NO_ROWS, load_tiny, make_init, make_rows, make_step, nothing, steps
 
+from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.errors import Unavailable
@@ -165,6 +167,29 @@ async def test_a_corrupt_parent_is_a_failure_and_harms_no_other_job(system: Syst
 
     assert update.failure is not None and update.failure.kind == "corrupt_adapter"
     assert (await system.run(make_step(0, make_rows(), "other"), handler=handler)).failure is None
+
+
+@pytest.mark.parametrize("change", ["wider", "without a module"])
+async def test_an_adapter_of_another_base_fails_alone(system: System, change: str) -> None:
+    shapes = system.decoder.linear_shapes()
+    other = {name: (out, width + 8) for name, (out, width) in shapes.items()} if change == "wider" else shapes
+    adapter = init_adapter(LORA, other, seed=1)
+    if change != "wider":
+        gone = adapter.names()[3]
+        adapter = Adapter(LORA, *({n: t for n, t in side.items() if n != gone} for side in (adapter.a, adapter.b)))
+    await system.run(make_init("good"))
+    good = await system.store.manifest(AdapterRef("t", "good", 0))
+    assert good is not None
+    moments = Moments.zeros(sum(t.numel() for t in (*adapter.a.values(), *adapter.b.values())), torch.device("cpu"))
+    files = save_adapter(adapter, "tiny") | {OPTIMIZER_FILE: save_moments(moments)}
+    await system.store.commit(replace(good, adapter=AdapterRef("t", "bad", 0)), files)
+
+    handler = system.handler()  # whose first adapter is the bad one
+    bad = await system.run(make_step(0, make_rows(), "bad"), handler=handler)
+    update = await system.run(make_step(0, make_rows(), "good"), handler=handler)
+
+    assert bad.failure is not None and bad.failure.kind == "corrupt_adapter"
+    assert "does not fit the base model" in bad.failure.reason and update.failure is None
 
 
 async def test_a_batch_without_rows_commits_the_version_unchanged(system: System) -> None:

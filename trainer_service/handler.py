@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 
-from base_model.adapter import load_adapter, save_adapter
+from base_model.adapter import check_fits, load_adapter, save_adapter
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.byte_cache import ByteCache
 from common.errors import (
@@ -170,6 +170,7 @@ class TrainHandler:
 
     def _load(self, files: dict[str, bytes]) -> TrainState:
         adapter = load_adapter(files)
+        check_fits(adapter, self._trainer.decoder.linear_shapes())
         num_values = lora.Layout.of(adapter).num_values
         return TrainState.of(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
 
