@@ -168,6 +168,13 @@ def test_a_versions_first_turns_wait_until_an_engine_has_its_adapter() -> None:
     assert world.progress["job-00000"].first_token_s > 1.0  # type: ignore[operator]
 
 
+def test_what_a_trajectory_takes_does_not_grow_with_the_workers_that_share_the_cores() -> None:
+    few, _ = run(SINGLE, "marlaas", 40, size=Size(rollout=2, env=2, trainer=1))
+    many, _ = run(SINGLE, "marlaas", 40, size=Size(rollout=200, env=200, trainer=100))
+    assert few.settled == many.settled == 40 * 48
+    assert many.clock.num_made < 1.5 * few.clock.num_made
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_thousand_jobs_on_fifty_workers() -> None:

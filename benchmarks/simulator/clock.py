@@ -4,7 +4,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 Act = Callable[[], None]
 
@@ -14,12 +13,12 @@ class Clock:
     """Events in order of time, then of their making. Nothing happens between two events."""
 
     now: float = 0.0
+    num_made: int = 0
     _events: list[tuple[float, int, Act]] = field(default_factory=list)
-    _made: int = 0
 
     def at(self, time: float, act: Act) -> None:
-        self._made += 1
-        heapq.heappush(self._events, (max(time, self.now), self._made, act))
+        self.num_made += 1
+        heapq.heappush(self._events, (max(time, self.now), self.num_made, act))
 
     def after(self, seconds: float, act: Act) -> None:
         self.at(self.now + seconds, act)
@@ -33,42 +32,62 @@ class Clock:
         return True
 
 
-class Computes(Protocol):
-    """A worker with a thread that computes."""
-
-    @property
-    def computing(self) -> bool: ...
-
-    def sync(self) -> None:
-        """Bring its work up to the clock, at the host's speed until now."""
-        ...
-
-    def plan(self) -> None:
-        """Foresee its next event, at the host's speed from now on."""
-        ...
-
-
 @dataclass(slots=True)
 class Host:
-    """Processor sharing: `cores` between all that compute; None: a core for each."""
+    """Processor sharing: `cores` between all that compute; None: a core for each.
+
+    All advance equally, so one clock of work serves them all: it goes on by `speed` a second. What is to be computed is an event
+    on it, and when their number changes only the next event has another time.
+    """
 
     clock: Clock
     cores: int | None
-    members: list[Computes] = field(default_factory=list)
-    speed: float = 1.0  # seconds of computing that a second brings
+    num_computing: int = 0
+    _speed: float = 1.0  # seconds of computing that a second brings
+    _work: float = 0.0  # the clock of work at `_since`
+    _since: float = 0.0
+    _events: list[tuple[float, int, Act]] = field(default_factory=list)
+    _made: int = 0
+    _plan: int = 0
 
-    def changed(self) -> None:
-        """Somebody began or ended to compute."""
-        if self.cores is None:
+    @property
+    def work(self) -> float:
+        """Seconds that each who computed all the time has computed."""
+        return self._work + (self.clock.now - self._since) * self._speed
+
+    def after(self, seconds: float, act: Act) -> None:
+        """When so many seconds of somebody who computes are computed."""
+        self._made += 1
+        heapq.heappush(self._events, (self.work + max(0.0, seconds), self._made, act))
+        if self._events[0][1] == self._made:
+            self._foresee()
+
+    def began(self) -> None:
+        """One more computes."""
+        self._count(1)
+
+    def ended(self) -> None:
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self.num_computing += change
+        speed = 1.0 if self.cores is None else min(1.0, self.cores / max(1, self.num_computing))
+        if speed != self._speed:
+            self._work, self._since, self._speed = self.work, self.clock.now, speed
+            self._foresee()
+
+    def _foresee(self) -> None:
+        self._plan += 1
+        if self._events:
+            number, left = self._plan, self._events[0][0] - self.work
+            self.clock.after(max(0.0, left) / self._speed, lambda: self._reach(number))
+
+    def _reach(self, plan: int) -> None:
+        if plan != self._plan:
             return
-        speed = min(1.0, self.cores / max(1, sum(member.computing for member in self.members)))
-        if speed == self.speed:
-            return
-        for member in self.members:
-            member.sync()
-        self.speed = speed
-        for member in self.members:
-            member.plan()
+        _, _, act = heapq.heappop(self._events)
+        self._foresee()
+        act()
 
 
 @dataclass(slots=True, eq=False)
@@ -77,46 +96,18 @@ class Process:
 
     host: Host
     _given: deque[tuple[float, Act]] = field(default_factory=deque[tuple[float, Act]])  # the first is computed
-    _left_s: float = 0.0
-    _synced: float = 0.0
-    _plan: int = 0
-
-    def __post_init__(self) -> None:
-        self.host.members.append(self)
-
-    @property
-    def computing(self) -> bool:
-        return bool(self._given)
 
     def do(self, seconds: float, then: Act) -> None:
         """`then` happens when all that was given before and these seconds are computed."""
         self._given.append((seconds, then))
         if len(self._given) == 1:
-            self._begin()
-            self.host.changed()
-            self.plan()
+            self.host.began()
+            self.host.after(seconds, self._done)
 
-    def _begin(self) -> None:
-        self._left_s, self._synced = self._given[0][0], self.host.clock.now
-
-    def sync(self) -> None:
-        now = self.host.clock.now
-        elapsed, self._synced = now - self._synced, now
-        self._left_s -= elapsed * self.host.speed
-
-    def plan(self) -> None:
-        if self._given:
-            self._plan += 1
-            number = self._plan
-            self.host.clock.after(max(0.0, self._left_s) / self.host.speed, lambda: self._done(number))
-
-    def _done(self, plan: int) -> None:
-        if plan != self._plan:
-            return
+    def _done(self) -> None:
         _, then = self._given.popleft()
         if self._given:
-            self._begin()
+            self.host.after(self._given[0][0], self._done)
         else:
-            self.host.changed()
-        self.plan()
+            self.host.ended()
         then()

@@ -100,42 +100,40 @@ class Engine:
     _rows: list[tuple[float, int, Flight]] = field(default_factory=list)  # token at which it ends, number, flight
     _tokens: float = 0.0  # the token clock
     _debt_s: float = 0.0
-    _synced: float = 0.0
+    _synced: float = 0.0  # by the clock, and by that of work
+    _worked: float = 0.0
     _joined: int = 0
     _plan: int = 0
     _filling: bool = False
     _listed: bool = False
 
     def __post_init__(self) -> None:
-        self.host.members.append(self)
         self.loop = Process(self.host)
-
-    @property
-    def computing(self) -> bool:
-        return bool(self._rows)
 
     @property
     def token_s(self) -> float:
         return self.machine.decode_step_s + self.machine.decode_row_s * len(self._rows)
 
-    def sync(self) -> None:
-        now = self.host.clock.now
-        elapsed, self._synced = now - self._synced, now
+    def _sync(self) -> None:
+        """Bring the token clock up to now."""
+        now, worked = self.host.clock.now, self.host.work
+        elapsed, work = now - self._synced, worked - self._worked
+        self._synced, self._worked = now, worked
         if not self._rows:
             return
         self.busy_s += elapsed
-        work = elapsed * self.host.speed
         paid = min(work, self._debt_s)
         self._debt_s -= paid
         self._tokens += (work - paid) / self.token_s
 
-    def plan(self) -> None:
+    def _foresee(self) -> None:
+        """When the next row ends, if none joins before."""
         if not self._rows:
             return
         self._plan += 1
-        number, clock = self._plan, self.host.clock
+        number = self._plan
         left_s = self._debt_s + max(0.0, self._rows[0][0] - self._tokens) * self.token_s
-        clock.after(left_s / self.host.speed, lambda: self._end(number))
+        self.host.after(left_s, lambda: self._end(number))
 
     def list_free(self) -> None:
         if not self._listed and len(self._rows) < self.slots:
@@ -150,8 +148,8 @@ class Engine:
 
     def _fill(self) -> None:
         self._filling = False
-        self.sync()
-        was_busy = self.computing
+        self._sync()
+        was_busy = bool(self._rows)
         while len(self._rows) < self.slots and (flight := self.turns.take()):
             self._join(flight)
         if len(self._rows) >= self.slots and self._listed:
@@ -159,9 +157,9 @@ class Engine:
             self.turns.free.remove(self)
             if self.turns.free and (self.turns.first or self.turns.fresh):
                 self.turns.free[0].fill()
-        if self.computing != was_busy:
-            self.host.changed()
-        self.plan()
+        if self._rows and not was_busy:
+            self.host.began()
+        self._foresee()
 
     def _join(self, flight: Flight) -> None:
         self._joined += 1
@@ -174,17 +172,17 @@ class Engine:
     def _end(self, plan: int) -> None:
         if plan != self._plan:
             return
-        self.sync()
+        self._sync()
         reached = self._tokens + 0.5  # rows that end in the same step leave together
         while self._rows and self._rows[0][0] <= reached:
             flight = heapq.heappop(self._rows)[2]
             self.loop.do(self.machine.engine_loop_s, lambda f=flight: self.done(f))
-        if not self.computing:
-            self.host.changed()
+        if not self._rows:
+            self.host.ended()
         self.list_free()
         if self.turns.first or self.turns.fresh:
             self.fill()
-        self.plan()
+        self._foresee()
 
 
 @dataclass(slots=True)
@@ -256,17 +254,10 @@ class TrainerWorker:
     _taken: deque[Init | Step] = field(default_factory=deque)  # the first is computed
     _num_held: int = 0  # taken and not committed
     _held_tokens: int = 0
-    _left_s: float = 0.0
-    _synced: float = 0.0
-    _plan: int = 0
+    _began: float = 0.0  # of the first, by the clock
 
     def __post_init__(self) -> None:
-        self.host.members.append(self)
         self.loop = Process(self.host)
-
-    @property
-    def computing(self) -> bool:
-        return bool(self._taken)
 
     @property
     def has_room(self) -> bool:
@@ -280,42 +271,26 @@ class TrainerWorker:
             self._held_tokens += _num_tokens(message)
             self._taken.append(message)
             if len(self._taken) == 1:
+                self.host.began()
                 self._begin()
-                self.host.changed()
-                self.plan()
 
     def _begin(self) -> None:
-        self._left_s, self._synced = self._seconds(self._taken[0]), self.host.clock.now
+        self._began = self.host.clock.now
+        self.host.after(self._seconds(self._taken[0]), self._computed)
 
     def _seconds(self, message: Init | Step) -> float:
         if isinstance(message, Init):
             return 0.0
         return self.machine.train_step_s + self.machine.train_token_s * _num_tokens(message)
 
-    def sync(self) -> None:
-        now = self.host.clock.now
-        elapsed, self._synced = now - self._synced, now
-        if self._taken:
-            self.busy_s += elapsed
-            self._left_s -= elapsed * self.host.speed
-
-    def plan(self) -> None:
-        if self._taken:
-            self._plan += 1
-            number = self._plan
-            self.host.clock.after(max(0.0, self._left_s) / self.host.speed, lambda: self._computed(number))
-
-    def _computed(self, plan: int) -> None:
-        if plan != self._plan:
-            return
-        self.sync()
+    def _computed(self) -> None:
+        self.busy_s += self.host.clock.now - self._began
         message = self._taken.popleft()
         self.loop.do(self.machine.trainer_loop_s, lambda: self._commit(message))
         if self._taken:
             self._begin()
         else:
-            self.host.changed()
-        self.plan()
+            self.host.ended()
 
     def _commit(self, message: Init | Step) -> None:
         self.host.clock.after(self.machine.commit_s, lambda: self._committed(message))
