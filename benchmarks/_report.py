@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,9 +44,33 @@ class Goal:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """A benchmark's options: its docstring as help, and `--json`."""
-    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = argparse.ArgumentParser(
+        prog=program(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return result
+
+
+def program() -> str:
+    """What was run, as one runs it: `python -m benchmarks.paper`."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
+
+
+def positive(text: str) -> int:
+    """An option's whole number, 1 or more."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """An option's whole number, 0 or more."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+    return int(text)
 
 
 def make_table(title: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> Table:
@@ -57,11 +82,18 @@ def make_table(title: str, columns: Sequence[str], values: Iterable[Sequence[Any
     return result
 
 
-def show(tables: Iterable[Table], figures: Any, goals: Sequence[Goal], to: Path | None) -> None:
-    """Print it, and write the figures to a file if one is given."""
+def show(
+    tables: Iterable[Table], figures: Any, goals: Sequence[Goal], to: Path | None, *, notes: Sequence[str] = ()
+) -> None:
+    """Print it, and write the figures to a file if one is given. `notes` are lines between tables and goals."""
     load = os.getloadavg()
     for each in tables:
+        title, each.title = each.title, None  # a table folds its title to its own width
+        if title:
+            console.print(title, style="bold")
         console.print(each)
+    for note in notes:
+        console.print(note)
     for goal in goals:
         console.print(f"goal  {goal}")
     console.print(f"{os.cpu_count()} cores, load average {load[0]:.1f} over the last minute, {load[1]:.1f} over five\n")

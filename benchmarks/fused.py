@@ -1,6 +1,6 @@
 """A fused step of 32 jobs against 32 separate steps, and against one step of one adapter over the same tokens; one thread.
 
-    python -m benchmarks.fused [--repetitions 9] [--json FILE]
+    python -m benchmarks.fused [--repetitions 9] [--json FILE]      # about a minute and a half on a quiet core
 
 Contenders take turns. A ratio is the median over turns of the ratio within one turn, of processor seconds of this process
 (it has one thread; wall time would count the others that want its core). Every job has a batch and an adapter of its own;
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, make_table, parser, positive, show
 from benchmarks.training import LORA, TINY, Workload, make_step
 from common.messages import AdapterRef, Init, LoraSpec, Step, f32
 from trainer_service.open_step import TrainState
@@ -124,7 +124,7 @@ def goals(results: list[dict[str, Any]]) -> list[Goal]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--repetitions", type=int, default=9)
+    options.add_argument("--repetitions", type=positive, default=9, help="default 9")
     given = options.parse_args()
     prepare_cpu(1)
     results = [measure(shape, given.repetitions) for shape in SHAPES]

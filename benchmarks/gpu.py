@@ -27,8 +27,8 @@ from base_model.adapter import Adapter, init_adapter
 from base_model.decoder import Decoder, DecoderConfig
 from base_model.device import find_device, prepare_cpu
 from base_model.stacked import FusedAdapter, fuse
-from benchmarks._report import Goal, console, make_table, parser, show
-from benchmarks.fused import SHAPES, Job, all_active, fused, make_jobs
+from benchmarks._report import Goal, console, make_table, parser, positive, show
+from benchmarks.fused import NUM_JOBS, SHAPES, Job, all_active, fused, make_jobs
 from benchmarks.paper.lengths import LONGEST, answer_tokens
 from benchmarks.rollout import request
 from benchmarks.training import LORA, Workload, make_step
@@ -292,17 +292,39 @@ def tables(found: dict[str, Any], peak: tuple[float, float]) -> list[Any]:
     ]
 
 
+def goals(found: dict[str, Any]) -> list[Goal]:
+    most = f"{NUM_JOBS} jobs of 2 rows of 16 tokens"
+    return [
+        Goal(f"fused to separate steps, {most}", found["small"]["to_separate"], 4.0, " x"),
+        Goal(f"decoding with {NUM_JOBS} adapters to one", found["decoding"][NUM_JOBS]["to_one_adapter"], 0.9, " x"),
+    ]
+
+
+def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
+    """Why columns are empty, or goals are not judged."""
+    found: list[str] = []
+    if np.isnan(peak).any():
+        found.append(
+            "MFU and MBU need the device's peaks: --peak-tflops and --peak-gbs fill the columns that are empty"
+        )
+    if not judged:
+        found.append(f"the goals are for a GPU with {NUM_JOBS} jobs")
+    return found
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--device", default="cuda")
     options.add_argument("--shape", choices=SHAPES_OF_BASES, default="qwen3-0.6b")
-    options.add_argument("--jobs", type=int, nargs="+", default=[1, 8, 32], metavar="N")
-    options.add_argument("--repetitions", type=int, default=5)
-    options.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch, if memory allows")
+    options.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
+    options.add_argument("--repetitions", type=positive, default=5, help="default 5")
+    options.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
     options.add_argument("--compile", action="store_true", help="as MARLAAS_TRAINER_COMPILE")
     options.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
     options.add_argument("--peak-gbs", type=float, help="of the device's memory")
     given = options.parse_args()
+    if max(given.jobs) > NUM_JOBS:
+        options.error(f"argument --jobs: {NUM_JOBS} at most")
     if given.device == "cuda" and not torch.cuda.is_available():
         console.print("no GPU here: nothing was measured (--device cpu --shape tiny tries the benchmark itself)")
         return
@@ -317,12 +339,8 @@ def main() -> None:
         1e12 * given.peak_tflops if given.peak_tflops else known[0],
         1e9 * given.peak_gbs if given.peak_gbs else known[1],
     )
-    most = max(given.jobs)
-    goals = [
-        Goal(f"fused to separate steps, {most} jobs of 2 rows of 16 tokens", found["small"]["to_separate"], 4.0, " x"),
-        Goal(f"decoding with {most} adapters to one", found["decoding"][most]["to_one_adapter"], 0.9, " x"),
-    ]
-    show(tables(found, peak), found, goals, given.json)
+    judged = device.type == "cuda" and NUM_JOBS in given.jobs
+    show(tables(found, peak), found, goals(found) if judged else [], given.json, notes=notes(peak, judged=judged))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The benchmark for GPUs, tried on a CPU."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from benchmarks.gpu import (
     SHAPES_OF_BASES,
     bytes_read,
     measure,
+    notes,
     random_adapters,
     random_decoder,
     rows_of,
@@ -36,6 +39,12 @@ def test_bytes_of_a_row_are_weights_adapter_and_its_own_keys_and_values_at_each_
     weights = 2 * (sum(out * width for out, width in decoder.linear_shapes().values()) + 272 * 128)
     keys_and_values = 2 * 2 * 4 * 2 * 32 * sum(PROMPT + t for t in range(1, steps + 1))
     assert bytes_read(decoder, [row]) == (weights + adapter.num_bytes) * steps + keys_and_values
+
+
+def test_it_says_why_columns_are_empty_and_goals_are_not_judged() -> None:
+    unknown, goals = notes((math.nan, 1e12), judged=False)
+    assert "--peak-tflops" in unknown and "GPU with 32 jobs" in goals
+    assert notes((1e12, 1e12), judged=True) == []
 
 
 @pytest.mark.slow

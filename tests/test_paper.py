@@ -4,6 +4,7 @@ import asyncio
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -113,16 +114,39 @@ def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read(tmp_path) == [run]
 
 
+def under_three_policies(n: int) -> table.Found:
+    """One job and `n` jobs, all alike."""
+    policies = ("sequential", "synchronous", "marlaas")
+    return table.Found(run_of([job(0.2, 1.0)] * num, policy, "agentic") for policy in policies for num in (1, n))
+
+
 def test_goals_name_what_is_missed() -> None:
-    runs = [
-        run_of([job(0.2, 1.0)] * n, policy, "agentic")
-        for policy in ("sequential", "synchronous", "marlaas")
-        for n in (1, 4)
-    ]
-    found = {goal.what: goal for goal in table.goals(table.Found(runs), {})}
-    assert found["agentic, N = 4: Jain's index"].reached
-    assert not found["agentic, N = 4, against sequential: makespan lower by"].reached
-    assert found["agentic, N = 4, against synchronous: mean TPTS"].measured == pytest.approx(1)
+    found = {goal.what: goal for goal in table.goals(under_three_policies(32), {})}
+    assert found["agentic, N = 32: Jain's index"].reached
+    assert not found["agentic, N = 32, against sequential: makespan lower by"].reached
+    assert found["agentic, N = 32, against synchronous: mean TPTS"].measured == pytest.approx(1)
+
+
+def test_only_32_jobs_are_judged() -> None:
+    few, many = under_three_policies(4), under_three_policies(32)
+    assert table.goals(few, few.runs) == []
+    assert table.notes(few, few.runs)[-2].startswith("simulator: 6 of 6 makespans within 15 %")
+    assert "the goals are for N = 32" in table.notes(few, few.runs)[-1]
+    assert table.goals(many, many.runs)[-1].measured == 100
+    assert table.notes(many, many.runs)[-1].startswith("simulator: 6 of 6")
+
+
+def test_a_busy_machine_is_named_with_its_worst_run() -> None:
+    found = under_three_policies(4)
+    assert not any("warning" in note for note in table.notes(found, {}))
+    noisy = [msgspec.structs.replace(run, others=0.3 * run.n) for run in found.runs.values() if run.policy == "marlaas"]
+    (warning,) = (note for note in table.notes(table.Found([*found.runs.values(), *noisy]), {}) if "warning" in note)
+    assert "1.2 cores (agentic marlaas 4)" in warning
+
+
+def test_every_word_of_the_legend_heads_a_column_or_marks_a_run() -> None:
+    heads = " ".join((*table.TIME_COLUMNS, *table.ENGINE_COLUMNS, "(sum)"))
+    assert all(word in heads for word in table.LEGEND)
 
 
 def test_pictures_are_drawn_from_recorded_runs(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """The simulator: deterministic, conserving, and with the policies in their known order."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator.__main__ import absent, options
 from benchmarks.simulator.calibration import (
     Calibration,
     LogNormal,
@@ -16,7 +19,7 @@ from benchmarks.simulator.calibration import (
     jain,
 )
 from benchmarks.simulator.clock import Clock, Host, Process
-from benchmarks.simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training
+from benchmarks.simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training, read_recording
 from benchmarks.simulator.world import World, simulate
 from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
 from manager_service.policies import POLICIES, parse_policy
@@ -276,6 +279,26 @@ def test_a_run_in_which_nothing_happened_is_refused() -> None:
     hyper = Hyper(num_steps=2, lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3))
     with pytest.raises(ValueError, match="no rollout worker did anything"):
         calibrate(Recording(reports("rollout", []), hyper), cores=2, control_s=0.0)
+
+
+def test_a_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# no telemetry")
+    with pytest.raises(ValueError, match=r"README\.md is no telemetry recording"):
+        read_recording(tmp_path / "README.md")
+
+
+@pytest.mark.parametrize("option", ["--n=x", "--n=0", "--n=-3", "--n=1,", "--rollout=-1", "--steps=0", "--tenants=0"])
+def test_wrong_numbers_are_refused_in_a_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options().parse_args(["--calibration", "c.json", option])
+    assert f"argument {option.split('=')[0]}: " in capsys.readouterr().err
+
+
+def test_runs_of_another_workload_are_told(tmp_path: Path) -> None:
+    measured = [run(AGENTIC, "marlaas", 1)[1]]
+    (note,) = absent(measured, tmp_path, "measured")
+    assert "no run of the workload 'measured', only of agentic" in note
+    assert absent(measured, tmp_path, "agentic") == absent([], tmp_path, "measured") == []
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1))

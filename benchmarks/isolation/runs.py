@@ -134,4 +134,8 @@ def open_folder(folder: Path, settings: Settings) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    return Settings(**json.loads((folder / "settings.json").read_text()))
+    """Raises InvalidInput if there are none."""
+    file = folder / "settings.json"
+    if not file.exists():
+        raise InvalidInput(f"{folder} holds no runs of this benchmark: it has no settings.json")
+    return Settings(**json.loads(file.read_text()))

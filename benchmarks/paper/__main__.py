@@ -9,19 +9,8 @@ One rollout worker and one trainer of one thread each, one env worker; engine, b
 the same under every policy. For each N the policies take turns, so that a change of the machine's load meets all of them.
 Each run writes FOLDER/run-WORKLOAD-POLICY-N.json; figures as PNG beside them.
 
-    busy      processor seconds of the thread that computes: forwards, sampling; forwards, backwards, optimiser
-    useful    of them, for neither padding nor tokens that never ended in `trained`
-    TTFS      from submission to the job's first turn at the rollout engine
-    TPTS      from version to version
-    slowed    a job's turnaround over that of the same job alone, mean; `worst` over that mean
-    idle      share of both engines' time in which they do not compute, waiting for a core included
-    bottleneck  useful share of the busier engine in the time in which it was not waiting for a core
-    no core   seconds in which the engines' threads were ready, and others had the cores
-    others    cores that everybody else used meanwhile, in the mean: where it is not near 0, the run says little
-    control   processor seconds of all processes beside computing
-    (sum)     `sequential` is not run for every N: there it is the sum of a measured run of fewer jobs
-
-`simul.` is the makespan that `benchmarks.simulator` predicts, calibrated on the telemetry of one `marlaas` run per workload.
+What the columns mean is printed beneath the tables. `simul.` is what `benchmarks.simulator` predicts, calibrated for each N on the
+telemetry of the `marlaas` run of as many jobs, at most 8.
 """
 
 import argparse
@@ -35,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import console, make_table, parser, show
+from benchmarks._report import console, make_table, natural, parser, positive, show
 from benchmarks.paper import figures, table
 from benchmarks.paper.measure import measure
 from benchmarks.paper.predict import calibrates, predictions, recording_file
@@ -73,7 +62,10 @@ def run(workload: Workload, policy: str, n: int, steps: int, folder: Path) -> No
 
 
 def report(folder: Path, cores: int | None, to: Path | None) -> None:
-    measured = read(folder)
+    try:
+        measured = read(folder)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     runs = with_sums(measured, sorted({run.n for run in measured}))
     found, predicted = table.Found(runs), predictions(runs, folder, cores)
     tables = [
@@ -85,20 +77,21 @@ def report(folder: Path, cores: int | None, to: Path | None) -> None:
     ]
     for each in tables:
         each.columns[0].no_wrap = True
-    show(tables, msgspec.to_builtins(runs), table.goals(found, predicted), to)
+    notes = table.notes(found, predicted)
+    show(tables, msgspec.to_builtins(runs), table.goals(found, predicted), to, notes=notes)
     for path in figures.write(runs, folder):
         console.print(str(path))
 
 
 def options() -> argparse.Namespace:
-    given = parser(__doc__)
+    given = parser("\n".join([__doc__ or "", *table.legend()]))
     given.add_argument("--quick", action="store_true", help="N = 1 and 4, three policies")
-    given.add_argument("--jobs", type=int, nargs="+", metavar="N", help="default: 1 2 4 8 16 32")
+    given.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 2 4 8 16 32")
     given.add_argument("--policies", nargs="+", choices=list(POLICIES))
     given.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    given.add_argument("--steps", type=int, default=STEPS, help=f"of each job; default {STEPS}")
+    given.add_argument("--steps", type=positive, default=STEPS, help=f"of each job; default {STEPS}")
     given.add_argument(
-        "--cores", type=int, default=os.cpu_count(), help="for the simulator; see benchmarks.simulator.calibrate"
+        "--cores", type=natural, default=os.cpu_count(), help="for the simulator; see benchmarks.simulator.calibrate"
     )
     given.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of the results; default {OUT}")
     given.add_argument("--show", type=Path, metavar="FOLDER", help="report what is in this folder, run nothing")

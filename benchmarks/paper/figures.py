@@ -9,7 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogFormatter
 
 from benchmarks.paper.results import Measured
 from benchmarks.paper.table import Found
@@ -26,6 +28,13 @@ PHASES = {"rollout": "#0072B2", "env": "#E69F00", "trainer": "#009E73"}
 TIMELINE_JOBS = 3
 Figures = dict[str, Figure]
 Value = Callable[[Measured], float]
+
+
+class Plain(LogFormatter):
+    """0.4 and 4 instead of powers of ten."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def write(runs: Sequence[Measured], folder: Path) -> list[Path]:
@@ -78,7 +87,7 @@ def timeline(found: Found) -> Figure | None:
             bars = [(s.start_s, s.end_s - s.start_s) for s in run.stretches if (s.job, s.phase) == (job, phase)]
             axes.broken_barh(bars, (job - 0.4 + 0.27 * place, 0.25), color=PHASES[phase], linewidth=0)
     axes.set_yticks(range(num), [f"job {job}" for job in range(num)])
-    _style(axes, f"agentic, {num} of {run.n} jobs submitted at once, {run.policy}", "seconds", "")
+    _style(axes, f"agentic, {num} of the {run.n} jobs that were submitted at once, {run.policy}", "seconds", "")
     axes.set(ylim=(num - 0.4, -0.6), xlim=(0, run.makespan_s))
     axes.legend(
         handles=[Patch(color=c, label=p) for p, c in PHASES.items()],
@@ -111,7 +120,7 @@ def breakdown(found: Found) -> Figure | None:
         panels[0][1].barh(names, seconds, left=left, color=colour, label=phase)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     waits = [max(0.0, run.tpts_s.mean - used) for run, used in zip(shown, left, strict=True)]
-    panels[0][1].barh(names, waits, left=left, color="#E3E5E8", label="tools, messages, cores")
+    panels[0][1].barh(names, waits, left=left, color="#E3E5E8", label="waiting for tools, messages or a core")
     _style(panels[0][1], "time", "seconds a step", "")
     for axes in panels[0]:
         axes.legend(fontsize=8)
@@ -143,7 +152,13 @@ def sweep(found: Found, values: Sequence[tuple[str, str, Value]]) -> Figure | No
             _doubling(axes, [run.n for run in found.runs.values()])
             if title.startswith("T"):
                 axes.set_yscale("log")
-    panels[0][0].legend(fontsize=8)
+                axes.yaxis.set_major_formatter(Plain())
+                axes.yaxis.set_minor_formatter(Plain())
+    handles, _ = panels[0][0].get_legend_handles_labels()
+    if any(run.kind == "summed" for run in found.runs.values()):
+        grey = COLOURS["sequential"]
+        handles.append(Line2D([], [], color=grey, marker="o", markerfacecolor="white", label="sum of measured runs"))
+    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside upper center", frameon=False)
     return figure
 
 
@@ -176,7 +191,7 @@ def _style(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(color="#E3E5E8", linewidth=0.8)
     axes.set_axisbelow(True)
 

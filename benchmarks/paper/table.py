@@ -1,15 +1,19 @@
 """The figures as tables, and the goals."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks._report import Goal
+from benchmarks._report import Goal, number
 from benchmarks.paper.predict import Key, key_of
 from benchmarks.paper.results import Measured
 from benchmarks.simulator.calibration import Run
 from manager_service.policies import POLICIES
 
 ERROR = 0.15
+GOAL_JOBS = 32
+"""The goals are for so many."""
+NOISE = 0.2
+"""Cores that others may use before a run says little."""
 TIME_COLUMNS = (
     "run", "makespan s", "simul.", "err. %", "tokens/s", "steps/s", "TTFS s", "p95",
     "TPTS s", "p95", "Jain", "slowed", "worst",
@@ -18,6 +22,23 @@ ENGINE_COLUMNS = (
     "run", "rollout %", "useful", "trainer %", "useful", "idle %", "bottleneck %", "no core s", "others", "control s",
     "wasted",
 )  # fmt: skip
+LEGEND = {
+    "(sum)": "`sequential` is not run for every N: there it is the sum of a measured run of fewer jobs",
+    "simul.": "the makespan that `benchmarks.simulator` predicts; `err. %` is how far it is from the measured one",
+    "TTFS": "from submission to the job's first turn at the rollout engine, mean",
+    "TPTS": "from version to version, mean",
+    "slowed": "a job's turnaround over that of the same job alone, mean",
+    "worst": "the largest of these over that mean",
+    "rollout %": "processor seconds in which the engine computes: forwards, sampling; `trainer %`: forwards, backwards, optimiser",
+    "useful": "of them, for neither padding nor tokens that never ended in `trained`",
+    "idle %": "share of both engines' time in which they do not compute, waiting for a core included",
+    "bottleneck %": "useful share of the busier engine in the time in which it was not waiting for a core",
+    "no core s": "seconds in which the engines' threads were ready, and others had the cores",
+    "others": "cores that everybody else used meanwhile, in the mean: where it is not near 0, the run says little",
+    "control s": "processor seconds of all processes beside computing",
+    "wasted": "sampled tokens that were never trained",
+}
+"""What the columns mean."""
 ORDER = list(POLICIES)
 
 
@@ -33,10 +54,6 @@ class Found:
 
     def get(self, workload: str, policy: str, n: int) -> Measured | None:
         return self.runs.get((workload, policy, n))
-
-    def largest(self, workload: str, policy: str) -> int:
-        """Its largest N; 0: it did not run."""
-        return max((n for w, p, n in self.runs if (w, p) == (workload, policy)), default=0)
 
     def alone(self, run: Measured) -> Measured | None:
         """The same job alone, under the same policy."""
@@ -94,16 +111,46 @@ def duties(found: Found) -> list[tuple[Any, ...]]:
     return [(workload, duty, 100 - duty) for workload, duty in both if duty is not None]
 
 
+def legend() -> list[str]:
+    """A line for each column that does not explain itself."""
+    return [f"    {column:<14}{meaning}" for column, meaning in LEGEND.items()]
+
+
+def notes(found: Found, predicted: Mapping[Key, Run]) -> list[str]:
+    """What is said beneath the tables: what the columns mean, and how far the figures can be trusted."""
+    result = [f"[dim]{line}[/]" for line in legend()]
+    noisiest = max((run for run in found.runs.values() if run.kind == "measured"), key=lambda run: run.others)
+    if noisiest.others > NOISE:
+        result.append(
+            f"[yellow]warning[/]  others used up to {number(noisiest.others)} cores ({named(noisiest)}): figures of such runs "
+            "say little; measure on a quiet machine"
+        )
+    both = near(found, predicted)
+    if both:
+        result.append(f"simulator: {sum(both)} of {len(both)} makespans within {100 * ERROR:g} % of the measured")
+    if not judged(found):
+        result.append(f"the goals are for N = {GOAL_JOBS} under marlaas, which was not run: `make bench-paper` runs it")
+    return result
+
+
+def judged(found: Found) -> list[Measured]:
+    """The runs that the goals are for."""
+    runs = [found.get(workload, "marlaas", GOAL_JOBS) for workload in found.workloads]
+    return [run for run in runs if run is not None]
+
+
 def goals(found: Found, predicted: Mapping[Key, Run]) -> list[Goal]:
+    runs = judged(found)
     result: list[Goal] = []
-    for workload in found.workloads:
-        n = found.largest(workload, "marlaas")
-        run = found.get(workload, "marlaas", n)
-        if run is not None and n > 1:
-            result += own_goals(found, run)
-            result += against_sequential(run, found.get(workload, "sequential", n))
-            result += against_synchronous(run, found.get(workload, "synchronous", n))
-    return result + errors(found, predicted)
+    for run in runs:
+        result += own_goals(found, run)
+        result += against_sequential(run, found.get(run.workload, "sequential", run.n))
+        result += against_synchronous(run, found.get(run.workload, "synchronous", run.n))
+    both = near(found, predicted)
+    if runs and both:
+        what = f"simulated makespans within {100 * ERROR:g} % of the measured"
+        result.append(Goal(what, 100 * sum(both) / len(both), 100, " %"))
+    return result
 
 
 def own_goals(found: Found, run: Measured) -> list[Goal]:
@@ -144,12 +191,7 @@ def against_synchronous(run: Measured, other: Measured | None) -> list[Goal]:
     return [tpts, Goal(f"{what}: makespan lower by", 100 * (1 - run.makespan_s / other.makespan_s), 30, " %")]
 
 
-def errors(found: Found, predicted: Mapping[Key, Run]) -> Sequence[Goal]:
-    """How many of the simulator's makespans are near the measured ones."""
+def near(found: Found, predicted: Mapping[Key, Run]) -> list[bool]:
+    """Of each simulated makespan, whether it is near the measured one."""
     both = [(run, predicted[key]) for key, run in found.runs.items() if key in predicted]
-    near = [1.0 for run, simulated in both if abs(simulated.makespan_s / run.makespan_s - 1) <= ERROR]
-    if not both:
-        return []
-    return [
-        Goal(f"simulated makespans within {100 * ERROR:g} % of the measured", 100 * len(near) / len(both), 100, " %")
-    ]
+    return [abs(simulated.makespan_s / run.makespan_s - 1) <= ERROR for run, simulated in both]

@@ -3,18 +3,21 @@
     python -m benchmarks.simulator --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
 
-Prints one line for each policy and N. With `--measured`, a folder of measured runs (`run-*.json`, see
+Prints one line for each policy and N, and on stderr how far it is. With `--measured`, a folder of measured runs (`run-*.json`, see
 `benchmarks.simulator.calibration.Run`), the measured makespan stands beside the simulated one. The goal is 15 %.
 """
 
+import argparse
+import itertools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, make_table, parser, positive, show
 from benchmarks.simulator.calibration import Calibration, Run, read_calibration, read_runs, write
 from benchmarks.simulator.world import simulate
 from manager_service.policies import POLICIES, parse_policy
@@ -85,42 +88,68 @@ def line(run: Run, measured: Run | None, took_s: float) -> tuple[Any, ...]:
     )
 
 
+def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
+    """Why nothing measured stands beside what is simulated."""
+    names = sorted({run.workload for run in measured})
+    if not names or workload in names:
+        return []
+    return [
+        f"{folder} has no run of the workload {workload!r}, only of {', '.join(names)}: `--name` of "
+        "benchmarks.simulator.calibrate sets the name in a calibration"
+    ]
+
+
+def numbers(text: str) -> list[int]:
+    """Of an option, comma-separated."""
+    return [positive(part) for part in text.split(",")]
+
+
+def options() -> argparse.ArgumentParser:
+    result = parser(__doc__)
+    result.add_argument("--calibration", type=Path, required=True, help="as benchmarks.simulator.calibrate writes it")
+    result.add_argument("--measured", type=Path, metavar="DIR", help="of measured runs to compare with; default none")
+    result.add_argument("--policy", default=",".join(POLICIES), help="comma-separated; default all: %(default)s")
+    result.add_argument("--queue", choices=DISCIPLINES, default="fused", help="of training; default %(default)s")
+    result.add_argument(
+        "--n", type=numbers, default="1,2,4,8,16,32", help="numbers of jobs, comma-separated; default %(default)s"
+    )
+    result.add_argument("--tenants", type=positive, metavar="N", help="that share the jobs; default one for each job")
+    result.add_argument("--steps", type=positive, metavar="N", help="of each job; default the calibration's")
+    result.add_argument("--out", type=Path, metavar="DIR", help="write each run there, as run-*.json; default nowhere")
+    for name in ("rollout", "env", "trainer"):
+        result.add_argument(f"--{name}", type=positive, metavar="N", help="how many workers; default the calibration's")
+    result.add_argument(
+        "--trainer-slots", type=positive, metavar="N", help="steps that a trainer takes; default the calibration's"
+    )
+    return result
+
+
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--calibration", type=Path, required=True)
-    options.add_argument("--measured", type=Path, metavar="DIR")
-    options.add_argument("--policy", default=",".join(POLICIES), help="comma-separated")
-    options.add_argument("--queue", choices=DISCIPLINES, default="fused")
-    options.add_argument("--n", default="1,2,4,8,16,32", help="numbers of jobs, comma-separated")
-    options.add_argument("--tenants", type=int, help="the jobs are spread over so many; otherwise each has its own")
-    options.add_argument("--steps", type=int, help="of each job")
-    options.add_argument("--out", type=Path, metavar="DIR", help="write each run there, as run-*.json")
-    for name in ("rollout", "env", "trainer", "trainer-slots"):
-        options.add_argument(f"--{name}", type=int)
-    given = options.parse_args()
+    given = options().parse_args()
     try:
         calibration = sized(read_calibration(given.calibration), given)
         measured = read_runs(given.measured) if given.measured else []
         names = [parse_policy(name).name and name for name in given.policy.split(",")]
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
+    notes = absent(measured, given.measured, calibration.workload.name)
     lines: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
     runs: list[Run] = []
-    for name in names:
-        for n in map(int, given.n.split(",")):
-            started = time.perf_counter()
-            run = predict(calibration, name, n, given.queue, given.tenants)
-            real = matching(measured, run)
-            runs.append(run)
-            lines.append(line(run, real, time.perf_counter() - started))
-            if real is not None:
-                error = abs(run.makespan_s / real.makespan_s - 1)
-                goals.append(Goal(f"error, {name} {n}", 100 * error, 100 * GOAL, " %", more_is_better=False))
-            if given.out:
-                given.out.mkdir(parents=True, exist_ok=True)
-                write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
-    show([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, given.json)
+    for name, n in itertools.product(names, given.n):
+        sys.stderr.write(f"{name}, N = {n} …\n")
+        started = time.perf_counter()
+        run = predict(calibration, name, n, given.queue, given.tenants)
+        real = matching(measured, run)
+        runs.append(run)
+        lines.append(line(run, real, time.perf_counter() - started))
+        if real is not None:
+            error = abs(run.makespan_s / real.makespan_s - 1)
+            goals.append(Goal(f"error, {name} {n}", 100 * error, 100 * GOAL, " %", more_is_better=False))
+        if given.out:
+            given.out.mkdir(parents=True, exist_ok=True)
+            write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
+    show([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, given.json, notes=notes)
 
 
 if __name__ == "__main__":

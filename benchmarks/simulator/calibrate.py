@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks._report import natural, program
 from benchmarks.simulator.fit import Recording, calibrate, read_recording, record, write_recording
 from common.bus import Bus
 from common.streams import Cell
@@ -46,13 +47,19 @@ async def recording_of(run: str, base_model: str) -> Recording:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--run", required=True, metavar="DIR-or-URL")
-    options.add_argument("--base-model", default="tiny")
+    options = argparse.ArgumentParser(
+        prog=program(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--run", required=True, metavar="DIR-or-URL", help="see above")
+    options.add_argument("--base-model", default="tiny", help="whose jobs ran; default tiny")
     options.add_argument("--keep", type=Path, metavar="FILE", help="write the telemetry there, to calibrate again")
-    options.add_argument("--cores", type=int, default=os.cpu_count(), help="that all processes share; 0: see above")
-    options.add_argument("--control-us", type=float, default=160.0, help="of manager and Redis, for a turn")
-    options.add_argument("--name", default="measured", help="of the workload")
+    options.add_argument("--cores", type=natural, default=os.cpu_count(), help="that all processes share; 0: see above")
+    options.add_argument(
+        "--control-us", type=float, default=160.0, help="of manager and Redis, for a turn; default 160"
+    )
+    options.add_argument(
+        "--name", default="measured", help="of the workload, as in the runs of --measured; default measured"
+    )
     given = options.parse_args()
     try:
         recording = asyncio.run(recording_of(given.run, given.base_model))

@@ -32,18 +32,25 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 async def record(bus: Bus) -> Recording:
-    """From a cluster's Redis, which keeps an hour of telemetry. Raises ValueError without a job."""
+    """From a cluster's Redis, which keeps an hour of telemetry. Raises ValueError without a job or a worker."""
     entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
     jobs = [name.decode() for name in await bus.client.zrange(bus.cell.jobs_all, 0, -1)]
+    base_model = bus.cell.base_model
+    if not entries:
+        raise ValueError(f"the cluster has no base model {base_model!r}: none of its workers has reported for an hour")
     if not jobs:
-        raise ValueError("the cluster has no job: calibrate after a run")
+        raise ValueError(f"no job of the base model {base_model!r} ran: calibrate after a run")
     (job,) = await bus.read_hashes([bus.cell.job(jobs[-1])])
     spec = msgspec.json.decode(job[b"spec"], type=JobSpec)
     return Recording([message for _, message in entries if isinstance(message, WorkerReport)], spec.hyper)
 
 
 def read_recording(path: Path) -> Recording:
-    return msgspec.msgpack.decode(path.read_bytes(), type=Recording)
+    """Raises ValueError if it is none."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Recording)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no telemetry recording: give a file that --keep wrote") from error
 
 
 def write_recording(recording: Recording, path: Path) -> None:
