@@ -73,6 +73,17 @@ def _at_least(least: int, text: str) -> int:
     return int(text)
 
 
+def empty(folder: Path, *results: str) -> None:
+    """Make a folder for results, without those of an earlier run (file names with `*`). Leaves with a line if it holds more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    old = [file for pattern in results for file in folder.glob(pattern)]
+    others = sorted({file.name for file in folder.iterdir()} - {file.name for file in old})
+    if others:
+        sys.exit(f"--out {folder}: it holds {others[0]!r}, which is no result of an earlier run; choose another folder")
+    for file in old:
+        file.unlink()
+
+
 def make_table(title: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> Table:
     """A table whose first column is text and whose others are numbers."""
     result = table(*columns, right=columns[1:])

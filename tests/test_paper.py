@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks._report import empty
 from benchmarks.paper import agentic, figures, lengths, table
 from benchmarks.paper.__main__ import FULL, plan
 from benchmarks.paper.measure import Seen, measure
@@ -221,3 +222,15 @@ def test_two_jobs_on_real_processes() -> None:
     assert 0 < run.trainer.useful_s <= run.trainer.busy_s < run.makespan_s
     assert {stretch.phase for stretch in run.stretches} == {"rollout", "env", "trainer"}
     assert recording.hyper.batch_size == 4 and math.isfinite(run.control_s)
+
+
+def test_a_folder_of_results_is_emptied_of_results_alone(tmp_path: Path) -> None:
+    for name in ("run-single-marlaas-1.json", "figure-6.png"):
+        (tmp_path / name).touch()
+    empty(tmp_path, "run-*.json", "figure-*.png")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "thesis.txt").touch()
+    (tmp_path / "run-single-marlaas-1.json").touch()
+    with pytest.raises(SystemExit, match=r"it holds 'thesis.txt'"):
+        empty(tmp_path, "run-*.json")
+    assert len(list(tmp_path.iterdir())) == 2

@@ -16,7 +16,6 @@ telemetry of the `marlaas` run of as many jobs, at most 8.
 import argparse
 import asyncio
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import console, make_table, natural, parser, positive, show
+from benchmarks._report import console, empty, make_table, natural, parser, positive, show
 from benchmarks.paper import figures, table
 from benchmarks.paper.measure import measure
 from benchmarks.paper.predict import calibrates, predictions, recording_file
@@ -104,8 +103,7 @@ def main() -> None:
     numbers = given.jobs or (QUICK if given.quick else FULL)
     policies = given.policies or (QUICK_POLICIES if given.quick else list(POLICIES))
     if given.show is None:
-        shutil.rmtree(given.out, ignore_errors=True)
-        given.out.mkdir(parents=True)
+        empty(given.out, "run-*.json", "telemetry-*.msgpack", "figure-*.png")
         for workload, policy, n in plan(numbers, policies, given.workloads, quick=given.quick):
             console.print(f"{workload.name}, {policy}, N = {n} …")
             run(workload, policy, n, given.steps, given.out)

@@ -20,7 +20,6 @@ the jobs and its standard error.
 """
 
 import argparse
-import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
-from benchmarks._report import console, make_table, parser, show
+from benchmarks._report import console, empty, make_table, parser, show
 from benchmarks.peers import results
 from benchmarks.peers.data import make_jobs, write_data
 from benchmarks.peers.evaluate import Judge
@@ -119,8 +118,7 @@ def main() -> None:
     settings = replace(Settings(), num_steps=given.steps or (QUICK_STEPS if given.quick else Settings().num_steps))
     numbers = given.jobs or (QUICK if given.quick else FULL)
     if given.show is None:
-        shutil.rmtree(given.out, ignore_errors=True)
-        given.out.mkdir(parents=True)
+        empty(given.out, "*-*.json", "*-*.log")
         judge = Judge(settings)
         for number, system in plan(numbers, given.systems):
             console.print(f"{system.label}, N = {number} …")
