@@ -29,7 +29,12 @@ def submit(
     environment: Annotated[
         str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')
     ] = None,
-    hyper: Annotated[list[str] | None, typer.Option(help="key=value, may be repeated: --hyper max_steps=40")] = None,
+    hyper: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="key=value, may be repeated; lists as JSON: --hyper max_steps=40 --hyper 'lora_targets=[\"q_proj\"]'"
+        ),
+    ] = None,
     model: Annotated[str, typer.Option(help="The base model.")] = "tiny",
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of all randomness; drawn and shown if not given.")] = None,
