@@ -48,9 +48,9 @@ def test_it_says_why_columns_are_empty_and_goals_are_not_judged() -> None:
 
 
 @pytest.mark.slow
-def test_it_measures_each_number_of_jobs() -> None:
-    found = measure(tiny(), [1, 2], 1, 2048)
-    for n in (1, 2):
+def test_it_measures_training_and_decoding() -> None:
+    found = measure(tiny(), [2], 1, 2048)
+    for n in found["training"]:
         training, decoding = found["training"][n], found["decoding"][n]
         assert training["tokens"] >= n * 32 * PROMPT
         assert min(training["flops_per_s"], training["to_separate"], decoding["bytes_per_s"]) > 0
