@@ -1,4 +1,4 @@
-"""Adapter products for batches whose rows belong to different adapters: two batched products a layer, no loop over adapters.
+"""Adapter products for batches whose rows belong to different adapters: batched products, no loop over adapters.
 
 The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: the A factors of the layers stand
 side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of what comes
@@ -121,7 +121,7 @@ class Lanes:
     def assign(self, wanted: Sequence[FusedAdapter]) -> list[int]:
         """A lane for each entry of `wanted` (all of one padded rank); an adapter may be wanted several times."""
         if len(self.owners) > 2 * len(wanted):
-            self._truncate(len(wanted))
+            del self.owners[len(wanted) :]
         missing = Counter(wanted)
         free: list[int] = []
         found: dict[FusedAdapter, list[int]] = {}
@@ -143,9 +143,6 @@ class Lanes:
             for target, source in zip(factors, adapter.factors, strict=True):
                 target[lane] = source[0]
         return lane
-
-    def _truncate(self, num: int) -> None:
-        del self.owners[num:]
 
     def _grown(self, num: int, like: FusedAdapter) -> Factors:
         """Of at least `num` lanes."""

@@ -22,7 +22,7 @@ from base_model.device import prepare_cpu
 from benchmarks._report import Goal, make_table, parser, positive, show
 from benchmarks.training import LORA, TINY, Workload, make_step
 from common.messages import AdapterRef, Init, LoraSpec, Step, f32
-from trainer_service.open_step import TrainState
+from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
 NUM_JOBS = 32
@@ -53,13 +53,12 @@ SHAPES = (
 )
 
 
-def fused(trainer: Trainer, jobs: list[Job]) -> None:
+def fused(trainer: Trainer, jobs: list[Job]) -> list[Trained]:
     """All jobs' steps at once."""
     opened = [trainer.begin(*job) for job in jobs]
     while open_steps := [step for step in opened if not step.done]:
         trainer.micro_batch(open_steps)
-    for step in opened:
-        trainer.finish(step)
+    return [trainer.finish(step) for step in opened]
 
 
 def all_active(step: Step) -> Step:
@@ -67,14 +66,19 @@ def all_active(step: Step) -> Step:
     return replace(step, rows=replace(step.rows, rewards=f32(np.arange(len(step.rows.lengths)) % 2)))
 
 
-def make_jobs(trainer: Trainer, shape: Shape) -> list[Job]:
-    ids: Any = {"id": "i", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
+def make_jobs(trainer: Trainer, shape: Shape, num_jobs: int = NUM_JOBS) -> list[Job]:
     jobs: list[Job] = []
-    for number in range(NUM_JOBS):
+    for number in range(num_jobs):
         spec = shape.loras[number % len(shape.loras)]
-        state = trainer.init(Init(**ids, seed=number, lora=spec))
-        jobs.append((replace(all_active(make_step(shape.workload(), number)), lora=spec), state))
+        step = replace(all_active(make_step(shape.workload(), number)), lora=spec)
+        jobs.append((step, initial_state(trainer, number, spec)))
     return jobs
+
+
+def initial_state(trainer: Trainer, number: int, spec: LoraSpec) -> TrainState:
+    """Version 0 of a job of this number."""
+    ids: Any = {"id": "i", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
+    return trainer.init(Init(**ids, seed=number, lora=spec))
 
 
 def measure(shape: Shape, repetitions: int) -> dict[str, Any]:

@@ -19,20 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from base_model.adapter import Adapter, init_adapter
+from base_model.adapter import load_adapter
 from base_model.decoder import Decoder, DecoderConfig
 from base_model.device import find_device, prepare_cpu
 from base_model.stacked import FusedAdapter, fuse
 from benchmarks._report import Goal, console, make_table, parser, positive, show
-from benchmarks.fused import NUM_JOBS, SHAPES, Job, all_active, fused, make_jobs
+from benchmarks.fused import NUM_JOBS, SHAPES, Job, all_active, fused, initial_state, make_jobs
 from benchmarks.paper.lengths import LONGEST, answer_tokens
-from benchmarks.rollout import request
+from benchmarks.rollout import adapter_files, request
 from benchmarks.training import LORA, Workload, make_step
-from common.messages import AdapterRef, Step, TrajectoryRef, f32, i32, u8
+from common.messages import AdapterRef, TrajectoryRef
 from rollout_service.batch import Batch, Limits
 from rollout_service.seats import Row
 from trainer_service.memory import measured
@@ -101,29 +100,12 @@ def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 def heavy_tailed(trainer: Trainer, num_jobs: int) -> list[Job]:
     """A step of each of several jobs."""
-    jobs = make_jobs(trainer, SHAPES[0])[:num_jobs]
     work = Workload("heavy tail", 4, 8, (PROMPT, PROMPT + 1), (1, 2))
-    return [
-        (all_active(_with_answers(make_step(work, number), number)), state) for number, (_, state) in enumerate(jobs)
-    ]
-
-
-def _with_answers(step: Step, job: int) -> Step:
-    """The step with answers of the law's lengths instead of one token."""
-    rng = np.random.default_rng(job)
-    groups, samples = step.rows.groups.numpy().tolist(), step.rows.samples.numpy().tolist()
-    answers = [answer_tokens(TrajectoryRef("train", job, g, s)) for g, s in zip(groups, samples, strict=True)]
-    prompts = np.split(step.rows.tokens.numpy(), np.cumsum(step.rows.lengths.numpy())[:-1])
-    tokens = [np.concatenate([p[:PROMPT], rng.integers(0, 250, n)]) for p, n in zip(prompts, answers, strict=True)]
-    written = np.concatenate([np.repeat([0, 1], [PROMPT, n]) for n in answers])
-    rows = replace(
-        step.rows,
-        tokens=i32(np.concatenate(tokens)),
-        lengths=i32([len(t) for t in tokens]),
-        written=u8(written),
-        logprobs=f32(written * -5.6),
-    )
-    return replace(step, rows=rows)
+    jobs: list[Job] = []
+    for job in range(num_jobs):
+        step = make_step(work, job, num_written=lambda g, s, job=job: answer_tokens(TrajectoryRef("train", job, g, s)))
+        jobs.append((all_active(step), initial_state(trainer, job, LORA)))
+    return jobs
 
 
 def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dict[str, float]:
@@ -139,17 +121,19 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
             took = timed(run, device)
             if turn >= 0:
                 seconds[name].append(took)
-    counter = FlopCounterMode(display=False)
-    with counter:
-        metrics = trainer.step(*jobs[0], lambda: None).metrics
-        fused(trainer, jobs[1:])
+    with FlopCounterMode(display=False) as counter:
+        metrics = [trained.metrics for trained in fused(trainer, jobs)]
+    forward = [m["forward_tokens"] or 0.0 for m in metrics]
+    padding = sum(tokens * (m["padding_share"] or 0.0) for tokens, m in zip(forward, metrics, strict=True)) / sum(
+        forward
+    )
     fused_s = statistics.median(seconds["fused"])
     num_tokens = sum(len(step.rows.tokens) for step, _ in jobs)
     return {
         "tokens": num_tokens,
         "tokens_per_s": num_tokens / fused_s,
         "to_separate": statistics.median(s / f for f, s in zip(*seconds.values(), strict=True)),
-        "flops_per_s": counter.get_total_flops() * (1 - (metrics["padding_share"] or 0.0)) / fused_s,
+        "flops_per_s": counter.get_total_flops() * (1 - padding) / fused_s,
     }
 
 
@@ -157,13 +141,9 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
 
 
 def random_adapters(decoder: Decoder, num: int) -> list[FusedAdapter]:
-    shapes, made = decoder.linear_shapes(), list[FusedAdapter]()
-    for seed in range(num):
-        initial, generator = init_adapter(LORA, shapes, seed), torch.Generator().manual_seed(seed)
-        b = {name: torch.randn(t.shape, generator=generator) * 0.02 for name, t in initial.b.items()}
-        weights = Adapter(initial.spec, initial.a, b)
-        made.append(fuse(weights, shapes, decoder.config.num_layers, like=decoder.embedding))
-    return made
+    shapes, layers = decoder.linear_shapes(), decoder.config.num_layers
+    files = (adapter_files(decoder, seed) for seed in range(num))
+    return [fuse(load_adapter(each), shapes, layers, like=decoder.embedding) for each in files]
 
 
 def rows_of(adapters: Sequence[FusedAdapter]) -> list[Row]:
@@ -260,7 +240,7 @@ def measure(decoder: Decoder, jobs: Sequence[int], repetitions: int, tokens: int
     for n in jobs:
         found["training"][n] = measure_training(trainer, heavy_tailed(trainer, n), repetitions)
         found["decoding"][n] = measure_decoding(decoder, adapters[:n], repetitions)
-    found["small"] = measure_training(trainer, make_jobs(trainer, SHAPES[0])[: max(jobs)], repetitions)
+    found["small"] = measure_training(trainer, make_jobs(trainer, SHAPES[0], max(jobs)), repetitions)
     last, rows = heavy_tailed(trainer, max(jobs)), rows_of(adapters)
     found["busiest"] = {
         "a fused step": busiest(lambda: fused(trainer, last), decoder.device),

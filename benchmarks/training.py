@@ -53,16 +53,17 @@ WORKLOADS = (
 )
 
 
-def make_step(work: Workload, seed: int = 0) -> Step:
-    """One training batch; every group has a signal."""
+def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int], int] | None = None) -> Step:
+    """One training batch; every group has a signal. `num_written` (group, sample): of each answer instead of the workload's."""
     rng = np.random.default_rng(seed)
     tokens: list[int] = []
     written: list[int] = []
     lengths: list[int] = []
-    for _ in range(work.num_groups):
+    for group in range(work.num_groups):
         prompt = rng.integers(0, 250, rng.integers(*work.num_prompt)).tolist()
-        for _ in range(work.group_size):
-            answer = rng.integers(0, 250, rng.integers(*work.num_written)).tolist()
+        for sample in range(work.group_size):
+            num = num_written(group, sample) if num_written else rng.integers(*work.num_written)
+            answer = rng.integers(0, 250, num).tolist()
             tokens += prompt + answer
             written += [0] * len(prompt) + [1] * len(answer)
             lengths.append(len(prompt) + len(answer))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, init_adapter, load_adapter, save_adapter
+from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, init_adapter, load_adapter, save_adapter
 from base_model.adapter import Adapter as Weights
 from base_model.decoder import LINEAR_LAYERS
-from common.errors import CorruptObject, InvalidInput
+from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.core import Adapter
 
@@ -124,10 +124,7 @@ class AdapterFiles:
                 f"the adapter has rank {weights.spec.rank}, and this worker takes at most {self.max_rank}"
                 " (MARLAAS_VLLM_MAX_LORA_RANK)"
             )
-        for name in weights.names():
-            found = (weights.b[name].shape[0], weights.a[name].shape[1])
-            if self.shapes.get(name) != found:
-                raise CorruptObject(f"the base model has no linear layer {name} of shape {found}")
+        check_fits(weights, self.shapes)
 
     def _too_large(self, weights: Weights) -> str:
         for name in weights.names():

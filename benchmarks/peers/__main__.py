@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
-from benchmarks._report import console, empty, make_table, parser, show
+from benchmarks._report import console, empty, make_table, parser, positive, show
 from benchmarks.peers import results
 from benchmarks.peers.data import make_jobs, write_data
 from benchmarks.peers.evaluate import Judge
@@ -104,9 +104,9 @@ def report(found: list[Result], settings: Settings, to: Path | None) -> None:
 def options() -> argparse.Namespace:
     given = parser(__doc__)
     given.add_argument("--quick", action="store_true", help=f"N = 1 and 4, {QUICK_STEPS} steps")
-    given.add_argument("--jobs", type=int, nargs="+", metavar="N", help="default: 1 4 8 16")
+    given.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 4 8 16")
     given.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    given.add_argument("--steps", type=int, help=f"of each job; default {Settings().num_steps}")
+    given.add_argument("--steps", type=positive, help=f"of each job; default {Settings().num_steps}")
     given.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of the results; default {OUT}")
     given.add_argument("--show", type=Path, metavar="FOLDER", help="print the results of this folder, run nothing")
     return given.parse_args()
