@@ -3,6 +3,7 @@
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
+#   make test-exact    the tests of deterministic mode alone
 #   make check    format, lint, types, architecture
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
@@ -17,7 +18,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test up vllm check bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
+.PHONY: help demo test test-exact up vllm check bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -40,8 +41,12 @@ up: .venv/.ready
 
 test: .venv/.ready-dev
 	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 $(ARGS)
+	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]
 	@$(RUN) -m pytest -m "slow and not vllm" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
+
+test-exact: .venv/.ready-dev
+	@$(RUN) -m pytest --exact -n 2 $(ARGS)
 
 vllm: .venv/.ready
 	@$(BIN)/python -m deploy.install_vllm $(PIP_ARGS)

@@ -2,14 +2,14 @@
 
 The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: the A factors of the layers stand
 side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of what comes
-out. Rows that share an adapter fill *lanes* of `LANE_ROWS` places; a lane holds a copy of its adapter's factors, so that
+out. Rows that share an adapter fill *lanes* of `lane_rows` places; a lane holds a copy of its adapter's factors, so that
 one batched product serves all lanes.
 
-    x [N, in] ─ gather ─► [lanes, LANE_ROWS, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
+    x [N, in] ─ gather ─► [lanes, lane_rows, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
                                                                      ├ bmm B of k ─► …
 
 A row's result depends on its adapter alone: never on lanes, neighbours, or how many adapters there are. For that, ranks
-are padded by their own value only (to 8, 16, 32, ...), and every product has at least `LANE_ROWS` rows, or all of them.
+are padded by their own value only (to 8, 16, 32, ...), and every product has at least `lane_rows` rows, or all of them.
 
 Axes: N rows of a forward, R padded rank times fused layers, at least MIN_INNER.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from base_model.adapter import Adapter, check_fits
 
-LANE_ROWS = 4
+MIN_LANES = 4
 MIN_RANK = 8
 MIN_INNER = 16
 """Narrower products are slower, not faster."""
@@ -149,7 +149,7 @@ class Lanes:
         old = self._factors
         if old is not None and len(old.a[0]) >= num:
             return old
-        size = max(LANE_ROWS, 1 << (num - 1).bit_length())
+        size = max(MIN_LANES, 1 << (num - 1).bit_length())
         new = like.factors.map(lambda factor: factor.new_zeros(size, *factor.shape[1:]))
         for target, source in zip(new, old or (), strict=old is not None):
             target[: len(source)] = source
@@ -163,7 +163,7 @@ class Product:
     """What one rank class adds to a forward's rows."""
 
     factors: Factors
-    gather: Tensor | None = None  # [L * LANE_ROWS] row in each place; None: all rows, in order, evenly over the lanes
+    gather: Tensor | None = None  # [L * lane_rows] row in each place; None: all rows, in order, evenly over the lanes
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
     places: Tensor | None = None  # [n] where they stand; None: in order
 
@@ -190,8 +190,9 @@ class Product:
 class Stack:
     """Plans the products of one kind of forward; keeps the lanes between plans."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lane_rows: int) -> None:
         self._device = device
+        self._lane_rows = lane_rows
         self._lanes: dict[int, Lanes] = {}
 
     def plan(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
@@ -222,14 +223,15 @@ class Stack:
         for row, adapter in enumerate(adapters):
             if adapter is not None:
                 rows_of.setdefault(adapter, []).append(row)
-        blocks = [(a, r[i : i + LANE_ROWS]) for a, r in rows_of.items() for i in range(0, len(r), LANE_ROWS)]
+        num = self._lane_rows
+        blocks = [(a, r[i : i + num]) for a, r in rows_of.items() for i in range(0, len(r), num)]
         lanes = self._of_rank(rank)
         assigned = lanes.assign([adapter for adapter, _ in blocks])
         num_lanes = max(assigned) + 1
-        gather = [0] * (num_lanes * LANE_ROWS)
+        gather = [0] * (num_lanes * num)
         place_of: dict[int, int] = {}
         for lane, (_, block) in zip(assigned, blocks, strict=True):
-            for place, row in enumerate(block, start=lane * LANE_ROWS):
+            for place, row in enumerate(block, start=lane * num):
                 gather[place], place_of[row] = row, place
         if len(place_of) == len(adapters):  # every row is of this class: one operation less
             rows, places = None, [place_of.get(row, 0) for row in range(size)]

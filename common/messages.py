@@ -143,10 +143,13 @@ class LoraSpec(msgspec.Struct, frozen=True, gc=False):
     targets: tuple[str, ...] = ()  # leaf module names such as "q_proj"; empty: all linear layers but lm_head
 
 
+LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
+
+
 class LossSpec(msgspec.Struct, frozen=True, gc=False):
     """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"] = "grpo"
+    name: LossName = "grpo"
     clip_low: float | None = None
     clip_high: float | None = None
     is_clip: float = 2.0  # truncated importance sampling: the largest importance weight, for losses without a ratio

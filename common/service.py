@@ -47,6 +47,8 @@ class Service:
     drain_s: float = 0.0
     max_lora_rank: int | None = None
     dtype: str = ""
+    fingerprint: str = ""
+    """Of the bits that it computes in deterministic mode."""
     resident: Callable[[], list[str]] = field(default=list)
     counters: Callable[[], dict[str, float]] = field(default=dict)
     on_adapter_new: Callable[[AdapterNew], None] | None = None

@@ -6,6 +6,7 @@ import torch
 
 from base_model.decoder import Decoder
 from base_model.device import find_device, prepare_cpu
+from base_model.kernels import DEFAULT, choose, fingerprint
 from common.errors import InvalidInput
 from common.messages import TurnDelta
 from common.service import Parts, Service, run
@@ -22,31 +23,37 @@ from rollout_service.settings import RolloutSettings
 from rollout_service.torch_engine import TorchEngine
 from rollout_service.vllm_engine import VllmOptions, vllm_engine
 
+SELFTEST = "rollout_service.selftest"
 
-def load_engine(settings: RolloutSettings) -> TorchEngine | ProcessEngine:
-    """Raises InvalidInput or NotDeterministic for what cannot be done."""
+
+def load_engine(settings: RolloutSettings) -> tuple[TorchEngine | ProcessEngine, str]:
+    """The engine, and the fingerprint of the bits that it computes: "" outside deterministic mode.
+
+    Raises InvalidInput for what cannot be done.
+    """
     folder = resolve_model(settings.models[settings.model_name])
-    return load_vllm(settings, folder) if settings.engine == "vllm" else load_torch(settings, folder)
+    return (load_vllm(settings, folder), "") if settings.engine == "vllm" else load_torch(settings, folder)
 
 
-def load_torch(settings: RolloutSettings, folder: Path) -> TorchEngine:
+def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, str]:
     """Loads the base model."""
     deterministic = settings.deterministic
     chosen = (settings.rollout_device, settings.dtype, settings.rollout_threads)
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
+    kernels = choose(SELFTEST, folder) if deterministic else DEFAULT
     prepare_cpu(settings.rollout_threads)
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
-    if deterministic:
-        selftest(decoder)
+    bits = fingerprint(SELFTEST, folder, lambda: selftest(decoder, kernels.min_rows)) if deterministic else ""
     limits = Limits(
         slots=settings.rollout_slots,
         kv_bytes=settings.rollout_kv_bytes,
         prefix_bytes=settings.rollout_prefix_bytes,
         turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
+        min_rows=kernels.min_rows,
     )
-    return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits)
+    return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits), bits
 
 
 def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
@@ -69,7 +76,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
 
 
 async def build(settings: RolloutSettings, parts: Parts) -> Service:
-    engine = load_engine(settings)
+    engine, bits = load_engine(settings)
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
 
     async def send_delta(reply_to: str, delta: TurnDelta) -> None:
@@ -84,6 +91,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> Service:
         kv_tokens=engine.kv_tokens,
         max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
         dtype=settings.dtype,
+        fingerprint=bits,
         resident=lambda: [str(adapter) for adapter in engine.resident()],
         counters=lambda: engine.counters() | adapters.counters(),
         on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),

@@ -3,9 +3,9 @@
     admit   seat waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
     step    one forward with the newest token of every row, each through its own adapter; sample; see who has ended
 
-Forwards have 4, 8, 16, 32, 48 or 64 rows (then multiples of 64), and prefills a multiple of 16 positions: then a row's bits do
-not depend on its neighbours (`selftest.py` checks that), as long as nothing is kept between turns (`turn_bytes` 0). Everything
-here runs in one thread, under torch.inference_mode.
+Forwards have 4, 8, 16, 32, 48 or 64 rows (then multiples of 64) and at least `min_rows`, and prefills a multiple of 16
+positions: then a row's bits do not depend on its neighbours (`selftest.py` checks that), as long as nothing is kept between
+turns (`turn_bytes` 0). Everything here runs in one thread, under torch.inference_mode.
 """
 
 import time
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from base_model.decoder import Decoder
 from base_model.device import give_back_memory
+from base_model.kernels import DEFAULT
 from base_model.stacked import Product, Stack
 from common.messages import AdapterRef, StopReason
 from rollout_service import kv
@@ -36,6 +37,7 @@ class Limits:
     kv_bytes: int = 1 << 30  # keys and values of the rows under way; rows that do not fit wait
     prefix_bytes: int = 64 << 20  # keys and values of prompts kept for neighbours
     turn_bytes: int = 64 << 20  # of trajectories kept for their next turn
+    min_rows: int = DEFAULT.min_rows  # of a forward, and of an adapter's product in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,9 @@ class Layout:
     watched: list[int]  # rows of the forward that need a look after each token: stop strings, streaming, top log-probs
 
 
-def rounded_rows(num: int) -> int:
-    """4, 8, 16, 32, 48, 64, then multiples of 64."""
+def rounded_rows(num: int, min_rows: int) -> int:
+    """4, 8, 16, 32, 48, 64, then multiples of 64; at least `min_rows`."""
+    num = max(num, min_rows)
     return kv.rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
 
 
@@ -89,13 +92,18 @@ class Batch:
             raise ValueError("the memory for keys and values does not hold one row of the model's whole context")
         self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
         self._pools: dict[int, kv.Pool] = {}
-        self._stack = Stack(decoder.device)
+        self._stack = Stack(decoder.device, limits.min_rows)
         self._waiting: deque[Row] = deque()
         self._reserved = 0
         self._layout: Layout | None = None
         self.meter = Meter.of(decoder.device)
         self._prefill = Prefill(
-            self._model, self.meter, self._spent, prefix_bytes=limits.prefix_bytes, turn_bytes=limits.turn_bytes
+            self._model,
+            self.meter,
+            self._spent,
+            prefix_bytes=limits.prefix_bytes,
+            turn_bytes=limits.turn_bytes,
+            lane_rows=limits.min_rows,
         )
         self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
@@ -263,7 +271,7 @@ class Batch:
         pools = [pool for pool in self._pools.values() if pool.seats]
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
-        size = rounded_rows(len(rows))
+        size = rounded_rows(len(rows), self._limits.min_rows)
         products = self._stack.plan([row.adapter for row in rows], size)
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
         self._layout = Layout(pools, seats, size, products, self._sampling(rows), watched)

@@ -39,12 +39,21 @@ def key_of(row: Row) -> Key:
 
 
 class Prefill:
-    def __init__(self, model: FusedDecoder, meter: Meter, spent: Spent, *, prefix_bytes: int, turn_bytes: int) -> None:
+    def __init__(
+        self,
+        model: FusedDecoder,
+        meter: Meter,
+        spent: Spent,
+        *,
+        prefix_bytes: int,
+        turn_bytes: int,
+        lane_rows: int,
+    ) -> None:
         """`prefix_bytes`, `turn_bytes`: for keys and values of prompts, and of trajectories between two turns."""
         self._model = model
         self._meter = meter
         self._spent = spent
-        self._stack = Stack(model.embedding.device)
+        self._stack = Stack(model.embedding.device, lane_rows)
         self._prefixes = PrefixCache(prefix_bytes)
         self.turns = TurnCache(turn_bytes)
         self.busy_s = 0.0

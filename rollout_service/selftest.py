@@ -1,14 +1,19 @@
-"""Does this machine keep the promise that a turn's bits do not depend on what runs beside it? Asked at start-up.
+"""Checks at start-up that on this machine a turn's bits do not depend on what runs beside it.
 
 The same turns are generated alone, then among others of mixed adapters and lengths and in another order: tokens and
-log-probs must be the same bits.
+log-probs must be the same bits. `python -m rollout_service.selftest FOLDER MIN_ROWS` checks in a process of its own.
 """
+
+import hashlib
+import sys
 
 import numpy as np
 import torch
 
 from base_model.adapter import Adapter, init_adapter, load_adapter, save_adapter
 from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
+from base_model.kernels import NotDeterministic, refuse
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.rng import uniform
@@ -22,25 +27,30 @@ CROWD = 60
 """As it thins out, forwards have all numbers of rows."""
 
 
-class NotDeterministic(RuntimeError):
-    """This machine does not compute the same bits for the same turn."""
+Turns = dict[str, tuple[list[int], list[float]]]
+"""Request id -> tokens and log-probs."""
 
 
-def selftest(decoder: Decoder) -> None:
-    """A second or less for a small base. Raises NotDeterministic."""
+def selftest(decoder: Decoder, min_rows: int) -> str:
+    """The sha256 of what was generated; a second or less for a small base. Raises NotDeterministic."""
     adapters = [_adapter(decoder, seed, rank) for seed, rank in enumerate(RANKS)]
     crowd = [_row(decoder, adapters, i) for i in range(CROWD)]
     rows = crowd[: 2 * len(LENGTHS)]
-    together = _run(decoder, crowd, slots=CROWD)
-    reversed_ = _run(decoder, rows[::-1], slots=5)
+    together = _run(decoder, crowd, slots=CROWD, min_rows=min_rows)
+    reversed_ = _run(decoder, rows[::-1], slots=5, min_rows=min_rows)
     for row in rows:
-        alone = _run(decoder, [row], slots=1)
+        alone = _run(decoder, [row], slots=1, min_rows=min_rows)
         for other in (together, reversed_):
             if other[row.request.id] != alone[row.request.id]:
-                raise NotDeterministic(
-                    "on this machine a generated turn's bits depend on its neighbours (rows, lengths or adapters); "
-                    "unset MARLAAS_DETERMINISTIC, or use one thread, float32 and the pinned wheels"
-                )
+                raise NotDeterministic("a generated turn's bits depend on its neighbours (rows, lengths or adapters)")
+    return _digest(together)
+
+
+def _digest(turns: Turns) -> str:
+    found = hashlib.sha256()
+    for name, (tokens, logprobs) in sorted(turns.items()):
+        found.update(name.encode() + np.array(tokens, "<i4").tobytes() + np.array(logprobs, "<f4").tobytes())
+    return found.hexdigest()
 
 
 def _adapter(decoder: Decoder, seed: int, rank: int) -> FusedAdapter:
@@ -76,12 +86,21 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> Row:
     return Row(request, None if which == len(adapters) else adapters[which], handle=None)
 
 
-def _run(decoder: Decoder, rows: list[Row], *, slots: int) -> dict[str, tuple[list[int], list[float]]]:
-    batch = Batch(decoder, end_ids=(), decode=lambda _: "", limits=Limits(slots=slots))
-    results: dict[str, tuple[list[int], list[float]]] = {}
+def _run(decoder: Decoder, rows: list[Row], *, slots: int, min_rows: int) -> Turns:
+    limits = Limits(slots=slots, min_rows=min_rows)
+    batch = Batch(decoder, end_ids=(), decode=lambda _: "", limits=limits)
+    results: Turns = {}
     with torch.inference_mode():
         for row in rows:
             batch.add(Row(row.request, row.adapter, handle=None))
         while batch.has_work:
             results |= {e.row.request.id: (e.tokens, e.logprobs) for e in batch.advance()}
     return results
+
+
+if __name__ == "__main__":
+    prepare_cpu(num_threads=1)
+    try:
+        selftest(Decoder.load(sys.argv[1]), min_rows=int(sys.argv[2]))
+    except NotDeterministic as error:
+        refuse(error)

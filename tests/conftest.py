@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 import redis
+from exact import Exact, prepare
 from hypothesis import settings
 from redis_server import RedisServer
 
@@ -16,6 +17,44 @@ from common.streams import Cell
 
 if TYPE_CHECKING:  # they import torch, which most tests do not need
     from tests.engines import Running, SharedVllm
+
+exact = pytest.StashKey[Exact]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exact", action="store_true", help="only the tests that ask for bits, prepared by deterministic mode"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported: kernels are chosen before a process's first product."""
+    if config.getoption("--exact"):
+        config.stash[exact] = prepare()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = bool(config.getoption("--exact"))
+    chosen = [item for item in items if (item.get_closest_marker("exact") is not None) == wanted]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """On a machine that deterministic mode refuses, its tests assert the refusal."""
+    found = pyfuncitem.config.stash.get(exact, None)
+    if found is None or found.refusal is None:
+        return None
+    assert "on this machine bits depend on what is computed beside them" in found.refusal
+    return True
+
+
+@pytest.fixture
+def min_rows(request: pytest.FixtureRequest) -> int:
+    """What deterministic mode chose, for tests marked `exact`."""
+    return request.config.stash[exact].min_rows
+
 
 settings.register_profile(
     "steady", deadline=None, derandomize=True
@@ -68,6 +107,8 @@ def running(request: pytest.FixtureRequest) -> "Running":
 
     if request.param == "torch":
         return TorchRunning()
+    if request.param == "deterministic":
+        return TorchRunning(min_rows=request.getfixturevalue("min_rows"))
     if request.param == "fake":
         return ProcessRunning(fake_core)
     shared = request.getfixturevalue("vllm")

@@ -17,13 +17,18 @@ from rollout_service.core import Adapter, Ask, Core, CoreDied, Step
 from rollout_service.engine import Engine
 from rollout_service.process_engine import ProcessEngine, Shape
 from tests.fake_core import FakeCore
-from tests.rollout_cases import TINY, NoEnd, running, tokenizer
+from tests.rollout_cases import TINY, NoEnd, exact_limits, running, tokenizer
 
 MAX_LORAS = 4
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; install it with: make vllm"
 )
-KINDS = ["torch", "fake", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+KINDS = [
+    "torch",
+    "fake",
+    pytest.param("deterministic", marks=pytest.mark.exact),
+    pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm]),
+]
 Adapters = Mapping[AdapterRef, dict[str, bytes]]
 
 
@@ -37,13 +42,23 @@ class Running(Protocol):
     ) -> "contextlib.AbstractAsyncContextManager[Engine]": ...
 
 
+@dataclasses.dataclass
 class TorchRunning:
-    exact = True
+    """The embedded engine; with `min_rows` as deterministic mode runs it."""
+
+    min_rows: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.min_rows is not None
 
     def __call__(
         self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
     ) -> "contextlib.AbstractAsyncContextManager[Engine]":
-        return running(adapters=dict(adapters or {}), ends=ends, limits=Limits(slots=slots))
+        return running(adapters=dict(adapters or {}), ends=ends, limits=self._limits(slots))
+
+    def _limits(self, slots: int) -> Limits:
+        return Limits(slots=slots) if self.min_rows is None else exact_limits(self.min_rows, slots=slots)
 
 
 @dataclasses.dataclass

@@ -109,6 +109,11 @@ def request(
     )
 
 
+def exact_limits(min_rows: int, **options: int) -> Limits:
+    """As in deterministic mode, which keeps nothing between turns."""
+    return Limits(min_rows=min_rows, turn_bytes=0, **options)
+
+
 @contextlib.asynccontextmanager
 async def running(
     *,
@@ -133,6 +138,11 @@ def beat() -> None:
 
 async def one(engine: Engine, asked: TurnRequest) -> Generated:
     return await engine.generate(asked, beat=beat)
+
+
+def nearly(found: Generated, expected: Generated) -> bool:
+    """The same tokens; log-probs may differ in their last digits, as rounding may in other company."""
+    return found.tokens == expected.tokens and np.allclose(found.logprobs, expected.logprobs, atol=1e-4)
 
 
 def bits(generated: Generated) -> tuple[list[int], bytes]:

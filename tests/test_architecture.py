@@ -37,6 +37,7 @@ MAY_IMPORT = {
 IMPORTERS = {
     "torch": {
         "base_model/device.py",
+        "base_model/kernels.py",
         "base_model/adapter.py",
         "base_model/decoder.py",
         "base_model/stacked.py",
@@ -99,12 +100,13 @@ PRINTS = {"env_service/grade_math.py"}
 """Its helper process answers on standard output."""
 
 READS_ENVIRONMENT = {
+    "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
     "manager_service/supervisor.py",
     "rollout_service/vllm_engine.py",  # vLLM takes some settings from there alone
 }
 
-LONG_FILES = {"manager_service/job.py": 594}
+LONG_FILES = {"manager_service/job.py": 594, "common/messages.py": 462}
 """The one state machine that is read as a whole."""
 MAX_FILE, MAX_FUNCTION = 450, 60
 

@@ -43,6 +43,7 @@ async def test_usage_adds_up_to_what_the_workers_spent(tmp_path: Path) -> None:
     assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
 
 
+@pytest.mark.exact
 async def test_a_job_is_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:
     """I8: one rollout worker or three, one trainer or two, eight other jobs or none, and workers killed on the way."""
     watched = ("sort", "calc")

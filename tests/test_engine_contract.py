@@ -10,7 +10,7 @@ from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
 from tests.engines import KINDS, Running
-from tests.rollout_cases import beat, bits, broken_files, files_of, one, prompt, ref, request, tokenizer
+from tests.rollout_cases import beat, bits, broken_files, files_of, nearly, one, prompt, ref, request, tokenizer
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -44,9 +44,7 @@ def mixed_requests(running: Running) -> list[Any]:
 
 def same(running: Running, found: Generated, expected: Generated) -> bool:
     """To the bit, or but for last digits."""
-    if running.exact:
-        return bits(found) == bits(expected)
-    return found.tokens == expected.tokens and np.allclose(found.logprobs, expected.logprobs, atol=1e-4)
+    return bits(found) == bits(expected) if running.exact else nearly(found, expected)
 
 
 async def test_mixed_adapters_in_one_batch_give_the_same_as_each_alone(running: Running) -> None:

@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from base_model.adapter import save_adapter
-from base_model.stacked import LANE_ROWS, Stack, fuse, padded_rank
+from base_model.kernels import NotDeterministic
+from base_model.stacked import Stack, fuse, padded_rank
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
 from rollout_service.batch import Batch, Limits, rounded_rows
+from rollout_service.fused import FusedDecoder
 from rollout_service.prefix import PrefixCache
 from rollout_service.sampler import Plan, sample
-from rollout_service.selftest import NotDeterministic, selftest
+from rollout_service.selftest import selftest
 from tests.rollout_cases import (
     TINY,
     adapter_of,
     bits,
     decoder,
+    exact_limits,
     files_of,
     one,
     prompt,
@@ -29,6 +32,7 @@ from tests.rollout_cases import (
     running,
 )
 
+LANE_ROWS = 4
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -79,16 +83,25 @@ async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> Non
     assert sum(g.busy_s for g in done) > 0
 
 
-def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    selftest(decoder())
-    monkeypatch.setattr("rollout_service.batch.rounded_rows", lambda num: num)  # one row alone has other bits
+@pytest.mark.exact
+def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
+    assert selftest(decoder(), min_rows) == selftest(decoder(), min_rows)
+    forward = FusedDecoder.forward
+
+    def by_rows(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return forward(self, tokens, *rest) * (1 + 1e-6 * len(tokens))
+
+    monkeypatch.setattr(FusedDecoder, "forward", by_rows)
     with pytest.raises(NotDeterministic):
-        selftest(decoder())
+        selftest(decoder(), min_rows)
 
 
-@pytest.mark.parametrize("num,expected", [(1, 4), (4, 4), (5, 8), (33, 48), (49, 64), (64, 64), (65, 128)])
-def test_forwards_have_rounded_rows(num: int, expected: int) -> None:
-    assert rounded_rows(num) == expected
+@pytest.mark.parametrize(
+    "num,least,expected",
+    [(1, 4, 4), (4, 4, 4), (5, 4, 8), (33, 4, 48), (49, 4, 64), (64, 4, 64), (65, 4, 128), (1, 8, 8), (9, 8, 16)],
+)
+def test_forwards_have_rounded_rows(num: int, least: int, expected: int) -> None:
+    assert rounded_rows(num, least) == expected
 
 
 def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
@@ -96,13 +109,14 @@ def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
         Batch(decoder(), end_ids=(), decode=lambda _: "", limits=Limits(kv_bytes=1000))
 
 
+@pytest.mark.exact
 @pytest.mark.asyncio
-async def test_rows_that_do_not_fit_into_memory_wait_and_then_run() -> None:
-    one_context = Limits(slots=8, kv_bytes=2048 * 2 * 4 * 2 * 32 * 4)
+async def test_rows_that_do_not_fit_into_memory_wait_and_then_run(min_rows: int) -> None:
+    one_context = exact_limits(min_rows, slots=8, kv_bytes=2048 * 2 * 4 * 2 * 32 * 4)
     async with running(limits=one_context) as engine:
         asked = [request(sample=i, max_tokens=1500) for i in range(4)]
         done = await asyncio.gather(*[one(engine, r) for r in asked])
-    async with running() as engine:
+    async with running(limits=exact_limits(min_rows)) as engine:
         assert [bits(g) for g in done] == [bits(await one(engine, r)) for r in asked]
 
 
@@ -114,7 +128,7 @@ def test_stacked_products_equal_each_adapters_own() -> None:
     owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
     x = torch.randn(40, 384)
     y = torch.zeros(40, 128)
-    stack = Stack(torch.device("cpu"))
+    stack = Stack(torch.device("cpu"), LANE_ROWS)
     for product in stack.plan([fused[o] if o < 4 else None for o in owners], 40):
         product.add_to(y, x, 7)  # layers.1.mlp.down_proj
     for row, owner in enumerate(owners):
@@ -128,7 +142,7 @@ def test_stacked_products_equal_each_adapters_own() -> None:
 def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
     fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(20)]
-    stack = Stack(torch.device("cpu"))
+    stack = Stack(torch.device("cpu"), LANE_ROWS)
     for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
         (product,) = stack.plan(rows, 64)
         assert len(product.factors.a[0]) <= 2 * len(rows)

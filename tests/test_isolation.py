@@ -264,6 +264,7 @@ def test_a_step_on_another_versions_trajectories_is_stale() -> None:
     assert findings.stale_steps([job_run("sort", [0.1], steps=steps)]) == 1
 
 
+@pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_job_alone_and_among_others_on_real_clusters() -> None:

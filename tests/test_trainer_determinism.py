@@ -4,19 +4,25 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 from trainer_support import load_tiny, make_init, make_rows, make_step, nothing
 
 from base_model.adapter import WEIGHTS_FILE, load_adapter, save_adapter
 from base_model.decoder import Decoder
+from base_model.kernels import NotDeterministic
 from common.messages import LoraSpec, LossSpec
+from trainer_service import training
+from trainer_service.model import Inputs
 from trainer_service.open_step import TrainState
 from trainer_service.optimiser import load_moments, save_moments
 from trainer_service.packing import Budget
 from trainer_service.selftest import selftest
 from trainer_service.training import Trainer
 
+pytestmark = pytest.mark.exact
 NUM_STEPS = 3
 RANK = 3
 
@@ -71,5 +77,13 @@ def test_a_fresh_process_gives_the_same_bytes(decoder: Decoder) -> None:
     assert done.stdout.strip() == train(decoder)
 
 
-def test_the_selftest_passes_here(decoder: Decoder) -> None:
-    selftest(Trainer(decoder, deterministic=True))
+def test_the_selftest_passes_here_and_would_see_a_difference(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert selftest(Trainer(decoder, deterministic=True)) == selftest(Trainer(decoder, deterministic=True))
+    computed = training.logprobs
+
+    def by_sequences(decoder: Decoder, inputs: Inputs, *rest: Any) -> Tensor:
+        return computed(decoder, inputs, *rest) * (1 + 1e-6 * len(inputs.tokens_BT))
+
+    monkeypatch.setattr(training, "logprobs", by_sequences)
+    with pytest.raises(NotDeterministic):
+        selftest(Trainer(decoder, deterministic=True))

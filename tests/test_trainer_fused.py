@@ -90,6 +90,7 @@ def test_jobs_together_learn_what_each_learns_alone(decoder: Decoder, tokens: in
             assert nearly(one.metrics[name], other.metrics[name]), name
 
 
+@pytest.mark.exact
 @settings(max_examples=8, deadline=None)
 @given(
     numbers=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True),
@@ -116,6 +117,7 @@ def poisoned(trainer: Trainer) -> tuple[Step, TrainState]:
     return step, replace(state, values_P=torch.full_like(state.values_P, 1e30))
 
 
+@pytest.mark.exact
 def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
     trainer = Trainer(decoder, deterministic=True)
     healthy = [job(trainer, number) for number in (5, 2, 0)]  # 0 and 5 are of the poisoned job's shape
@@ -130,6 +132,7 @@ def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
         assert same_bytes(trainer.finish(step).state, trainer.step(*one, nothing).state)
 
 
+@pytest.mark.exact
 def test_a_job_that_joins_late_and_one_that_leaves_change_nothing(decoder: Decoder) -> None:
     trainer = Trainer(decoder, Budget(128), deterministic=True)
     jobs = [job(trainer, number, num_groups=6) for number in (0, 5, 1)]
@@ -158,6 +161,7 @@ def test_the_oldest_job_is_never_overtaken_for_ever(decoder: Decoder) -> None:
     assert rounds <= 12  # its sequences
 
 
+@pytest.mark.exact
 async def test_every_caller_gets_its_own_result_or_error(decoder: Decoder) -> None:
     fusion = Fusion(Trainer(decoder, deterministic=True))
     jobs = [job(fusion.trainer, number) for number in (5, 0, 1)]
@@ -186,6 +190,7 @@ class Breaking(Trainer):
             raise MemoryError("no room for this one")
 
 
+@pytest.mark.exact
 async def test_an_unexpected_error_is_the_fault_of_one_job_alone(decoder: Decoder) -> None:
     fusion = Fusion(Breaking(decoder, deterministic=True))
     jobs = [job(fusion.trainer, number) for number in (0, 1, 2)]

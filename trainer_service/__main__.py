@@ -4,6 +4,7 @@ import torch
 
 from base_model.decoder import Decoder, directly
 from base_model.device import find_device, prepare_cpu
+from base_model.kernels import choose, fingerprint
 from common.errors import InvalidInput
 from common.service import Parts, Service, run
 from common.settings import resolve_model
@@ -13,7 +14,7 @@ from trainer_service.handler import TrainHandler
 from trainer_service.memory import measured
 from trainer_service.model import checkpointed, compile_parts
 from trainer_service.packing import Budget
-from trainer_service.selftest import selftest
+from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -21,16 +22,24 @@ DRAIN_S = 5.0
 """A step under way may finish when the worker is told to stop."""
 
 
-def load_trainer(settings: TrainerSettings) -> Trainer:
-    """Loads the base model. Raises InvalidInput for what cannot be done."""
+SELFTEST = "trainer_service.selftest"
+
+
+def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
+    """Loads the base model. The trainer, and the fingerprint of the bits that it computes: "" outside deterministic mode.
+
+    Raises InvalidInput for what cannot be done.
+    """
     deterministic = settings.deterministic
     chosen = (settings.trainer_device, settings.trainer_dtype, settings.trainer_threads, settings.trainer_compile)
     if deterministic and chosen != ("cpu", "float32", 1, False):
         raise InvalidInput(
             "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false"
         )
-    prepare_cpu(settings.trainer_threads)
     folder = resolve_model(settings.models[settings.model_name])
+    if deterministic:
+        choose(SELFTEST, folder, KERNELS)
+    prepare_cpu(settings.trainer_threads)
     dtype = getattr(torch, settings.trainer_dtype)
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=dtype)
@@ -39,13 +48,11 @@ def load_trainer(settings: TrainerSettings) -> Trainer:
     run_layer = checkpointed if settings.trainer_checkpointing else directly
     trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
     trainer.budget = measured(trainer, settings.trainer_memory_bytes)
-    if deterministic:
-        selftest(trainer)
-    return trainer
+    return trainer, fingerprint(SELFTEST, folder, lambda: selftest(trainer)) if deterministic else ""
 
 
 async def build(settings: TrainerSettings, parts: Parts) -> Service:
-    trainer = load_trainer(settings)
+    trainer, bits = load_trainer(settings)
     base, cached = parts.cell.base_model, settings.trainer_cache_bytes
     handler = TrainHandler(trainer, parts.store, base, cache_bytes=cached)
     return Service(
@@ -53,6 +60,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> Service:
         [Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
         slots=settings.trainer_slots,
         drain_s=DRAIN_S,
+        fingerprint=bits,
         resident=handler.resident,
         counters=handler.counters,
         has_room=handler.has_room,

@@ -3,18 +3,22 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from base_model.decoder import directly
-from common.messages import Step
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Step
 from trainer_service.packing import Budget
-from trainer_service.selftest import initial_state, random_step
+from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer
 
 WIDTH = 128  # positions of a probe's sequence
+GROUP_SIZE = 4
+NUM_WRITTEN = 9
 
 
 def measured(trainer: Trainer, num_bytes: int) -> Budget:
@@ -25,10 +29,10 @@ def measured(trainer: Trainer, num_bytes: int) -> Budget:
     """
     plain = replace(trainer, budget=Budget(1 << 30), share_prefixes=False, run_layer=directly)
     shared = replace(plain, share_prefixes=True)
-    tree = WIDTH + 4 * 8
-    rows = [_kept(plain, random_step(0, 0, num_groups=n, num_prompt=WIDTH - 8, num_written=9)) for n in (1, 2)]
-    trees = [_kept(shared, random_step(0, 0, num_groups=n, num_prompt=WIDTH, num_written=9)) for n in (1, 2)]
-    per_token = (rows[1] - rows[0]) / (4 * WIDTH)
+    tree = WIDTH + GROUP_SIZE * (NUM_WRITTEN - 1)
+    rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in (1, 2)]
+    trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in (1, 2)]
+    per_token = (rows[1] - rows[0]) / (GROUP_SIZE * WIDTH)
     per_pair = max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2
     if trainer.run_layer is not directly:
         config, dtype = trainer.decoder.config, trainer.decoder.embedding.dtype
@@ -44,9 +48,15 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _kept(trainer: Trainer, message: Step) -> int:
-    """Bytes that the one micro-batch of a step keeps for its backward."""
-    step = trainer.begin(message, initial_state(trainer))
+def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
+    """Bytes that the one micro-batch of a step on random tokens keeps for its backward."""
+    num_rows = num_groups * GROUP_SIZE
+    ids: dict[str, Any] = {"id": "", "tenant": "", "job": "", "partition": 0, "adapter": AdapterRef("", "", 0)}
+    made: dict[str, Any] = {**ids, "seed": 0, "lora": LoraSpec(rank=3)}
+    prompts, answers = np.full(num_rows, num_prompt), np.full(num_rows, NUM_WRITTEN)
+    rows = random_rows(num_prompt=prompts, num_written=answers, group_size=GROUP_SIZE)
+    message = Step(**made, loss=LossSpec(), optim=OptimSpec(1e-3), rows=rows, next_group=0)
+    step = trainer.begin(message, trainer.init(Init(**made)))
     return kept_bytes(lambda: trainer.micro_batch([step]))
 
 

@@ -1,0 +1,161 @@
+"""Chooses how this machine multiplies matrices in deterministic mode, so that no bits depend on what is computed beside them.
+
+MKL and oneDNN pick a kernel by the processor and by the number of rows, so the same row may get other bits in other company.
+Which settings prevent that is found out by trying: each candidate in a process of its own, because MKL reads MKL_CBWR once, at
+its first product. The fastest one that a service's self-test accepts is chosen, and remembered for this machine.
+
+    choose ─ a child for each candidate ─► self-test ─► the first that passes ─► MKL_CBWR in this process's environment
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+import torch
+
+from common.errors import InvalidInput, MarlaasError
+
+DIFFERS = 3
+"""Exit status of a self-test whose kernels do not keep the promise."""
+PROBE_TIMEOUT_S = 300.0
+CPUINFO = Path("/proc/cpuinfo")
+DEPENDS_ON = ("MKL_", "ATEN_", "DNNL_", "ONEDNN_", "OMP_", "KMP_")
+"""Prefixes of the environment variables that change which kernels are picked."""
+log = structlog.get_logger()
+
+
+class NotDeterministic(InvalidInput):
+    """This machine does not compute the same bits for the same work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How products are computed."""
+
+    mkl_cbwr: str | None = None  # Intel's "conditional bitwise reproducibility"; None: as the environment has it
+    min_rows: int = 4  # of a forward, and of an adapter's product in it
+
+    def environment(self) -> dict[str, str]:
+        """This process's variables, with what these kernels need."""
+        return {**os.environ, **({} if self.mkl_cbwr is None else {"MKL_CBWR": self.mkl_cbwr})}
+
+
+DEFAULT = Kernels()
+CANDIDATES = tuple(Kernels(cbwr, rows) for rows in (4, 8) for cbwr in (None, "AUTO,STRICT")) + tuple(
+    Kernels("AVX2,STRICT", rows) for rows in (4, 8)
+)
+"""Fastest first, as measured: docs/decisions/kernels.md."""
+
+
+def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> Kernels:
+    """Takes effect in this process, which must not have multiplied anything yet.
+
+    `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS` and ends with status 0 if the kernels that it was
+    started with keep the promise, DIFFERS if not. `folder`: the base model's.
+
+    Raises NotDeterministic if no candidate passes, InvalidInput if the self-test cannot be run.
+    """
+    memory = Memory.of_this_machine(selftest, folder)
+    kernels = memory.recall(candidates)
+    if kernels is None:
+        kernels = _first_that_passes(selftest, folder, candidates)
+        memory.keep(kernels)
+    if kernels.mkl_cbwr is not None:
+        os.environ["MKL_CBWR"] = kernels.mkl_cbwr
+    log.info("kernels_chosen", mkl_cbwr=os.environ.get("MKL_CBWR", ""), min_rows=kernels.min_rows)
+    return kernels
+
+
+def fingerprint(selftest: str, folder: Path, outputs: Callable[[], str]) -> str:
+    """Names the bits that this process computes: workers of a cell must agree on it. `outputs`: runs the self-test here.
+
+    Raises MarlaasError if the self-test does not pass although it did with the same kernels before.
+    """
+    try:
+        return hashlib.sha256(f"{outputs()} torch {torch.__version__}".encode()).hexdigest()
+    except NotDeterministic as error:
+        Memory.of_this_machine(selftest, folder).forget()
+        raise MarlaasError(
+            f"deterministic mode: {error}, which was not so before on this machine; start again"
+        ) from error
+
+
+def refuse(error: NotDeterministic) -> NoReturn:
+    """Ends a self-test's own process, whose kernels do not keep the promise."""
+    sys.stdout.write(str(error))
+    sys.exit(DIFFERS)
+
+
+def _first_that_passes(selftest: str, folder: Path, candidates: Sequence[Kernels]) -> Kernels:
+    for kernels in candidates:
+        command = [sys.executable, "-m", selftest, str(folder), str(kernels.min_rows)]
+        done = subprocess.run(
+            command, env=kernels.environment(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+        )
+        if done.returncode == 0:
+            return kernels
+        if done.returncode != DIFFERS:
+            raise InvalidInput(f"deterministic mode: {selftest} could not be run: {done.stderr.strip()[-500:]}")
+        log.info("kernels_refused", mkl_cbwr=kernels.mkl_cbwr, min_rows=kernels.min_rows, reason=done.stdout.strip())
+    raise NotDeterministic(
+        "deterministic mode: on this machine bits depend on what is computed beside them, whatever kernels are chosen "
+        "(the log says what was tried); unset MARLAAS_DETERMINISTIC, or use another machine"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What was chosen on this machine before: a file in the user's cache folder, named by all that the answer depends on."""
+
+    file: Path
+
+    @classmethod
+    def of_this_machine(cls, selftest: str, folder: Path) -> "Memory":
+        config = folder / "config.json"
+        known = [selftest, platform.machine(), torch.__version__, _cpu(), config.read_text() if config.exists() else ""]
+        known += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(DEPENDS_ON)]
+        digest = hashlib.sha256("\0".join(known).encode()).hexdigest()
+        return cls(_cache_folder(os.environ) / "marlaas" / f"kernels-{digest[:16]}.json")
+
+    def recall(self, candidates: Sequence[Kernels]) -> Kernels | None:
+        """None: nothing is known, or nothing that can be chosen."""
+        try:
+            found = Kernels(**json.loads(self.file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return found if found in candidates else None
+
+    def keep(self, kernels: Kernels) -> None:
+        """Best effort: without a cache folder the next start tries again."""
+        written = self.file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            written.write_text(json.dumps({"mkl_cbwr": kernels.mkl_cbwr, "min_rows": kernels.min_rows}))
+            written.replace(self.file)
+
+    def forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
+
+
+def _cache_folder(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "/nonexistent") / ".cache")
+
+
+def _cpu() -> str:
+    """What sets one kind of processor apart from another."""
+    try:
+        first = CPUINFO.read_text().partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    kinds = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in kinds)
