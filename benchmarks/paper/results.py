@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks._report import read_json
 from benchmarks.simulator.calibration import Run, Spread, jain
 
 Counters = Mapping[str, float]
@@ -197,7 +198,6 @@ def with_sums(runs: Sequence[Measured], numbers: Sequence[int]) -> list[Measured
 
 def read(folder: Path) -> list[Measured]:
     """Raises ValueError if there are none."""
-    runs = [msgspec.json.decode(path.read_bytes(), type=Measured) for path in sorted(folder.glob("run-*.json"))]
-    if not runs:
-        raise ValueError(f"{folder} has no run-*.json")
-    return runs
+    if runs := read_json(folder, "run-*.json", Measured):
+        return runs
+    raise ValueError(f"{folder} has no run-*.json")

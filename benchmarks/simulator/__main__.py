@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks._report import Goal, make_table, parser, positive, show
 from benchmarks.simulator.calibration import Calibration, Run, read_calibration, read_runs, write
+from benchmarks.simulator.report import Goal, Report, make_table, parser, positive, show
 from benchmarks.simulator.world import simulate
-from manager_service.policies import POLICIES, parse_policy
+from manager_service.policies import POLICIES, Policy, parse_policy
 from manager_service.training_queue import DISCIPLINES, Discipline
 
 GOAL = 0.15
@@ -52,10 +52,10 @@ def sized(calibration: Calibration, given: Any) -> Calibration:
     return msgspec.structs.replace(calibration, size=size, workload=workload)
 
 
-def predict(calibration: Calibration, policy: str, n: int, queue: Discipline, tenants: int | None) -> Run:
+def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline, tenants: int | None) -> Run:
     world = simulate(
         calibration,
-        policy=parse_policy(policy),
+        policy=policy,
         num_jobs=n,
         discipline=queue,
         tenant_of=lambda number: f"tenant-{number % tenants if tenants else number}",
@@ -129,17 +129,17 @@ def main() -> None:
     try:
         calibration = sized(read_calibration(given.calibration), given)
         measured = read_runs(given.measured) if given.measured else []
-        names = [parse_policy(name).name and name for name in given.policy.split(",")]
+        policies = {name: parse_policy(name) for name in str(given.policy).split(",")}
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
     notes = absent(measured, given.measured, calibration.workload.name)
     lines: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
     runs: list[Run] = []
-    for name, n in itertools.product(names, given.n):
+    for name, n in itertools.product(policies, list[int](given.n)):
         sys.stderr.write(f"{name}, N = {n} …\n")
         started = time.perf_counter()
-        run = predict(calibration, name, n, given.queue, given.tenants)
+        run = predict(calibration, policies[name], n, given.queue, given.tenants)
         real = matching(measured, run)
         runs.append(run)
         lines.append(line(run, real, time.perf_counter() - started))
@@ -149,7 +149,7 @@ def main() -> None:
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
-    show([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, given.json, notes=notes)
+    show(Report([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, notes), given.json)
 
 
 if __name__ == "__main__":
