@@ -21,9 +21,10 @@ import msgspec
 import structlog
 
 from benchmarks.simulator import report
+from benchmarks.simulator.calibration import write as write_json
 from benchmarks.simulator.report import Goal, Report, console, make_table, natural, number, positive, show
 
-__all__ = ["Goal", "Report", "console", "make_table", "natural", "number", "positive", "show"]
+__all__ = ["Goal", "Report", "console", "make_table", "natural", "number", "positive", "show", "write_json"]
 
 Cost = TypeVar("Cost")
 Name = TypeVar("Name")
@@ -71,12 +72,8 @@ def empty(folder: Path, *results: str) -> None:
         file.unlink()
 
 
-def write_json(value: object, file: Path) -> None:
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-
-
 def read_json(folder: Path, pattern: str, kind: type[Cost]) -> list[Cost]:
-    """Every result in the folder, by name."""
+    """Every result in the folder that `write_json` wrote, by name."""
     return [msgspec.json.decode(file.read_bytes(), type=kind) for file in sorted(folder.glob(pattern))]
 
 

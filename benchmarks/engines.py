@@ -23,18 +23,7 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, run
 from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts, request
-from common.messages import (
-    AdapterRef,
-    LoraSpec,
-    LossSpec,
-    OptimSpec,
-    Rows,
-    Step,
-    TurnRequest,
-    f32,
-    i32,
-    u8,
-)
+from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, Step, TurnRequest, f32, i32, u8
 from common.skills import SKILLS, generate
 from common.tokens import ChatTokenizer
 from rollout_service.engine import Engine, Generated

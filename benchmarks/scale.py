@@ -19,10 +19,13 @@ the machine disturbed least, and the table says how much of the time managers an
 """
 
 import asyncio
+import contextlib
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from benchmarks._report import Goal, Report, console, make_table, parser, show
 from benchmarks._scale_cluster import Moment, ScaleCluster, running
@@ -126,48 +129,45 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
-async def with_jobs(num_jobs: int, num_managers: int, seconds: float) -> tuple[Figures, Figures]:
-    """As fast as it goes, and at half of the goal's rate."""
+@contextlib.asynccontextmanager
+async def started(num_jobs: int, num_managers: int = 1) -> AsyncGenerator[ScaleCluster]:
+    """With jobs, each of which has its first version; nobody works for them now."""
     async with running() as cluster:
         await cluster.start_managers(num_managers)
-        async with working(cluster.load(**FAST)) as workers:
+        async with working(cluster.load(**FAST)):
             await cluster.create_jobs(num_jobs)
+        yield cluster
+
+
+async def with_jobs(num_jobs: int, num_managers: int, seconds: float) -> tuple[Figures, Figures]:
+    """As fast as it goes, and at half of the goal's rate."""
+    async with started(num_jobs, num_managers) as cluster:
+        async with working(cluster.load(**FAST)) as workers:
             fast = await measure(cluster, workers, seconds, cost)
         async with working(cluster.load(**HALF)) as workers:
             return fast, await measure(cluster, workers, seconds, delay)
 
 
 async def with_rollout_workers(numbers: Sequence[int], seconds: float) -> dict[int, Figures]:
-    async with running() as cluster:
-        await cluster.start_managers(1)
-        async with working(cluster.load(**FAST)) as workers:
-            await cluster.create_jobs(200)
-            await workers.seen()
-        found: dict[int, Figures] = {}
+    found: dict[int, Figures] = {}
+    async with started(200) as cluster:
         for number in numbers:
             async with working(cluster.load(rollout=number, rollout_slots=64, delay_s=1.0)) as workers:
                 await asyncio.sleep(SETTLE_S)  # until what the workers before gave back is done, and reports are heard
                 found[number] = await measure(cluster, workers, seconds, lambda f: -f.rate)
-        return found
+    return found
 
 
 async def recovery(num_jobs: int) -> float:
     """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
-    async with running() as cluster:
-        await cluster.start_managers(1)
-        async with working(cluster.load(**FAST)) as workers:
-            await cluster.create_jobs(num_jobs)
-            await workers.seen()
-            await asyncio.sleep(SETTLE_S)
-            return await cluster.kill_and_recover()
+    async with started(num_jobs) as cluster, working(cluster.load(**FAST)):
+        await asyncio.sleep(SETTLE_S)
+        return await cluster.kill_and_recover()
 
 
 async def lists(num_jobs: int) -> tuple[float, float]:
     """Milliseconds of a request, median and 99th percentile, while nothing else happens."""
-    async with running() as cluster:
-        await cluster.start_managers(1)
-        async with working(cluster.load(**FAST)):
-            await cluster.create_jobs(num_jobs)
+    async with started(num_jobs) as cluster:
         return quantiles(await cluster.list_ms(100))
 
 
@@ -231,17 +231,13 @@ async def every(given: Any) -> Report:
             ],
         ),
     ]
-    shown = {
-        f"{jobs} jobs, {managers} managers": {"fast": asdict(fast), "half": asdict(half)}
-        for (jobs, managers), (fast, half) in found.items()
-    }
     data = {
-        "jobs": shown,
-        "workers": {n: asdict(f) for n, f in scaling.items()},
+        "jobs": {f"{n} jobs, {m} managers": {"fast": fast, "half": half} for (n, m), (fast, half) in found.items()},
+        "workers": {str(n): f for n, f in scaling.items()},
         "recovery_s": recovered_s,
         "list_ms": list_ms,
     }
-    return Report(tables, data, goals(found, scaling, most))
+    return Report(tables, msgspec.to_builtins(data), goals(found, scaling, most))
 
 
 async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:

@@ -142,9 +142,7 @@ def report(given: Any) -> Report:
         (str(f.jobs), f.step_s, *map(percent, (f.not_computing, f.held, f.waits, f.rollout, f.train))) for f in found
     ]
     processes = make_table(
-        "Processor seconds a second",
-        ("jobs", *found[0].cpu),
-        [(str(f.jobs), *f.cpu.values()) for f in found],
+        "Processor seconds a second", ("jobs", *found[0].cpu), [(str(f.jobs), *f.cpu.values()) for f in found]
     )
     goals = [
         Goal(f"neither computes, {f.jobs} jobs", 100 * f.not_computing, 100 * GOALS[f.jobs], " %", more_is_better=False)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import read_json
-from benchmarks.simulator.calibration import Run, Spread, jain
+from benchmarks.simulator.calibration import Run, Spread, jain, read_runs
 
 Counters = Mapping[str, float]
 
@@ -198,6 +197,4 @@ def with_sums(runs: Sequence[Measured], numbers: Sequence[int]) -> list[Measured
 
 def read(folder: Path) -> list[Measured]:
     """Raises ValueError if there are none."""
-    if runs := read_json(folder, "run-*.json", Measured):
-        return runs
-    raise ValueError(f"{folder} has no run-*.json")
+    return read_runs(folder, Measured)

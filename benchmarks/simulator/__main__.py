@@ -11,7 +11,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,17 @@ from manager_service.training_queue import DISCIPLINES, Discipline
 
 GOAL = 0.15
 """Relative error of the makespan."""
-COLUMNS = (
-    "run",
-    "makespan s",
-    "tokens/s",
-    "steps/s",
-    "rollout %",
-    "trainer %",
-    "TTFS s",
-    "TPTS s",
-    "Jain",
-    "measured s",
-    "error %",
-    "took s",
-)
+COLUMNS: Mapping[str, Callable[[Run], float]] = {
+    "makespan s": lambda run: run.makespan_s,
+    "tokens/s": lambda run: run.tokens_per_s,
+    "steps/s": lambda run: run.steps_per_s,
+    "rollout %": lambda run: 100 * run.rollout_busy,
+    "trainer %": lambda run: 100 * run.trainer_busy,
+    "TTFS s": lambda run: run.ttfs_s.mean,
+    "TPTS s": lambda run: run.tpts_s.mean,
+    "Jain": lambda run: run.jain,
+}
+HEAD = ("run", *COLUMNS, "measured s", "error %", "took s")
 
 
 def sized(calibration: Calibration, given: Any) -> Calibration:
@@ -72,20 +69,8 @@ def matching(measured: list[Run], run: Run) -> Run | None:
 
 def line(run: Run, measured: Run | None, took_s: float) -> tuple[Any, ...]:
     error = None if measured is None else 100 * (run.makespan_s / measured.makespan_s - 1)
-    return (
-        f"{run.workload} {run.policy} {run.n}",
-        run.makespan_s,
-        run.tokens_per_s,
-        run.steps_per_s,
-        100 * run.rollout_busy,
-        100 * run.trainer_busy,
-        run.ttfs_s.mean,
-        run.tpts_s.mean,
-        run.jain,
-        measured and measured.makespan_s,
-        error,
-        took_s,
-    )
+    values = (value(run) for value in COLUMNS.values())
+    return (f"{run.workload} {run.policy} {run.n}", *values, measured and measured.makespan_s, error, took_s)
 
 
 def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
@@ -128,7 +113,7 @@ def main() -> None:
     given = options().parse_args()
     try:
         calibration = sized(read_calibration(given.calibration), given)
-        measured = read_runs(given.measured) if given.measured else []
+        measured = read_runs(given.measured, Run) if given.measured else []
         policies = {name: parse_policy(name) for name in str(given.policy).split(",")}
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
@@ -149,7 +134,7 @@ def main() -> None:
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
-    show(Report([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, notes), given.json)
+    show(Report([make_table("Simulated", HEAD, lines)], msgspec.to_builtins(runs), goals, notes), given.json)
 
 
 if __name__ == "__main__":
