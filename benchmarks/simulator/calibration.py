@@ -152,4 +152,5 @@ def read_runs(folder: Path, kind: type[AnyRun]) -> list[AnyRun]:
 
 
 def write(value: object, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    encoded = msgspec.json.encode(value, enc_hook=float)  # numpy's numbers
+    path.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
