@@ -1,76 +1,64 @@
-"""What all benchmarks have in common: options, tables, goals, and the state of the machine beside the figures."""
+"""What all benchmarks have in common: one runner, contenders that take turns, and folders of results.
+
+A benchmark is a function from its options to a `Report`; `run` does the rest:
+
+    if __name__ == "__main__":
+        run(__doc__, report, rounds=5)     # the option --rounds, 5 by default
+"""
 
 import argparse
-import json
-import math
-import os
-import platform
+import logging
+import signal
+import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
+import msgspec
+import structlog
 
-from manager_service.cli.output import table
+from benchmarks.simulator import report
+from benchmarks.simulator.calibration import write as write_json
+from benchmarks.simulator.report import Goal, Report, console, make_table, natural, number, positive, show
 
-console = Console(highlight=False)
-if not console.is_terminal:
-    console = Console(highlight=False, width=140)
+__all__ = ["Goal", "Report", "console", "make_table", "natural", "number", "positive", "show", "write_json"]
 
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A figure that was promised. `limit` is the least good value; `more_is_better` says on which side."""
-
-    what: str
-    measured: float
-    limit: float
-    unit: str = ""
-    more_is_better: bool = True
-
-    @property
-    def reached(self) -> bool:
-        return self.measured >= self.limit if self.more_is_better else self.measured <= self.limit
-
-    def __str__(self) -> str:
-        side = "at least" if self.more_is_better else "at most"
-        verdict = "[green]reached[/]" if self.reached else "[red]missed[/]"
-        shown = f"{number(self.measured)}{self.unit} ({side} {number(self.limit)}{self.unit})"
-        return f"{self.what}: {shown} {verdict}"
+Cost = TypeVar("Cost")
+Name = TypeVar("Name")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A benchmark's options: its docstring as help, and `--json`."""
-    result = argparse.ArgumentParser(
-        prog=program(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+# ---- the runner -----------------------------------------------------------------------------------------------------
+
+
+def run(doc: str | None, measure: Callable[[Any], Report], **numbers: int) -> None:
+    """A benchmark's whole program. `numbers`: its whole-numbered options and their defaults."""
+    given = parser(doc, **numbers).parse_args()
+    show(measure(given), given.json)
+
+
+def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """A benchmark's options: its docstring as help, `--json`, and numbers of 1 or more by their names and defaults."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    result = report.parser(doc)
+    for name, default in numbers.items():
+        result.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"default {default}")
     return result
 
 
-def program() -> str:
-    """What was run, as one runs it: `python -m benchmarks.paper`."""
-    spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
+def sweep_parser(doc: str | None, out: Path, quick: str) -> argparse.ArgumentParser:
+    """The options of a benchmark of many runs, each of which leaves a file in a folder. `quick`: what the short sweep is."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
+    result = parser(doc)
+    result.add_argument("--quick", action="store_true", help=quick)
+    result.add_argument("--out", type=Path, metavar="FOLDER", help=f"of the results; default {out}")
+    result.add_argument("--show", type=Path, metavar="FOLDER", help="report what is in this folder, run nothing")
+    return result
 
 
-def positive(text: str) -> int:
-    """An option's whole number, 1 or more."""
-    return _at_least(1, text)
-
-
-def natural(text: str) -> int:
-    """An option's whole number, 0 or more."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
-    return int(text)
+# ---- folders of results ---------------------------------------------------------------------------------------------
 
 
 def empty(folder: Path, *results: str) -> None:
@@ -84,38 +72,48 @@ def empty(folder: Path, *results: str) -> None:
         file.unlink()
 
 
-def make_table(title: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    result = table(*columns, right=columns[1:])
-    result.title, result.title_justify, result.title_style = title, "left", "bold"
-    for row in values:
-        result.add_row(*(value if isinstance(value, str) else number(value) for value in row))
-    return result
+def read_json(folder: Path, pattern: str, kind: type[Cost]) -> list[Cost]:
+    """Every result in the folder that `write_json` wrote, by name."""
+    return [msgspec.json.decode(file.read_bytes(), type=kind) for file in sorted(folder.glob(pattern))]
 
 
-def show(
-    tables: Iterable[Table], figures: Any, goals: Sequence[Goal], to: Path | None, *, notes: Sequence[str] = ()
-) -> None:
-    """Print it, and write the figures to a file if one is given. `notes` are lines between tables and goals."""
-    load = os.getloadavg()
-    for each in tables:
-        title, each.title = each.title, None  # a table folds its title to its own width
-        if title:
-            console.print(title, style="bold")
-        console.print(each)
-    for note in notes:
-        console.print(note)
-    for goal in goals:
-        console.print(f"goal  {goal}")
-    console.print(f"{os.cpu_count()} cores, load average {load[0]:.1f} over the last minute, {load[1]:.1f} over five\n")
-    if to:
-        machine = {"cores": os.cpu_count(), "load_average": load, "python": platform.python_version()}
-        shown = [{**asdict(goal), "reached": goal.reached} for goal in goals]
-        to.write_text(json.dumps({"figures": figures, "goals": shown, "machine": machine}, indent=2) + "\n")
+# ---- contenders -----------------------------------------------------------------------------------------------------
 
 
-def number(value: float | None) -> str:
-    """Three digits that count, thousands apart."""
-    if value is None or math.isnan(value):
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+def in_turns(
+    contenders: Mapping[Name, Callable[[], Cost]], num_turns: int, *, warm_up: int = 1
+) -> dict[Name, list[Cost]]:
+    """What each contender returned in each turn, so that a change of the machine's load meets all of them alike. The first
+    `warm_up` turns do not count."""
+    turns = [{name: contend() for name, contend in contenders.items()} for _ in range(warm_up + num_turns)]
+    return {name: [turn[name] for turn in turns[warm_up:]] for name in contenders}
+
+
+async def in_turns_async(
+    contenders: Mapping[Name, Callable[[], Awaitable[Cost]]], num_turns: int, *, warm_up: int = 1
+) -> dict[Name, list[Cost]]:
+    """The same of coroutines."""
+    turns = [{name: await contend() for name, contend in contenders.items()} for _ in range(warm_up + num_turns)]
+    return {name: [turn[name] for turn in turns[warm_up:]] for name in contenders}
+
+
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
+    """A contender that returns the seconds its work took."""
+
+    def contend() -> float:
+        started = clock()
+        work()
+        return clock() - started
+
+    return contend
+
+
+def ratio(values: Sequence[float], to: Sequence[float]) -> float:
+    """The median over turns of the ratio within a turn."""
+    return statistics.median(a / b for a, b in zip(values, to, strict=True))
+
+
+def medians(costs: Sequence[Cost]) -> Cost:
+    """Of dataclasses of numbers, field by field."""
+    rows: Any = map(astuple, costs)  # type: ignore[arg-type]
+    return type(costs[0])(*map(statistics.median, zip(*rows, strict=True)))

@@ -18,14 +18,14 @@ import httpx
 import msgspec
 import psutil
 
-from benchmarks import _redis
-from benchmarks._scale_workers import BASE_MODEL, Load, Seen
 from common.bus import Bus
-from common.messages import JobCommand
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, Cell, partition_of
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
+from harness.processes import cpu_s
+from harness.redis_server import RedisServer, embedded_redis
+from harness.standin import job_command, job_spec
+from harness.standin_load import BASE_MODEL, Load
 from manager_service.records import JSON, JobSpec, JobState
 from manager_service.supervisor import choose_port
-from tests.standin import job_spec
 
 BATCH_SIZE, GROUP_SIZE = 16, 8
 JOBS_A_TENANT = 10
@@ -62,36 +62,14 @@ class Moment:
     telemetry: int  # entries
 
 
-class Workers:
-    """The process of the simulated workers."""
-
-    def __init__(self, load: Load) -> None:
-        argv = [sys.executable, "-m", "benchmarks._scale_workers", msgspec.json.encode(load).decode()]
-        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    async def seen(self) -> Seen:
-        """Since the call before."""
-        return msgspec.json.decode(await asyncio.to_thread(self._ask), type=Seen)
-
-    def _ask(self) -> str:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write("\n")
-        self._child.stdin.flush()
-        return self._child.stdout.readline()
-
-    async def stop(self) -> None:
-        """What they worked on goes back into the streams."""
-        await asyncio.to_thread(self._child.communicate)
-
-
 @dataclass
 class ScaleCluster:
     """A Redis, managers, and jobs that never end."""
 
-    server: _redis.Server
+    server: RedisServer
     bus: Bus
     folder: Path
-    managers: list["subprocess.Popen[bytes]"]
+    managers: list[subprocess.Popen[bytes]]
     jobs: list[JobSpec]
     port: int = 0  # of the newest manager's API
 
@@ -104,7 +82,7 @@ class ScaleCluster:
 
     # ---- managers ---------------------------------------------------------------------------------------------------
 
-    def start_manager(self) -> "subprocess.Popen[bytes]":
+    def start_manager(self) -> subprocess.Popen[bytes]:
         self.port = choose_port("127.0.0.1", 0)
         environment = {
             **os.environ,
@@ -133,7 +111,7 @@ class ScaleCluster:
         """How many partitions each owner holds, most first."""
         return sorted(Counter(await self._tokens()).values(), reverse=True)
 
-    async def _tokens(self) -> list[bytes]:
+    async def _tokens(self) -> list[bytes | str]:
         cell = self.bus.cell
         tokens = await self.bus.client.mget([cell.lease(p) for p in range(NUM_PARTITIONS)])
         return [token for token in tokens if token]
@@ -155,8 +133,7 @@ class ScaleCluster:
         since = time.monotonic()
         cell, nobody = self.bus.cell, [f"tenant-{n}" for n in range(1000)]
         tenants = {partition_of(tenant): tenant for tenant in nobody}
-        commands = [_create_command(job_spec("ftjob-none", tenants[p])) for p in range(NUM_PARTITIONS)]
-        await self.bus.publish([(cell.jobs(command.partition), command) for command in commands])
+        await self._announce([job_spec("ftjob-none", tenants[p]) for p in range(NUM_PARTITIONS)])
         while any([await self.bus.client.xlen(cell.jobs(p)) for p in range(NUM_PARTITIONS)]):
             await asyncio.sleep(0.02)
         return time.monotonic() - since
@@ -185,7 +162,11 @@ class ScaleCluster:
             pipe.zadd(cell.jobs_all, {spec.id: float(spec.created_at)})
             pipe.sadd(cell.active(partition_of(spec.tenant)), spec.id)
         await pipe.execute()
-        await self.bus.publish([(cell.jobs(partition_of(spec.tenant)), _create_command(spec)) for spec in specs])
+        await self._announce(specs)
+
+    async def _announce(self, specs: Sequence[JobSpec]) -> None:
+        commands = [job_command(spec) for spec in specs]
+        await self.bus.publish([(self.bus.cell.jobs(command.partition), command) for command in commands])
 
     async def _versions(self) -> tuple[int, int]:
         """Versions committed after the first, and jobs that have one."""
@@ -212,8 +193,8 @@ class ScaleCluster:
         entries, held = await self._entries()
         return Moment(
             at_s=time.monotonic(),
-            managers=tuple(_usage(psutil.Process(manager.pid)) for manager in self.managers),
-            redis=dataclasses.replace(_usage(self.server.process), memory_mb=info["used_memory"] / 1e6),
+            managers=tuple(_usage(manager.pid) for manager in self.managers),
+            redis=dataclasses.replace(_usage(self.server.pid), memory_mb=info["used_memory"] / 1e6),
             issued=issued,
             versions=versions,
             connections=info["connected_clients"],
@@ -269,31 +250,15 @@ class ScaleCluster:
 @contextlib.asynccontextmanager
 async def running() -> AsyncGenerator[ScaleCluster]:
     """With no manager and no job yet."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with _redis.running() as server:
-            cluster = ScaleCluster(server, Bus.connect(server.url, Cell(BASE_MODEL)), Path(folder), [], [])
-            try:
-                yield cluster
-            finally:
-                cluster.stop()
-                await cluster.bus.close()
+    with tempfile.TemporaryDirectory() as folder, embedded_redis() as server:
+        cluster = ScaleCluster(server, server.bus(BASE_MODEL), Path(folder), [], [])
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+            await cluster.bus.close()
 
 
-@contextlib.asynccontextmanager
-async def working(load: Load) -> AsyncGenerator[Workers]:
-    workers = Workers(load)
-    try:
-        yield workers
-    finally:
-        await workers.stop()
-
-
-def _usage(process: psutil.Process) -> Usage:
-    times = process.cpu_times()
-    ran_ns, waited_ns, _ = map(int, Path(f"/proc/{process.pid}/schedstat").read_text().split())
-    return Usage(times.user + times.system, process.memory_info().rss / 1e6, ran_ns / 1e9, waited_ns / 1e9)
-
-
-def _create_command(spec: JobSpec) -> JobCommand:
-    partition = partition_of(spec.tenant)
-    return JobCommand(id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create")
+def _usage(pid: int) -> Usage:
+    ran_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+    return Usage(cpu_s(pid), psutil.Process(pid).memory_info().rss / 1e6, ran_ns / 1e9, waited_ns / 1e9)

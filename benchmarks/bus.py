@@ -15,22 +15,21 @@ median over rounds, in which the kinds take turns.
 """
 
 import asyncio
-import logging
-import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import structlog
 
-from benchmarks import _redis
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, Report, in_turns_async, make_table, medians, run
 from common.bus import Bus, Out, Settlement
-from common.messages import AdapterRef, Failure, Message, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.telemetry import Reporter
 from common.worker import Beat, Inbox, Worker
+from harness.redis_server import RedisServer, embedded_redis
+from harness.standin import StandIn
 
 BATCHES = (1, 8, 32, 128)
 WORKER_SLOTS = (8, 64, 256)
@@ -74,7 +73,7 @@ def message(n: int) -> TurnRequest:
     )
 
 
-async def measured(server: _redis.Server, work: Callable[[], Awaitable[int]]) -> Cost:
+async def measured(server: RedisServer, work: Callable[[], Awaitable[int]]) -> Cost:
     """`work` returns how many hand-overs it made."""
     redis_s, python_s, wall_s = server.cpu_s(), time.process_time(), time.perf_counter()
     num = await work()
@@ -107,7 +106,7 @@ async def fill(bus: Bus, stream: str, group: str, num: int) -> None:
     await bus.publish([(stream, message(n)) for n in range(num)])
 
 
-async def bus_cost(server: _redis.Server, batch: int) -> Cost:
+async def bus_cost(server: RedisServer, batch: int) -> Cost:
     bus = server.bus()
     await fill(bus, bus.cell.rollout, "rollout", IN_RING)
     await ring(bus, batch, 4 * batch)
@@ -119,7 +118,7 @@ async def bus_cost(server: _redis.Server, batch: int) -> Cost:
 # ---- the worker loop ------------------------------------------------------------------------------------------------
 
 
-class Answer:
+class Answer(StandIn):
     """A handler that computes nothing: the message goes back into the ring until enough were seen."""
 
     def __init__(self, stream: str, num: int) -> None:
@@ -133,17 +132,8 @@ class Answer:
             self.enough.set()
         return [(self._stream, message)]
 
-    def park(self, message: Message) -> list[Out]:
-        return []
 
-    def hand_back(self, message: Message) -> list[Out] | None:
-        return None
-
-    def failed(self, message: Message, failure: Failure) -> list[Out]:
-        return []
-
-
-async def worker_cost(server: _redis.Server, slots: int) -> Cost:
+async def worker_cost(server: RedisServer, slots: int) -> Cost:
     bus = server.bus()
     stream = bus.cell.rollout
     await fill(bus, stream, "rollout", 2 * slots)
@@ -164,42 +154,26 @@ async def worker_cost(server: _redis.Server, slots: int) -> Cost:
 # ---- all of it ------------------------------------------------------------------------------------------------------
 
 
-async def measure(rounds: int) -> dict[str, list[Cost]]:
-    found: dict[str, list[Cost]] = {}
-    async with _redis.running() as server:
-        for _ in range(rounds):
-            for batch in BATCHES:
-                found.setdefault(bus_name(batch), []).append(await bus_cost(server, batch))
-            for slots in WORKER_SLOTS:
-                found.setdefault(f"worker, {slots} slots", []).append(await worker_cost(server, slots))
-    return found
+async def measure(rounds: int) -> dict[str, Cost]:
+    with embedded_redis() as server:
+        buses = {bus_name(batch): partial(bus_cost, server, batch) for batch in BATCHES}
+        workers = {f"worker, {slots} slots": partial(worker_cost, server, slots) for slots in WORKER_SLOTS}
+        found = await in_turns_async({**buses, **workers}, rounds, warm_up=0)
+    return {name: medians(costs) for name, costs in found.items()}
 
 
 def bus_name(batch: int) -> str:
     return "bus, one by one" if batch == 1 else f"bus, batches of {batch}"
 
 
-def median(costs: Sequence[Cost]) -> Cost:
-    return Cost(*(statistics.median(values) for values in zip(*map(astuple, costs), strict=True)))
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=5)
-    given = options.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    costs = {name: median(found) for name, found in asyncio.run(measure(given.rounds)).items()}
+def report(given: Any) -> Report:
+    costs = asyncio.run(measure(given.rounds))
     columns = ("hand-over", "per s and core", "Redis on the same core", "Python µs", "Redis µs", "wall µs")
     lines = [(name, c.per_s_and_core, c.per_s_on_one_core, *astuple(c)) for name, c in costs.items()]
     goal = Goal("hand-overs per second and core in batches of 32", costs[bus_name(32)].per_s_and_core, 15_000)
     figures = {name: {**asdict(cost), "per_s_and_core": cost.per_s_and_core} for name, cost in costs.items()}
-    show(
-        [make_table(f"A message of {NUM_TOKENS} tokens, read and answered", columns, lines)],
-        figures,
-        [goal],
-        given.json,
-    )
+    return Report([make_table(f"A message of {NUM_TOKENS} tokens, read and answered", columns, lines)], figures, [goal])
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, rounds=5)

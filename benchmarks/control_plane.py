@@ -14,48 +14,38 @@ apart from the workers'. Every figure is the median over rounds, in which the nu
 
 import asyncio
 import contextlib
-import logging
-import statistics
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import msgspec
-import numpy as np
-import structlog
 
-from benchmarks import _redis
-from benchmarks._report import make_table, parser, show
+from benchmarks._report import Report, in_turns, make_table, medians, run
 from common.adapters import AdapterStore
-from common.bus import Bus, Out
-from common.messages import (
-    Failure,
-    Sampling,
-    ScoredTrajectory,
-    Start,
-    TrajectoryRef,
-    TurnRequest,
-    f32,
-    i32,
-    turn_id,
-    u8,
-)
+from common.bus import Bus
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, NUM_PARTITIONS
-from common.worker import Beat, Inbox, Worker
+from common.worker import Inbox, Worker
+from harness.redis_server import RedisServer, embedded_redis
+from harness.standin import (
+    FixedSlots,
+    OneTurnEnv,
+    OneTurnRollout,
+    StandInTrainer,
+    create_job,
+    job_spec,
+    stand_in_worker,
+)
 from manager_service.owner import Owner
 from manager_service.tenants import Tenants
-from tests.standin import FixedSlots, StandInTrainer, create_job, job_spec, stand_in_worker
 
 STEPS = {1: 24, 8: 6, 64: 2}
 """Number of jobs → steps of each."""
 NUM_TENANTS = 8
 BATCH_SIZE, GROUP_SIZE = 16, 8
 SLOTS = 64
-NUM_PROMPT, NUM_TOKENS = 24, 64
-TOKENS, LOGPROBS = i32(np.arange(NUM_TOKENS)), f32(np.linspace(-2, 0, NUM_TOKENS))
-WRITTEN = u8(np.arange(NUM_TOKENS) >= NUM_PROMPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,68 +58,11 @@ class Cost:
     wall_us: float
 
 
-# ---- workers that compute nothing -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Stub:
-    """What both handlers answer beside results: nothing is ever paused here, and nothing fails."""
-
-    bus: Bus
-
-    def park(self, message: object) -> list[Out]:
-        return []
-
-    def hand_back(self, message: object) -> list[Out] | None:
-        return None
-
-    def failed(self, message: object, failure: Failure) -> list[Out]:
-        return []
-
-
-class Env(Stub):
-    async def __call__(self, start: Start, beat: Beat) -> list[Out]:
-        return [(self.bus.cell.rollout, self._turn(start, sample)) for sample in start.samples]
-
-    def _turn(self, start: Start, sample: int) -> TurnRequest:
-        ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
-        return TurnRequest(
-            **start.about(),
-            id=turn_id(start.job, ref, start.adapter.version, 0),
-            adapter=start.adapter,
-            trajectory=ref,
-            turn=0,
-            tokens=TOKENS,
-            logprobs=LOGPROBS,
-            written=WRITTEN,
-            sampling=Sampling(),
-        )
-
-
-class Rollout(Stub):
-    async def __call__(self, turn: TurnRequest, beat: Beat) -> list[Out]:
-        scored = ScoredTrajectory(
-            **turn.about(),
-            id=turn.id,
-            adapter=turn.adapter,
-            trajectory=turn.trajectory,
-            tokens=TOKENS,
-            logprobs=LOGPROBS,
-            written=WRITTEN,
-            num_prompt=NUM_PROMPT,
-            reward=float(turn.trajectory.sample % 2),
-            stop_reason="stop",
-            num_turns=1,
-            output_text="42",
-        )
-        return [(self.bus.cell.scored(turn.partition), scored)]
-
-
 def workers(bus: Bus, store: AdapterStore) -> list[Worker]:
     cell = bus.cell
     handlers = [
-        ("env", Inbox(cell.env, GROUP_ENV), Env(bus), SLOTS),
-        ("rollout", Inbox(cell.rollout, GROUP_ROLLOUT), Rollout(bus), SLOTS),
+        ("env", Inbox(cell.env, GROUP_ENV), OneTurnEnv(cell), SLOTS),
+        ("rollout", Inbox(cell.rollout, GROUP_ROLLOUT), OneTurnRollout(cell), SLOTS),
         ("trainer", Inbox(cell.train, GROUP_TRAINER), StandInTrainer(cell, store), 1),
     ]
     return [stand_in_worker(bus, name, inbox, handler, slots=n, lease_s=10) for name, inbox, handler, n in handlers]
@@ -139,7 +72,7 @@ def workers(bus: Bus, store: AdapterStore) -> list[Worker]:
 
 
 @contextlib.contextmanager
-def owner_thread(server: _redis.Server, store: AdapterStore, objects: Objects) -> Generator[int]:
+def owner_thread(server: RedisServer, store: AdapterStore, objects: Objects) -> Generator[int]:
     """Runs an owner in a thread of its own; gives the clock of that thread's processor time."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
@@ -162,7 +95,7 @@ def owner_thread(server: _redis.Server, store: AdapterStore, objects: Objects) -
 async def measure_jobs(num_jobs: int) -> Cost:
     objects = Objects.open("memory:///")
     store = AdapterStore(objects)
-    async with _redis.running() as server:
+    with embedded_redis() as server:
         bus, stop = server.bus(), asyncio.Event()
         with owner_thread(server, store, objects) as clock:
             running = [asyncio.create_task(worker.run(stop)) for worker in workers(bus, store)]
@@ -174,7 +107,7 @@ async def measure_jobs(num_jobs: int) -> Cost:
     return cost
 
 
-async def cost_of(server: _redis.Server, bus: Bus, clock: int, num_jobs: int) -> Cost:
+async def cost_of(server: RedisServer, bus: Bus, clock: int, num_jobs: int) -> Cost:
     def now() -> tuple[float, float, float, float]:
         return time.clock_gettime(clock), time.process_time(), server.cpu_s(), time.perf_counter()
 
@@ -199,25 +132,14 @@ async def num_active(bus: Bus) -> int:
     return sum(await pipe.execute())
 
 
-def median(costs: Sequence[Cost]) -> Cost:
-    return Cost(*(statistics.median(values) for values in zip(*map(astuple, costs), strict=True)))
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3)
-    given = options.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    found: dict[int, list[Cost]] = {num_jobs: [] for num_jobs in STEPS}
-    for _ in range(given.rounds):
-        for num_jobs, costs in found.items():
-            costs.append(asyncio.run(measure_jobs(num_jobs)))
-    medians = {num_jobs: median(costs) for num_jobs, costs in found.items()}
+def report(given: Any) -> Report:
+    runs = {num_jobs: lambda n=num_jobs: asyncio.run(measure_jobs(n)) for num_jobs in STEPS}
+    costs = {num_jobs: medians(found) for num_jobs, found in in_turns(runs, given.rounds, warm_up=0).items()}
     columns = ("jobs", "owner µs", "workers µs", "Redis µs", "wall µs", "trajectories/s")
-    lines = [(str(n), *astuple(cost), 1e6 / cost.wall_us) for n, cost in medians.items()]
-    figures = {str(n): asdict(cost) for n, cost in medians.items()}
-    show([make_table("The control plane, per trajectory", columns, lines)], figures, [], given.json)
+    lines = [(str(n), *astuple(cost), 1e6 / cost.wall_us) for n, cost in costs.items()]
+    figures = {str(n): asdict(cost) for n, cost in costs.items()}
+    return Report([make_table("The control plane, per trajectory", columns, lines)], figures)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, rounds=3)

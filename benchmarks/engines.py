@@ -11,9 +11,9 @@ adapter; the trainer computes in float32. vLLM is skipped where it is not instal
 import asyncio
 import importlib.util
 import statistics
-import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +21,9 @@ import torch
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from benchmarks._report import Goal, make_table, parser, show
-from benchmarks.rollout import NoEnd, adapter_files, prompts, request
-from common.messages import (
-    AdapterRef,
-    LoraSpec,
-    LossSpec,
-    OptimSpec,
-    Rows,
-    Step,
-    TurnRequest,
-    f32,
-    i32,
-    u8,
-)
+from benchmarks._report import Goal, Report, in_turns_async, make_table, run
+from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts, request
+from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, Step, TurnRequest, f32, i32, u8
 from common.skills import SKILLS, generate
 from common.tokens import ChatTokenizer
 from rollout_service.engine import Engine, Generated
@@ -44,7 +33,6 @@ from trainer_service import lora
 from trainer_service.optimiser import Moments
 from trainer_service.training import Trainer, TrainState
 
-TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 ADAPTERS = (1, 4, 16)
 DTYPES = {"float32": 0.001, "bfloat16": 0.01}
 """The bound of the sampling gap."""
@@ -77,13 +65,10 @@ async def together(engine: Engine, asked: Sequence[TurnRequest]) -> list[Generat
     return await asyncio.gather(*[engine.generate(r, beat=lambda: None) for r in asked])
 
 
-async def speed(engine: Engine, num_adapters: int, rows: int, num_tokens: int) -> float:
-    """Tokens/s; neighbouring rows are of different adapters."""
+def mixed(num_adapters: int, rows: int, num_tokens: int) -> list[TurnRequest]:
+    """Neighbouring rows are of different adapters."""
     refs = [AdapterRef("bench", f"job{i}", 1) for i in range(num_adapters)]
-    asked = [request(refs[i % num_adapters], t.tolist(), i, num_tokens) for i, t in enumerate(prompts(rows))]
-    started = time.perf_counter()
-    done = await together(engine, asked)
-    return sum(len(g.tokens) for g in done) / (time.perf_counter() - started)
+    return [request(refs[i % num_adapters], tokens, i, num_tokens) for i, tokens in enumerate(prompts(rows))]
 
 
 async def load_all(engine: Engine, decoder: Decoder) -> None:
@@ -161,14 +146,12 @@ async def measure_speeds(rows: int, num_tokens: int, rounds: int, *, with_vllm: 
         engines["vllm"] = vllm_engine(options("float32"), NoEndOfTiny())
     for engine in engines.values():
         await load_all(engine, decoder)
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds + 1):
-        for name, engine in engines.items():
-            for num in ADAPTERS:
-                found.setdefault(f"{name}_{num}", []).append(await speed(engine, num, rows, num_tokens))
+    asked = {num: mixed(num, rows, num_tokens) for num in ADAPTERS}
+    cases = {f"{name}_{num}": partial(engine_speed, e, asked[num]) for name, e in engines.items() for num in ADAPTERS}
+    found = await in_turns_async(cases, rounds)
     for engine in engines.values():
         await engine.stop()
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
@@ -186,12 +169,7 @@ async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    asked = parser(__doc__)
-    asked.add_argument("--rows", type=int, default=64)
-    asked.add_argument("--tokens", type=int, default=48)
-    asked.add_argument("--rounds", type=int, default=5)
-    given = asked.parse_args()
+def report(given: Any) -> Report:
     prepare_cpu(1)
     with_vllm = importlib.util.find_spec("vllm") is not None
     speeds = asyncio.run(measure_speeds(given.rows, given.tokens, given.rounds, with_vllm=with_vllm))
@@ -207,10 +185,9 @@ def main() -> None:
         for name in names
         for dtype, bound in DTYPES.items()
     ]
-    if not with_vllm:
-        print("vLLM is not installed (make vllm): the torch engine alone")
-    show(tables, {**speeds, **{f"gap_{k}": v for k, v in gaps.items()}}, goals, given.json)
+    notes = [] if with_vllm else ["vLLM is not installed (make vllm): the torch engine alone"]
+    return Report(tables, {**speeds, **{f"gap_{k}": v for k, v in gaps.items()}}, goals, notes)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, rows=64, tokens=48, rounds=5)

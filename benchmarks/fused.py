@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from benchmarks._report import Goal, make_table, parser, positive, show
-from benchmarks.training import LORA, TINY, Workload, make_step
-from common.messages import AdapterRef, Init, LoraSpec, Step, f32
+from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
+from benchmarks.training import LORA, TINY, Workload, initial_state, make_step
+from common.messages import LoraSpec, Step, f32
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
@@ -75,12 +75,6 @@ def make_jobs(trainer: Trainer, shape: Shape, num_jobs: int = NUM_JOBS) -> list[
     return jobs
 
 
-def initial_state(trainer: Trainer, number: int, spec: LoraSpec) -> TrainState:
-    """Version 0 of a job of this number."""
-    ids: Any = {"id": "i", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
-    return trainer.init(Init(**ids, seed=number, lora=spec))
-
-
 def measure(shape: Shape, repetitions: int) -> dict[str, Any]:
     """Median tokens/s of each contender, and the fused step's ratios to the others."""
     trainer = Trainer(Decoder.load(TINY), share_prefixes=False)
@@ -92,25 +86,16 @@ def measure(shape: Shape, repetitions: int) -> dict[str, Any]:
         "fused step": lambda: fused(trainer, jobs),
         "one adapter": lambda: trainer.step(everything, state, lambda: None),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
     num_tokens = {name: sum(len(step.rows.tokens) for step, _ in jobs) for name in runs}
     num_tokens["one adapter"] = len(everything.rows.tokens)
-    for turn in range(-2, repetitions):  # the first turns warm up
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            if turn >= 0:
-                seconds[name].append((time.process_time() - start) / num_tokens[name])
-    ratios = {
-        name: statistics.median(t / f for t, f in zip(seconds[name], seconds["fused step"], strict=True))
-        for name in runs
-    }
+    took = in_turns({name: timed(work, time.process_time) for name, work in runs.items()}, repetitions, warm_up=2)
+    seconds = {name: [s / num_tokens[name] for s in times] for name, times in took.items()}  # a token
     return {
         "shape": shape.name,
         "tokens": num_tokens["fused step"],
         "tokens_per_s": {name: 1 / statistics.median(times) for name, times in seconds.items()},
-        "fused_to_separate": ratios["separate steps"],
-        "time_to_one_adapter": 1 / ratios["one adapter"],
+        "fused_to_separate": ratio(seconds["separate steps"], seconds["fused step"]),
+        "time_to_one_adapter": 1 / ratio(seconds["one adapter"], seconds["fused step"]),
     }
 
 
@@ -126,10 +111,7 @@ def goals(results: list[dict[str, Any]]) -> list[Goal]:
     return found
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--repetitions", type=positive, default=9, help="default 9")
-    given = options.parse_args()
+def report(given: Any) -> Report:
     prepare_cpu(1)
     results = [measure(shape, given.repetitions) for shape in SHAPES]
     tables = [
@@ -140,8 +122,8 @@ def main() -> None:
         )
         for result in results
     ]
-    show(tables, results, goals(results), given.json)
+    return Report(tables, results, goals(results))
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, repetitions=9)

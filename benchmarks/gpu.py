@@ -11,7 +11,6 @@ device can read. The peaks of some devices are known; else give `--peak-tflops` 
 """
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from base_model.adapter import load_adapter
 from base_model.decoder import Decoder, DecoderConfig
 from base_model.device import find_device, prepare_cpu
 from base_model.stacked import FusedAdapter, fuse
-from benchmarks._report import Goal, console, make_table, parser, positive, show
-from benchmarks.fused import NUM_JOBS, SHAPES, Job, all_active, fused, initial_state, make_jobs
+from benchmarks._report import Goal, Report, console, in_turns, make_table, parser, positive, ratio, show, timed
+from benchmarks.fused import NUM_JOBS, SHAPES, Job, all_active, fused, make_jobs
 from benchmarks.paper.lengths import LONGEST, answer_tokens
 from benchmarks.rollout import adapter_files, request
-from benchmarks.training import LORA, Workload, make_step
+from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import AdapterRef, TrajectoryRef
 from rollout_service.batch import Batch, Limits
 from rollout_service.seats import Row
@@ -115,12 +114,7 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
         "fused": lambda: fused(trainer, jobs),
         "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(-1, repetitions):
-        for name, run in runs.items():
-            took = timed(run, device)
-            if turn >= 0:
-                seconds[name].append(took)
+    seconds = in_turns({name: timed(done(work, device)) for name, work in runs.items()}, repetitions)
     with FlopCounterMode(display=False) as counter:
         metrics = [trained.metrics for trained in fused(trainer, jobs)]
     forward = [m["forward_tokens"] or 0.0 for m in metrics]
@@ -132,7 +126,7 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
     return {
         "tokens": num_tokens,
         "tokens_per_s": num_tokens / fused_s,
-        "to_separate": statistics.median(s / f for f, s in zip(*seconds.values(), strict=True)),
+        "to_separate": ratio(seconds["separate"], seconds["fused"]),
         "flops_per_s": counter.get_total_flops() * (1 - padding) / fused_s,
     }
 
@@ -205,14 +199,19 @@ def measure_decoding(decoder: Decoder, adapters: Sequence[FusedAdapter], repetit
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device has done it."""
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def done(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The work until the device has done it; what the device was given before is waited for outside."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def do() -> None:
+        work()
+        wait()
+
     wait()
-    start = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - start
+    return do
 
 
 def busiest(run: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
@@ -320,7 +319,8 @@ def main() -> None:
         1e9 * given.peak_gbs if given.peak_gbs else known[1],
     )
     judged = device.type == "cuda" and NUM_JOBS in given.jobs
-    show(tables(found, peak), found, goals(found) if judged else [], given.json, notes=notes(peak, judged=judged))
+    shown = Report(tables(found, peak), found, goals(found) if judged else [], notes(peak, judged=judged))
+    show(shown, given.json)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,15 @@ the most seen in one look a second. The goal is about the largest sum of all pro
 """
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
-import psutil
-
-from benchmarks import _cluster
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, Report, make_table, run
 from common.skills import SKILLS
+from harness.live import running
+from harness.processes import Memory, memory, memory_below
 from manager_service.supervisor import LocalCluster
 
 LIMIT_MB = 3000
@@ -31,50 +29,21 @@ IDLE_AFTER_S = 3.0
 LOOK_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """In MB of a million bytes."""
-
-    pss_mb: float = 0.0
-    rss_mb: float = 0.0
-
-    def __add__(self, other: "Memory") -> "Memory":
-        return Memory(self.pss_mb + other.pss_mb, self.rss_mb + other.rss_mb)
-
-
 Look = Mapping[str, Memory]
 """Process → its memory at one moment."""
 
 
 def look(cluster: LocalCluster) -> Look:
-    children = {name: with_children(pid) for name, pid in cluster.pids.items()}
+    children = {name: memory_below(pid) for name, pid in cluster.pids.items()}
     return {**children, "supervisor": memory(os.getpid())}
-
-
-def with_children(pid: int) -> Memory:
-    total = Memory()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            total += memory(process.pid)
-    return total
-
-
-def memory(pid: int) -> Memory:
-    """Nothing if the process has just ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except (FileNotFoundError, ProcessLookupError):
-        return Memory()
-    kb = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return Memory(kb["Pss"] * 1024 / 1e6, kb["Rss"] * 1024 / 1e6)
 
 
 async def measure(steps: int) -> tuple[Look, list[Look]]:
     """Idle, and every look while it trained."""
-    async with _cluster.running() as (cluster, api):
+    async with running() as (cluster, api):
         await asyncio.sleep(IDLE_AFTER_S)
         idle, busy = look(cluster), list[Look]()
-        jobs = [await api.submit(s, max_steps=steps, evaluate=True, **_cluster.DEFAULT_JOB) for s in SKILLS]
+        jobs = [await api.submit(s, max_steps=steps, evaluate=True, batch_size=16, group_size=8) for s in SKILLS]
         training = asyncio.create_task(api.until_done(*jobs, seconds=900))
         while not training.done():
             busy.append(look(cluster))
@@ -87,10 +56,7 @@ def total(found: Look) -> Memory:
     return sum(found.values(), Memory())
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=12, help="of each job")
-    given = options.parse_args()
+def report(given: Any) -> Report:
     idle, busy = asyncio.run(measure(given.steps))
     peak = {name: max((each[name] for each in busy), key=lambda m: m.pss_mb) for name in idle}
     fullest = max(map(total, busy), key=lambda m: m.pss_mb)
@@ -104,7 +70,7 @@ def main() -> None:
         "all_training": asdict(fullest),
     }
     goal = Goal("all processes together, training", fullest.pss_mb, LIMIT_MB, " MB", more_is_better=False)
-    show([make_table("Memory", columns, lines)], figures, [goal], given.json)
+    return Report([make_table("Memory", columns, lines)], figures, [goal])
 
 
 def each(memory: Memory) -> tuple[float, float]:
@@ -112,4 +78,4 @@ def each(memory: Memory) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, steps=12)

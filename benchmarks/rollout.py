@@ -12,7 +12,8 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import torch
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
 from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from rollout_service.engine import Engine
 from rollout_service.torch_engine import TorchEngine
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
@@ -63,13 +65,13 @@ def peft_generate(folder: Path, rows: int, num_tokens: int) -> Callable[[], int]
     given = torch.from_numpy(prompts(rows))
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
 
-    def run() -> int:
+    def generate() -> int:
         with torch.inference_mode():
             mask = torch.ones_like(given)
             out = model.generate(given, attention_mask=mask, max_new_tokens=num_tokens, **options)
         return out.numel() - given.numel()
 
-    return run
+    return generate
 
 
 def request(
@@ -91,22 +93,21 @@ def request(
     )
 
 
-async def engine_generate(engine: TorchEngine, refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> int:
-    """Each adapter has as many rows as the others, side by side."""
-    asked = [request(refs[i * len(refs) // rows], tokens, i, num_tokens) for i, tokens in enumerate(prompts(rows))]
+async def engine_speed(engine: Engine, asked: Sequence[TurnRequest]) -> float:
+    """Tokens a second."""
+    started = time.perf_counter()
     done = await asyncio.gather(*[engine.generate(r, beat=lambda: None) for r in asked])
-    return sum(len(g.tokens) for g in done)
+    return sum(len(g.tokens) for g in done) / (time.perf_counter() - started)
 
 
-def timed(run: Callable[[], int]) -> float:
-    """Tokens per second."""
+def side_by_side(refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> list[TurnRequest]:
+    """Each adapter has as many rows as the others, next to each other."""
+    return [request(refs[i * len(refs) // rows], tokens, i, num_tokens) for i, tokens in enumerate(prompts(rows))]
+
+
+async def generate_speed(generate: Callable[[], int]) -> float:
     started = time.perf_counter()
-    return run() / (time.perf_counter() - started)
-
-
-async def timed_async(engine: TorchEngine, refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> float:
-    started = time.perf_counter()
-    return await engine_generate(engine, refs, rows, num_tokens) / (time.perf_counter() - started)
+    return generate() / (time.perf_counter() - started)
 
 
 async def measure(rows: int, num_tokens: int, rounds: int) -> dict[str, float]:
@@ -121,30 +122,24 @@ async def measure(rows: int, num_tokens: int, rounds: int) -> dict[str, float]:
         for name, data in files[0].items():
             (Path(folder) / name).write_bytes(data)
         generate = peft_generate(Path(folder), rows, num_tokens)
-    speeds: list[list[float]] = []
-    for _ in range(rounds + 1):
-        mixed = [await timed_async(engine, refs[:num], rows, num_tokens) for num in NUM_ADAPTERS]
-        speeds.append([timed(generate), *mixed])
+    asked = {num: side_by_side(refs[:num], rows, num_tokens) for num in NUM_ADAPTERS}
+    mixed = {num: partial(engine_speed, engine, turns) for num, turns in asked.items()}
+    speeds = await in_turns_async({**mixed, 0: partial(generate_speed, generate)}, rounds)
     await engine.stop()
-    return summary(speeds[1:])
+    return summary(speeds)
 
 
-def summary(speeds: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Medians; each ratio is taken within its round. A round: `generate`, then the engine with each of NUM_ADAPTERS."""
-    found = {"generate_tokens_per_s": statistics.median(s[0] for s in speeds)}
-    for place, num in enumerate(NUM_ADAPTERS, 1):
-        found[f"engine_{num}_tokens_per_s"] = statistics.median(s[place] for s in speeds)
-        found[f"engine_{num}_over_generate"] = statistics.median(s[place] / s[0] for s in speeds)
-        found[f"engine_{num}_over_engine_1"] = statistics.median(s[place] / s[1] for s in speeds)
+def summary(speeds: Mapping[int, Sequence[float]]) -> dict[str, float]:
+    """Medians; each ratio is taken within its round. By number of adapters; 0: of `generate`."""
+    found = {"generate_tokens_per_s": statistics.median(speeds[0])}
+    for num in NUM_ADAPTERS:
+        found[f"engine_{num}_tokens_per_s"] = statistics.median(speeds[num])
+        found[f"engine_{num}_over_generate"] = ratio(speeds[num], speeds[0])
+        found[f"engine_{num}_over_engine_1"] = ratio(speeds[num], speeds[1])
     return found
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--rows", type=int, default=64)
-    options.add_argument("--tokens", type=int, default=48)
-    options.add_argument("--rounds", type=int, default=7)
-    given = options.parse_args()
+def report(given: Any) -> Report:
     prepare_cpu(1)
     found = asyncio.run(measure(given.rows, given.tokens, given.rounds))
     lines = [("model.generate, one adapter", found["generate_tokens_per_s"], 1.0)]
@@ -157,8 +152,8 @@ def main() -> None:
         Goal("32 adapters against the engine with one", found["engine_32_over_engine_1"], 0.9, " x"),
     ]
     title = f"Rollout, {given.rows} rows of {given.tokens} tokens"
-    show([make_table(title, ("", "tokens/s", "x generate"), lines)], found, goals, given.json)
+    return Report([make_table(title, ("", "tokens/s", "x generate"), lines)], found, goals)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, rows=64, tokens=48, rounds=7)

@@ -19,16 +19,17 @@ the machine disturbed least, and the table says how much of the time managers an
 """
 
 import asyncio
+import contextlib
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import structlog
+import msgspec
 
-from benchmarks._report import Goal, console, make_table, parser, show
-from benchmarks._scale_cluster import Moment, ScaleCluster, Workers, running, working
-from benchmarks._scale_workers import Seen
+from benchmarks._report import Goal, Report, console, make_table, parser, show
+from benchmarks._scale_cluster import Moment, ScaleCluster, running
+from harness.standin_load import Seen, Workers, working
 
 FAST: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 0.25}
 """8,192 trajectories a second, more than two cores can pass around."""
@@ -128,81 +129,76 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
-async def with_jobs(num_jobs: int, num_managers: int, seconds: float) -> tuple[Figures, Figures]:
-    """As fast as it goes, and at half of the goal's rate."""
+@contextlib.asynccontextmanager
+async def started(num_jobs: int, num_managers: int = 1) -> AsyncGenerator[ScaleCluster]:
+    """With jobs, each of which has its first version; nobody works for them now."""
     async with running() as cluster:
         await cluster.start_managers(num_managers)
-        async with working(cluster.load(**FAST)) as workers:
+        async with working(cluster.load(**FAST)):
             await cluster.create_jobs(num_jobs)
+        yield cluster
+
+
+async def with_jobs(num_jobs: int, num_managers: int, seconds: float) -> tuple[Figures, Figures]:
+    """As fast as it goes, and at half of the goal's rate."""
+    async with started(num_jobs, num_managers) as cluster:
+        async with working(cluster.load(**FAST)) as workers:
             fast = await measure(cluster, workers, seconds, cost)
         async with working(cluster.load(**HALF)) as workers:
             return fast, await measure(cluster, workers, seconds, delay)
 
 
 async def with_rollout_workers(numbers: Sequence[int], seconds: float) -> dict[int, Figures]:
-    async with running() as cluster:
-        await cluster.start_managers(1)
-        async with working(cluster.load(**FAST)) as workers:
-            await cluster.create_jobs(200)
-            await workers.seen()
-        found: dict[int, Figures] = {}
+    found: dict[int, Figures] = {}
+    async with started(200) as cluster:
         for number in numbers:
             async with working(cluster.load(rollout=number, rollout_slots=64, delay_s=1.0)) as workers:
                 await asyncio.sleep(SETTLE_S)  # until what the workers before gave back is done, and reports are heard
                 found[number] = await measure(cluster, workers, seconds, lambda f: -f.rate)
-        return found
+    return found
 
 
 async def recovery(num_jobs: int) -> float:
     """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
-    async with running() as cluster:
-        await cluster.start_managers(1)
-        async with working(cluster.load(**FAST)) as workers:
-            await cluster.create_jobs(num_jobs)
-            await workers.seen()
-            await asyncio.sleep(SETTLE_S)
-            return await cluster.kill_and_recover()
+    async with started(num_jobs) as cluster, working(cluster.load(**FAST)):
+        await asyncio.sleep(SETTLE_S)
+        return await cluster.kill_and_recover()
 
 
 async def lists(num_jobs: int) -> tuple[float, float]:
     """Milliseconds of a request, median and 99th percentile, while nothing else happens."""
-    async with running() as cluster:
-        await cluster.start_managers(1)
-        async with working(cluster.load(**FAST)):
-            await cluster.create_jobs(num_jobs)
+    async with started(num_jobs) as cluster:
         return quantiles(await cluster.list_ms(100))
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
-COLUMNS = (
-    "",
-    "trajectories/s",
-    "per manager CPU s",
-    "manager µs",
-    "Redis µs",
-    "workers µs",
-    "cores",
-    "waited",
-    "versions/s",
-    "manager MB",
-    "Redis MB",
-    "connections",
-    "open",
-    "held",
-)
+COLUMNS: Mapping[str, Callable[[Figures], float]] = {
+    "trajectories/s": lambda f: f.rate,
+    "per manager CPU s": lambda f: f.per_core,
+    "manager µs": lambda f: f.manager_us,
+    "Redis µs": lambda f: f.redis_us,
+    "workers µs": lambda f: f.workers_us,
+    "cores": lambda f: f.manager_cores,
+    "waited": lambda f: f.waited,
+    "versions/s": lambda f: f.versions,
+    "manager MB": lambda f: f.manager_mb,
+    "Redis MB": lambda f: f.redis_mb,
+    "connections": lambda f: f.connections,
+    "open": lambda f: f.entries,
+    "held": lambda f: f.held,
+}
 
 
 def row(name: str, f: Figures) -> tuple[str, *tuple[float, ...]]:
-    costs = (f.manager_us, f.redis_us, f.workers_us, f.manager_cores, f.waited, f.versions, f.manager_mb, f.redis_mb)
-    return (name, f.rate, f.per_core, *costs, float(f.connections), float(f.entries), float(f.held))
+    return (name, *(value(f) for value in COLUMNS.values()))
 
 
 def handovers(name: str, f: Figures) -> tuple[str, *tuple[float, ...]]:
     return (name, f.rate, *f.worker_handover_ms, *f.owner_handover_ms, f.waited)
 
 
-async def every(given: Any) -> tuple[list[Any], dict[str, Any], list[Goal]]:
+async def every(given: Any) -> Report:
     job_numbers, manager_numbers = ((10, 100, 1000, 5000), (1, 2, 3)) if given.full else ((10, 1000), (1, 2))
     worker_numbers = (1, 2, 4, 8, 16, 32, 64) if given.full else (1, 4, 16)
     runs = {(jobs, 1): (f"{jobs} jobs", lambda n=jobs: with_jobs(n, 1, given.seconds)) for jobs in job_numbers}
@@ -214,7 +210,7 @@ async def every(given: Any) -> tuple[list[Any], dict[str, Any], list[Goal]]:
     recovered_s = await _said("recovery", lambda: recovery(most))
     list_ms = await _said("lists", lambda: lists(most))
     tables = [
-        make_table("As fast as it goes", COLUMNS, [row(runs[key][0], fast) for key, (fast, _) in found.items()]),
+        make_table("As fast as it goes", ("", *COLUMNS), [row(runs[key][0], fast) for key, (fast, _) in found.items()]),
         make_table(
             "Hand-overs at half of 5,000/s, ms from being published to having been read",
             ("", "trajectories/s", "workers: median", "99 %", "owners: median", "99 %", "waited"),
@@ -235,17 +231,13 @@ async def every(given: Any) -> tuple[list[Any], dict[str, Any], list[Goal]]:
             ],
         ),
     ]
-    shown = {
-        f"{jobs} jobs, {managers} managers": {"fast": asdict(fast), "half": asdict(half)}
-        for (jobs, managers), (fast, half) in found.items()
-    }
     data = {
-        "jobs": shown,
-        "workers": {n: asdict(f) for n, f in scaling.items()},
+        "jobs": {f"{n} jobs, {m} managers": {"fast": fast, "half": half} for (n, m), (fast, half) in found.items()},
+        "workers": {str(n): f for n, f in scaling.items()},
         "recovery_s": recovered_s,
         "list_ms": list_ms,
     }
-    return tables, data, goals(found, scaling, most)
+    return Report(tables, msgspec.to_builtins(data), goals(found, scaling, most))
 
 
 async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:
@@ -274,8 +266,7 @@ def main() -> None:
     options.add_argument("--full", action="store_true", help="all numbers of jobs, managers and workers")
     options.add_argument("--seconds", type=float, default=5.0, help="of each window of measurement")
     given = options.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
-    show(*asyncio.run(every(given)), given.json)
+    show(asyncio.run(every(given)), given.json)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,11 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks import _cluster
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, Report, make_table, run
+from harness.live import running
+from harness.processes import computes, cpu_s
 from manager_service.supervisor import LocalCluster
 
 GOALS = {1: 0.20, 8: 0.10}
@@ -61,23 +59,24 @@ class Shares:
 
 
 async def measure(num_jobs: int, steps: int) -> Shares:
-    async with _cluster.running() as (cluster, api):
+    async with running() as (cluster, api):
         before = processor_s(cluster)
         looks = Looks([cluster.pids["rollout-0"], cluster.pids["trainer-0"]])
         async with looks.taken():
-            jobs = [await api.submit("sort", seed=n, max_steps=steps, **_cluster.DEFAULT_JOB) for n in range(num_jobs)]
+            same: dict[str, Any] = {"max_steps": steps, "batch_size": 16, "group_size": 8}
+            jobs = [await api.submit("sort", seed=n, **same) for n in range(num_jobs)]
             ended = await api.until_done(*jobs, seconds=600)
         assert all(job["status"] == "succeeded" for job in ended), ended
         after = processor_s(cluster)
         await asyncio.sleep(2.5)  # the last report of each worker
         spans = (await api.get("/cluster/timeline"))["data"]
         usage = (await api.get("/usage"))["total"]
-    cpu_s = {name: after[name] - before[name] for name in after}
-    return shares(num_jobs, steps, spans, usage, looks, cpu_s)
+    used_s = {name: after[name] - before[name] for name in after}
+    return shares(num_jobs, steps, spans, usage, looks, used_s)
 
 
 def shares(
-    num_jobs: int, steps: int, spans: Sequence[Any], usage: Any, looks: "Looks", cpu_s: dict[str, float]
+    num_jobs: int, steps: int, spans: Sequence[Any], usage: Any, looks: "Looks", used_s: dict[str, float]
 ) -> Shares:
     busy = {service: [(s["start"], s["end"]) for s in spans if s["service"] == service] for service in COMPUTING}
     start, end = min(s for s, _ in busy["rollout"]), max(e for _, e in busy["trainer"])
@@ -93,7 +92,7 @@ def shares(
         waits=1 - (rollout + train if num_jobs == 1 else max(rollout, train)),
         rollout=rollout,
         train=train,
-        cpu={name: seconds / wall_s for name, seconds in cpu_s.items()},
+        cpu={name: seconds / wall_s for name, seconds in used_s.items()},
     )
 
 
@@ -123,17 +122,6 @@ class Looks:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-def computes(pid: int) -> bool:
-    """Has it a runnable thread that is neither the event loop's nor the object store's?"""
-    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if is_computing(task, pid)]
-    return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in tasks)
-
-
-def is_computing(task: Path, pid: int) -> bool:
-    """Is a thread of the process, a folder in its `task`, neither the event loop's nor the object store's?"""
-    return task.name != str(pid) and (task / "comm").read_text().startswith("python")
-
-
 def covered_s(intervals: Iterable[Interval]) -> float:
     """Length of their union."""
     total, reached = 0.0, float("-inf")
@@ -144,30 +132,24 @@ def covered_s(intervals: Iterable[Interval]) -> float:
 
 
 def processor_s(cluster: LocalCluster) -> dict[str, float]:
-    times = {name: psutil.Process(pid).cpu_times() for name, pid in cluster.pids.items()}
-    return {name: each.user + each.system for name, each in times.items()}
+    return {name: cpu_s(pid) for name, pid in cluster.pids.items()}
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=12, help="of each job")
-    given = options.parse_args()
+def report(given: Any) -> Report:
     found = [asyncio.run(measure(num_jobs, given.steps)) for num_jobs in GOALS]
     columns = ("jobs", "s a step", "nobody computes", "nobody holds work", "the busier waits", "engine", "trainer")
     lines = [
         (str(f.jobs), f.step_s, *map(percent, (f.not_computing, f.held, f.waits, f.rollout, f.train))) for f in found
     ]
     processes = make_table(
-        "Processor seconds a second",
-        ("jobs", *found[0].cpu),
-        [(str(f.jobs), *f.cpu.values()) for f in found],
+        "Processor seconds a second", ("jobs", *found[0].cpu), [(str(f.jobs), *f.cpu.values()) for f in found]
     )
     goals = [
         Goal(f"neither computes, {f.jobs} jobs", 100 * f.not_computing, 100 * GOALS[f.jobs], " %", more_is_better=False)
         for f in found
     ]
     tables = [make_table("Shares of the wall time", columns, lines), processes]
-    show(tables, [asdict(f) for f in found], goals, given.json)
+    return Report(tables, [asdict(f) for f in found], goals)
 
 
 def percent(share: float) -> str:
@@ -175,4 +157,4 @@ def percent(share: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, steps=12)

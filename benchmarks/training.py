@@ -11,7 +11,6 @@ Axes: B rows of a micro-batch, T positions.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from benchmarks._report import Goal, make_table, parser, show
+from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
 from trainer_service.batch import Batch, parse_rows
 from trainer_service.losses import row_terms
 from trainer_service.packing import Budget
-from trainer_service.training import Trainer
+from trainer_service.training import Trainer, TrainState
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 BUDGET = 4096
@@ -81,6 +80,12 @@ def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int]
     )
     ids: dict[str, Any] = {"id": "s", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
     return Step(**ids, seed=0, lora=LORA, loss=LossSpec(), optim=OptimSpec(1e-4), rows=rows, next_group=0)
+
+
+def initial_state(trainer: Trainer, seed: int, spec: LoraSpec) -> TrainState:
+    """Version 0 of a job of this seed."""
+    ids: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
+    return trainer.init(Init(**ids, seed=seed, lora=spec))
 
 
 class PeftLoop:
@@ -136,10 +141,10 @@ def padded(batch: Batch, rows: list[int]) -> tuple[np.ndarray, ...]:
 def contenders(step: Step) -> dict[str, Callable[[], object]]:
     decoder = Decoder.load(TINY)
     batch = parse_rows(step.rows, version=0, vocab=decoder.config.vocab, context=decoder.config.context)
-    peft, ids = PeftLoop(), {"id": "i", "tenant": "t", "job": "j", "partition": 0}
+    peft = PeftLoop()
     shared, plain = Trainer(decoder, Budget(BUDGET)), Trainer(decoder, Budget(BUDGET), share_prefixes=False)
     exact = Trainer(decoder, Budget(BUDGET), deterministic=True)
-    state = shared.init(Init(**ids, adapter=AdapterRef("t", "j", 0), seed=0, lora=LORA))  # pyright: ignore
+    state = initial_state(shared, 0, LORA)
     return {
         "peft": lambda: peft.step(batch),
         "trainer": lambda: shared.step(step, state, lambda: None),
@@ -151,30 +156,17 @@ def contenders(step: Step) -> dict[str, Callable[[], object]]:
 def measure(work: Workload, repetitions: int) -> dict[str, Any]:
     """Median tokens/s of each contender, and the median of its ratio to PEFT within a turn."""
     step = make_step(work)
-    runs = contenders(step)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(-1, repetitions):  # turn -1 warms up
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
+    seconds = in_turns({name: timed(train) for name, train in contenders(step).items()}, repetitions)
     num_tokens = len(step.rows.tokens)
     return {
         "workload": work.name,
         "tokens": num_tokens,
         "tokens_per_s": {name: num_tokens / statistics.median(times) for name, times in seconds.items()},
-        "ratio_to_peft": {
-            name: statistics.median(p / t for p, t in zip(seconds["peft"], times, strict=True))
-            for name, times in seconds.items()
-        },
+        "ratio_to_peft": {name: ratio(seconds["peft"], times) for name, times in seconds.items()},
     }
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--repetitions", type=int, default=7)
-    given = options.parse_args()
+def report(given: Any) -> Report:
     prepare_cpu(1)
     results = [measure(work, given.repetitions) for work in WORKLOADS]
     tables = [
@@ -189,8 +181,8 @@ def main() -> None:
         Goal(f"trainer against plain PEFT, {result['workload']}", result["ratio_to_peft"]["trainer"], 0.9, " x")
         for result in results
     ]
-    show(tables, results, goals, given.json)
+    return Report(tables, results, goals)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, report, repetitions=7)

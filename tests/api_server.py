@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from redis_server import free_port
-from standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
 
 from common.adapters import AdapterStore
 from common.bus import Bus, Out, Settlement
@@ -29,6 +27,8 @@ from common.messages import (
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER
 from common.tasks import cancel_all
 from common.worker import Inbox
+from harness.redis_server import free_port
+from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
 from manager_service.api.context import Api
 from manager_service.api.server import make_api, serve
 from manager_service.settings import ManagerSettings

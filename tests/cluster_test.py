@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from live import Api, is_balanced
 
 from deploy.make_secrets import ENV_FILE, FOLDER, read_settings
 from examples.demo import TENANTS
+from harness.live import Api, is_balanced
 
 STEPS = 10
 READY_S = 180.0

@@ -9,11 +9,11 @@ import pytest_asyncio
 import redis
 from exact import Exact, prepare
 from hypothesis import settings
-from redis_server import RedisServer
 
 from common.bus import Bus
 from common.objects import Objects
 from common.streams import Cell
+from harness.redis_server import RedisServer
 
 if TYPE_CHECKING:  # they import torch, which most tests do not need
     from tests.engines import Running, SharedVllm

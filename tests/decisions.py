@@ -5,10 +5,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from standin import FixedSlots, StandInEnv
-
 from common.messages import AdapterUpdate, Init, Start, Step, Usage
 from common.streams import Cell
+from harness.standin import FixedSlots, StandInEnv
 from manager_service.allocator import Allocator
 from manager_service.changes import Changes
 from manager_service.items import Items

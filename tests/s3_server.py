@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 import httpx
-from redis_server import free_port
+
+from harness.redis_server import free_port
 
 BUCKET = "marlaas"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import redis
-from live import Api, is_balanced, running
-from redis_server import RedisServer
 
 from common.acl import SERVICES, USERS, acl_file
 from common.streams import Cell
+from harness.live import Api, is_balanced, running
+from harness.redis_server import RedisServer
 from manager_service.embedded_redis import find_server
 from manager_service.supervisor import Service
 

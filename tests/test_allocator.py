@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from decisions import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standin import FixedSlots, job_spec
 
+from harness.standin import FixedSlots, job_spec
 from manager_service.records import TenantRecord
 
 SEEDS = st.integers(0, 10**9)

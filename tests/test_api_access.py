@@ -9,9 +9,9 @@ import openai
 import pytest
 import redis.asyncio as aioredis
 from api_server import ApiServer, running_api
-from redis_server import RedisServer
 
 from common.errors import InvalidInput
+from harness.redis_server import RedisServer
 from manager_service.tenants import KEYS, Tenants, bootstrap, read_or_make_key
 
 

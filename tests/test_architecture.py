@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ("manager_service", "rollout_service", "env_service", "trainer_service")
 PRODUCT = ("common", "base_model", *SERVICES)
-SHOWN = ("examples", "benchmarks", "models", "tests")
+SHOWN = ("examples", "benchmarks", "harness", "models", "tests")
 WITHOUT_TORCH = ("common", "manager_service", "env_service")
 
 MAY_IMPORT = {
@@ -32,6 +32,10 @@ MAY_IMPORT = {
     "env_service": {"env_service", "common"},
     "rollout_service": {"rollout_service", "common", "base_model"},
     "trainer_service": {"trainer_service", "common", "base_model"},
+    "harness": {"harness", "common", "manager_service"},
+    "examples": {"examples", "common", "manager_service"},
+    "benchmarks": {"benchmarks", "harness", *PRODUCT},
+    "benchmarks/simulator": {"benchmarks", "common", "manager_service"},
 }
 
 IMPORTERS = {
@@ -165,6 +169,11 @@ def test_services_that_compute_nothing_start_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_the_simulator_imports_no_other_benchmark() -> None:
+    found = {name for file in files("benchmarks/simulator") for name in imports(file) if name.startswith("benchmarks")}
+    assert {name for name in found if not name.startswith("benchmarks.simulator")} == set()
 
 
 # ---- one place each -------------------------------------------------------------------------------------------------

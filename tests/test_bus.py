@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from redis_server import RedisServer
 
 from common.bus import CLAIM_CHECK_BYTES, Bus, Settlement, Undecodable, connect
 from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, Step, decode, encode
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
+from harness.redis_server import RedisServer
 
 CELL = Cell("tiny")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Api, adapter_hashes, is_balanced, running
 
+from harness.live import Api, adapter_hashes, is_balanced, running
 from manager_service.supervisor import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]

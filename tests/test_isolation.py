@@ -15,6 +15,7 @@ from benchmarks.isolation.findings import MARGIN, REWARD, Pair
 from benchmarks.isolation.jobs import BROKEN, WATCHED, background
 from benchmarks.isolation.report import Evidence, goals, table
 from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Settings, Sharing
+from benchmarks.simulator.calibration import jain
 from common.errors import InvalidInput
 from common.graders import validate_grader
 from common.skills import SKILLS
@@ -92,8 +93,8 @@ def test_the_detectable_difference_is_found_in_four_cases_of_five() -> None:
 
 
 def test_jains_index() -> None:
-    assert statistics.jain([2.0, 2.0, 2.0]) == 1.0
-    assert statistics.jain([1.0, 0.0, 0.0, 0.0]) == 0.25
+    assert jain([2.0, 2.0, 2.0]) == 1.0
+    assert jain([1.0, 0.0, 0.0, 0.0]) == 0.25
 
 
 # ---- the jobs -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standin import StandInEnv, job_spec
 
 from common.messages import (
     AdapterUpdate,
@@ -28,6 +27,7 @@ from common.messages import (
     u8,
 )
 from common.streams import Cell
+from harness.standin import StandInEnv, job_spec
 from manager_service.changes import Changes
 from manager_service.items import Items
 from manager_service.job import Job

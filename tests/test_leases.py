@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from redis_server import free_port
 from test_worker import until
 
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
 from common.tasks import cancel_all
+from harness.redis_server import free_port
 from manager_service.leases import Held, Leases, Round
 
 LEASE_S = 3.0

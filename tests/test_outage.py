@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from live import Api, is_balanced, running
 from s3_server import BUCKET, Gate, S3Server, environment
 
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
+from harness.live import Api, is_balanced, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

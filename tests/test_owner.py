@@ -7,8 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis_server import RedisServer
-from standin import (
+from test_worker import until
+
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.messages import Failure, Start, Step
+from common.objects import Objects
+from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
+from common.worker import Inbox
+from harness.redis_server import RedisServer
+from harness.standin import (
     FixedSlots,
     StandInEnv,
     StandInTrainer,
@@ -21,14 +29,6 @@ from standin import (
     state_of,
     until_status,
 )
-from test_worker import until
-
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.messages import Failure, Start, Step
-from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
-from common.worker import Inbox
 from manager_service.leases import Held, Leases
 from manager_service.owner import Owner
 from manager_service.policies import MARLAAS

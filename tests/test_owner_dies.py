@@ -15,16 +15,6 @@ from typing import Any
 
 import pytest
 import redis.asyncio as aioredis
-from standin import (
-    FixedSlots,
-    StandInEnv,
-    StandInTrainer,
-    create_job,
-    job_spec,
-    ledger_of,
-    stand_in_worker,
-    until_status,
-)
 from test_worker import until
 
 from common.adapters import AdapterStore
@@ -35,6 +25,16 @@ from common.redis_connection import FastConnection
 from common.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, Cell, partition_of
 from common.tasks import cancel_all
 from common.worker import Inbox
+from harness.standin import (
+    FixedSlots,
+    StandInEnv,
+    StandInTrainer,
+    create_job,
+    job_spec,
+    ledger_of,
+    stand_in_worker,
+    until_status,
+)
 from manager_service.leases import RELEASE, ROUND
 from manager_service.owner import Owner
 from manager_service.tenants import Tenants

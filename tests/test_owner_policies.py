@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from standin import FixedSlots, create_job, job_spec, stand_in_worker, state_of, until_status
 from test_owner import System
 from test_worker import until
 
@@ -12,6 +11,7 @@ from common.bus import Bus
 from common.objects import Objects
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
+from harness.standin import FixedSlots, create_job, job_spec, stand_in_worker, state_of, until_status
 from manager_service.policies import parse_policy
 
 pytestmark = pytest.mark.timeout(60)

@@ -7,8 +7,8 @@ from decisions import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from standin import FixedSlots, job_spec
 
+from harness.standin import FixedSlots, job_spec
 from manager_service.hyperparameters import as_given, parse_hyperparameters, resolve
 from manager_service.policies import MAX_ETA, POLICIES, capacity, closed, may_start, parse_policy
 from manager_service.settings import ManagerSettings

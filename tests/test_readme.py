@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from live import running
+
+from harness.live import running
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 import redis
-from live import GRADER, Api
 from redis.asyncio import SSLConnection
 from redis.crc import key_slot
-from redis_server import RedisServer, free_port
-from standin import StandInEnv, StandInTrainer, stand_in_worker
 from test_worker import until
 
 from common.adapters import AdapterStore
@@ -28,6 +25,9 @@ from common.redis_connection import SecureConnection, SecureShardConnection, Sha
 from common.settings import TINY
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
 from common.worker import Inbox
+from harness.live import GRADER, Api
+from harness.redis_server import RedisServer, free_port
+from harness.standin import StandInEnv, StandInTrainer, stand_in_worker
 from manager_service.records import GLOBAL
 
 SLOTS = 16384

@@ -8,8 +8,8 @@ import pytest
 from decisions import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standin import FixedSlots, job_spec
 
+from harness.standin import FixedSlots, job_spec
 from manager_service.training_queue import (
     DISCIPLINES,
     Batch,

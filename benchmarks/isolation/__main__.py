@@ -16,12 +16,11 @@ folder refuses runs of other settings. The last thing written is FOLDER/report.m
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._report import console, parser, show
+from benchmarks._report import Report, console, show, sweep_parser
 from benchmarks.isolation import figures, measure, runs
 from benchmarks.isolation.jobs import WATCHED, Job, background
 from benchmarks.isolation.report import Evidence, goals, report
@@ -82,16 +81,12 @@ def write_report(folder: Path, command: str) -> Evidence:
 
 
 def options() -> argparse.Namespace:
-    given = parser(__doc__)
-    given.add_argument("--quick", action="store_true", help="two jobs among eight, two seeds, few steps")
+    given = sweep_parser(__doc__, OUT, f"two jobs among eight, two seeds, few steps, in {QUICK_OUT}")
     given.add_argument("--mode", choices=MODES, help="only this one")
-    given.add_argument("--out", type=Path, metavar="FOLDER", help=f"default {OUT}, of --quick {QUICK_OUT}")
-    given.add_argument("--show", type=Path, metavar="FOLDER", help="the report of this folder, run nothing")
     return given.parse_args()
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     given = options()
     folder = given.show or given.out or (QUICK_OUT if given.quick else OUT)
     try:
@@ -103,8 +98,8 @@ def main() -> None:
     except InvalidInput as error:
         sys.exit(f"error: {error}")
     console.print(f"the report: {folder / 'report.md'}\n")
-    figures_of = {goal.what: goal.measured for goal in goals(evidence)}
-    show([], figures_of, goals(evidence), given.json)
+    found = goals(evidence)
+    show(Report([], {goal.what: goal.measured for goal in found}, found), given.json)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,10 @@ from typing import Any, Literal
 Reward = Literal["exact", "similar", "calculator", "raises"]
 """`exact` is 0 or 1, `similar` lies between; `calculator` is the environment with a tool, in several turns; `raises` fails."""
 
+TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 GRADERS: Mapping[Reward, Mapping[str, Any]] = {
-    "exact": {
-        "type": "string_check",
-        "name": "right",
-        "operation": "eq",
-        "input": "{{sample.output_text}}",
-        "reference": "{{item.answer}}",
-    },
-    "similar": {
-        "type": "text_similarity",
-        "name": "near",
-        "evaluation_metric": "fuzzy_match",
-        "input": "{{sample.output_text}}",
-        "reference": "{{item.answer}}",
-    },
+    "exact": {"type": "string_check", "name": "right", "operation": "eq", **TEXTS},
+    "similar": {"type": "text_similarity", "name": "near", "evaluation_metric": "fuzzy_match", **TEXTS},
     "raises": {
         "type": "python",
         "name": "raises",
@@ -54,46 +43,32 @@ class Job:
         return {"type": "reinforcement", "reinforcement": {**how, "hyperparameters": {**self.hyper, **more}}}
 
 
-def _watched(name: str, skill: str, reward: Reward = "exact", **hyper: Any) -> Job:
-    return Job(name=name, tenant=f"{name}-inc", skill=skill, reward=reward, hyper=hyper)
+def _watched(name: str, skill: str, reward: Reward, batch_size: int, group_size: int, **hyper: Any) -> Job:
+    sizes = {"batch_size": batch_size, "group_size": group_size}
+    return Job(name=name, tenant=f"{name}-inc", skill=skill, reward=reward, hyper={**sizes, **hyper})
 
 
+QV = ["q_proj", "v_proj"]
 WATCHED = (
-    _watched("sort", "sort", batch_size=8, group_size=8, max_tokens=24),
+    _watched("sort", "sort", "exact", 8, 8, max_tokens=24),
+    _watched("tools", "calc", "calculator", 4, 8, loss="ppo", lora_rank=4, kl_coef=0.02, max_tokens=32),
+    _watched("add", "add", "exact", 8, 8, loss="dr_grpo", lora_rank=4, max_tokens=24),
+    _watched("reverse", "reverse", "exact", 6, 10, loss="dapo", lora_rank=16, dynamic_sampling=True, max_tokens=32),
+    _watched("max", "max", "exact", 10, 6, loss="rloo", learning_rate_multiplier=0.5, max_tokens=24),
     _watched(
-        *("tools", "calc", "calculator"),
-        **{"batch_size": 4, "group_size": 8, "loss": "ppo", "lora_rank": 4, "kl_coef": 0.02, "max_tokens": 32},
+        "count",
+        "count",
+        "exact",
+        8,
+        8,
+        loss="cispo",
+        lora_rank=2,
+        lora_targets=QV,
+        max_tokens=24,
+        learning_rate_multiplier=2,
     ),
-    _watched("add", "add", batch_size=8, group_size=8, loss="dr_grpo", lora_rank=4, max_tokens=24),
-    _watched(
-        *("reverse", "reverse"),
-        **{
-            "batch_size": 6,
-            "group_size": 10,
-            "loss": "dapo",
-            "lora_rank": 16,
-            "dynamic_sampling": True,
-            "max_tokens": 32,
-        },
-    ),
-    _watched("max", "max", batch_size=10, group_size=6, loss="rloo", learning_rate_multiplier=0.5, max_tokens=24),
-    _watched(
-        *("count", "count"),
-        **{"batch_size": 8, "group_size": 8, "loss": "cispo", "lora_rank": 2, "lora_targets": ["q_proj", "v_proj"]},
-        **{"learning_rate_multiplier": 2, "max_tokens": 24},
-    ),
-    _watched("near", "reverse", "similar", batch_size=8, group_size=6, loss="gspo", temperature=1.2, max_tokens=32),
-    _watched(
-        *("tools2", "calc", "calculator"),
-        **{
-            "batch_size": 4,
-            "group_size": 8,
-            "temperature": 0.8,
-            "weight_decay": 0.1,
-            "grad_clip": 0.3,
-            "max_tokens": 64,
-        },
-    ),
+    _watched("near", "reverse", "similar", 8, 6, loss="gspo", temperature=1.2, max_tokens=32),
+    _watched("tools2", "calc", "calculator", 4, 8, temperature=0.8, weight_decay=0.1, grad_clip=0.3, max_tokens=64),
 )
 
 

@@ -7,22 +7,19 @@ several, some of which are killed on the way.
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.isolation.jobs import BROKEN, Job
 from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Settings
 from benchmarks.step_share import covered_s
-from common.skills import generate
+from common.skills import Split, generate
+from harness.live import FINAL, Api, adapter_hashes, jsonl, running
 from manager_service.supervisor import LocalCluster
-from tests.live import FINAL, Api, adapter_hashes
 
 JOBS = "/fine_tuning/jobs"
 ENDLESS = 100_000  # steps of a job that is cancelled in the end
@@ -61,14 +58,13 @@ def scene(mode: Mode, *, alone: bool) -> Scene:
 @contextlib.asynccontextmanager
 async def tenants(chosen: Scene) -> AsyncGenerator["Tenants"]:
     """A cluster and whoever asks it for something."""
-    with tempfile.TemporaryDirectory() as folder:
-        data_dir, workers = Path(folder), dict(chosen.workers)
-        async with LocalCluster(data_dir=data_dir, environment=chosen.environment, **workers) as cluster:
-            theirs = Tenants(cluster)
-            try:
-                yield theirs
-            finally:
-                await theirs.close()
+    options: dict[str, Any] = {**chosen.workers, "environment": chosen.environment}
+    async with running(**options) as (cluster, _):
+        theirs = Tenants(cluster)
+        try:
+            yield theirs
+        finally:
+            await theirs.close()
 
 
 class Tenants:
@@ -81,9 +77,7 @@ class Tenants:
 
     async def api(self, tenant: str) -> Api:
         if tenant not in self._apis:
-            await self._admin.post("/admin/tenants", {"id": tenant, "name": tenant})
-            key = (await self._admin.post(f"/admin/tenants/{tenant}/keys", {}))["key"]
-            self._apis[tenant] = Api(self.cluster.base_url, key)
+            self._apis[tenant] = await self._admin.tenant(tenant)
         return self._apis[tenant]
 
     async def submit(self, job: Job, settings: Settings, *, seed: int, steps: int, watched: bool) -> str:
@@ -99,9 +93,7 @@ class Tenants:
 
     async def until_ended(self, job: Job, id: str) -> dict[str, Any]:
         api = await self.api(job.tenant)
-        async with asyncio.timeout(LIMIT_S):
-            while (found := await api.get(f"{JOBS}/{id}"))["status"] not in FINAL:
-                await asyncio.sleep(POLL_S)
+        (found,) = await api.until_done(id, seconds=LIMIT_S, ask_every_s=POLL_S)
         return found
 
     async def cancel(self, job: Job, id: str) -> None:
@@ -122,11 +114,8 @@ class Tenants:
             await api.close()
 
 
-async def upload(api: Api, skill: str, seed: int, number: int, split: Any) -> str:
-    lines = b"\n".join(json.dumps(row).encode() for row in generate(skill, seed, number, split))
-    answer = await api.http.post("/files", files={"file": (f"{skill}.jsonl", lines)}, data={"purpose": "fine-tune"})
-    answer.raise_for_status()
-    return answer.json()["id"]
+async def upload(api: Api, skill: str, seed: int, number: int, split: Split) -> str:
+    return await api.upload(f"{skill}.jsonl", jsonl(generate(skill, seed, number, split)))
 
 
 def together(spans: Sequence[Any], service: str, tenants: Sequence[str]) -> float:

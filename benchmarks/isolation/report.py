@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks._report import Goal
+from benchmarks._report import Goal, number
 from benchmarks.isolation import findings
 from benchmarks.isolation.findings import LEVEL, MARGIN, Bytes, Compared, Pair, Parting
 from benchmarks.isolation.jobs import BROKEN, Job
 from benchmarks.isolation.runs import MODES, STATISTICAL, Mode, Neighbour, Run, Settings
-from benchmarks.isolation.statistics import holm, jain
+from benchmarks.isolation.statistics import holm
+from benchmarks.simulator.calibration import jain
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,13 +323,6 @@ def compared(row: Compared) -> tuple[str, ...]:
 def interval(row: Compared) -> str:
     half = "" if math.isnan(row.difference.half) else f" ± {row.difference.half:.2g}"
     return f"{row.difference.value:+.2g}{half}"
-
-
-def number(value: float) -> str:
-    """Three digits that count; nothing for nan."""
-    if math.isnan(value):
-        return ""
-    return "0" if value == 0 else f"{value:.3g}"
 
 
 def workers(shape: dict[str, int]) -> str:

@@ -1,11 +1,13 @@
 """What was measured, as values and as files: FOLDER/MODE-SHARING-SEED[-JOB].json, one a run, and the settings beside them."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import msgspec
+
+from benchmarks._report import read_json, write_json
 from common.errors import InvalidInput
 
 Mode = Literal["deterministic", "default", "bfloat16"]
@@ -107,21 +109,12 @@ def file_name(mode: Mode, sharing: Sharing, seed: int, job: str) -> str:
 
 
 def write(folder: Path, run: Run) -> None:
-    (folder / run.file).write_text(json.dumps(asdict(run)) + "\n")
+    write_json(run, folder / run.file)
 
 
 def read(folder: Path) -> list[Run]:
     """Every run in the folder."""
-    return [parse(file.read_text()) for file in sorted(folder.glob("*-a*-*.json"))]
-
-
-def parse(text: str) -> Run:
-    values = json.loads(text)
-    values["jobs"] = [
-        JobRun(**{**job, "samples": [Sample(**sample) for sample in job["samples"]]}) for job in values["jobs"]
-    ]
-    values["others"] = [Neighbour(**other) for other in values["others"]]
-    return Run(**values)
+    return read_json(folder, "*-a*-*.json", Run)
 
 
 def open_folder(folder: Path, settings: Settings) -> None:
@@ -130,7 +123,7 @@ def open_folder(folder: Path, settings: Settings) -> None:
     file = folder / "settings.json"
     if file.exists() and read_settings(folder) != settings:
         raise InvalidInput(f"{folder} holds runs of other settings: remove it, or name another with --out")
-    file.write_text(json.dumps(asdict(settings), indent=2) + "\n")
+    write_json(settings, file)
 
 
 def read_settings(folder: Path) -> Settings:
@@ -138,4 +131,4 @@ def read_settings(folder: Path) -> Settings:
     file = folder / "settings.json"
     if not file.exists():
         raise InvalidInput(f"{folder} holds no runs of this benchmark: it has no settings.json")
-    return Settings(**json.loads(file.read_text()))
+    return msgspec.json.decode(file.read_bytes(), type=Settings)

@@ -120,8 +120,3 @@ def detectable(differences: Sequence[float], level: float = 0.05) -> float:
     if dof < 1:
         return math.nan
     return (t_quantile(1 - level / 2, dof) + t_quantile(POWER, dof)) * standard_error(differences)
-
-
-def jain(values: Sequence[float]) -> float:
-    """Jain's fairness index: 1 if all are equal, 1/n if one has everything (Jain, Chiu, Hawe 1984)."""
-    return sum(values) ** 2 / (len(values) * sum(v * v for v in values))

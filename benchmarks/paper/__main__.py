@@ -16,20 +16,18 @@ telemetry of the `marlaas` run of as many jobs, at most 8.
 import argparse
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import console, empty, make_table, natural, parser, positive, show
+from benchmarks._report import Report, console, empty, make_table, natural, positive, show, sweep_parser, write_json
 from benchmarks.paper import figures, table
 from benchmarks.paper.measure import measure
 from benchmarks.paper.predict import calibrates, predictions, recording_file
 from benchmarks.paper.results import read, with_sums
 from benchmarks.paper.workloads import WORKLOADS, Workload
-from benchmarks.simulator.calibration import write
 from benchmarks.simulator.fit import write_recording
 from manager_service.policies import POLICIES
 
@@ -55,7 +53,7 @@ def plan(
 
 def run(workload: Workload, policy: str, n: int, steps: int, folder: Path) -> None:
     found, recording = asyncio.run(measure(workload, policy, n, steps))
-    write(found, folder / f"run-{workload.name}-{policy}-{n}.json")
+    write_json(found, folder / f"run-{workload.name}-{policy}-{n}.json")
     if calibrates(policy, n):
         write_recording(recording, recording_file(folder, found))
 
@@ -76,15 +74,14 @@ def report(folder: Path, cores: int | None, to: Path | None) -> None:
     ]
     for each in tables:
         each.columns[0].no_wrap = True
-    notes = table.notes(found, predicted)
-    show(tables, msgspec.to_builtins(runs), table.goals(found, predicted), to, notes=notes)
+    goals, notes = table.goals(found, predicted), table.notes(found, predicted)
+    show(Report(tables, msgspec.to_builtins(runs), goals, notes), to)
     for path in figures.write(runs, folder):
         console.print(str(path))
 
 
 def options() -> argparse.Namespace:
-    given = parser("\n".join([__doc__ or "", *table.legend()]))
-    given.add_argument("--quick", action="store_true", help="N = 1 and 4, three policies")
+    given = sweep_parser("\n".join([__doc__ or "", *table.legend()]), OUT, "N = 1 and 4, three policies")
     given.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 2 4 8 16 32")
     given.add_argument("--policies", nargs="+", choices=list(POLICIES))
     given.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -92,22 +89,20 @@ def options() -> argparse.Namespace:
     given.add_argument(
         "--cores", type=natural, default=os.cpu_count(), help="for the simulator; see benchmarks.simulator.calibrate"
     )
-    given.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of the results; default {OUT}")
-    given.add_argument("--show", type=Path, metavar="FOLDER", help="report what is in this folder, run nothing")
     return given.parse_args()
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     given = options()
+    out = given.show or given.out or OUT
     numbers = given.jobs or (QUICK if given.quick else FULL)
     policies = given.policies or (QUICK_POLICIES if given.quick else list(POLICIES))
     if given.show is None:
-        empty(given.out, "run-*.json", "telemetry-*.msgpack", "figure-*.png")
+        empty(out, "run-*.json", "telemetry-*.msgpack", "figure-*.png")
         for workload, policy, n in plan(numbers, policies, given.workloads, quick=given.quick):
             console.print(f"{workload.name}, {policy}, N = {n} …")
-            run(workload, policy, n, given.steps, given.out)
-    report(given.show or given.out, given.cores or None, given.json)
+            run(workload, policy, n, given.steps, out)
+    report(out, given.cores or None, given.json)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,21 @@
 """The pictures, in the form of the figures 1, 3, 4, 6 and 7 of MARLaaS (arXiv 2605.08527)."""
 
-# pyright: reportUnknownMemberType=false
-# (matplotlib's keyword arguments have no types)
-
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogFormatter
 
+from benchmarks._figures import BLUE, GREEN, GREY, LIGHT, ORANGE, PINK, SKY, legend, panels, save, style
 from benchmarks.paper.results import Measured
 from benchmarks.paper.table import Found
 
-COLOURS = {
-    "sequential": "#8A8F98",
-    "synchronous": "#E69F00",
-    "naive": "#CC79A7",
-    "marlaas": "#0072B2",
-    "bounded": "#009E73",
-}
-PHASES = {"rollout": "#0072B2", "env": "#E69F00", "trainer": "#009E73"}
-"""Okabe and Ito's colours, which colour-blind people can tell apart."""
+COLOURS = {"sequential": GREY, "synchronous": ORANGE, "naive": PINK, "marlaas": BLUE, "bounded": GREEN}
+PHASES = {"rollout": BLUE, "env": ORANGE, "trainer": GREEN}
 TIMELINE_JOBS = 3
 Figures = dict[str, Figure]
 Value = Callable[[Measured], float]
@@ -38,11 +29,7 @@ class Plain(LogFormatter):
 
 
 def write(runs: Sequence[Measured], folder: Path) -> list[Path]:
-    paths: list[Path] = []
-    for name, figure in draw(Found(runs)).items():
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=130, facecolor="white")
-    return paths
+    return save(draw(Found(runs)), folder)
 
 
 def draw(found: Found) -> Figures:
@@ -64,11 +51,11 @@ def rewards(found: Found) -> Figure | None:
     shown = [run for run in pairs if run is not None]
     if not shown:
         return None
-    figure, panels = _panels(1, len(shown), "Reward of each job's steps, single-turn")
-    for axes, run in zip(panels[0], shown, strict=True):
+    figure, grid = panels(1, len(shown), title="Reward of each job's steps, single-turn")
+    for axes, run in zip(grid, shown, strict=True):
         for job in run.jobs:
             axes.plot(job.versions_s[1:], job.rewards, color=COLOURS[run.policy], alpha=0.6, linewidth=1)
-        _style(axes, f"{run.policy}, {run.n} jobs{_mark(run)}", "seconds", "reward")
+        style(axes, f"{run.policy}, {run.n} jobs{_mark(run)}", "seconds", "reward")
         axes.set(xlim=(0, max(other.makespan_s for other in shown)), ylim=(0, 1))
     return figure
 
@@ -80,23 +67,16 @@ def timeline(found: Found) -> Figure | None:
         return None
     run = max(candidates, key=lambda run: run.n)
     num = min(run.n, TIMELINE_JOBS)
-    figure, panels = _panels(1, 1, "", width=11.0)
-    axes = panels[0][0]
+    figure, (axes,) = panels(1, 1, size=(11.0, 2.8))
     for place, phase in enumerate(PHASES):
         for job in range(num):
             bars = [(s.start_s, s.end_s - s.start_s) for s in run.stretches if (s.job, s.phase) == (job, phase)]
             axes.broken_barh(bars, (job - 0.4 + 0.27 * place, 0.25), color=PHASES[phase], linewidth=0)
     axes.set_yticks(range(num), [f"job {job}" for job in range(num)])
-    _style(axes, f"agentic, {num} of the {run.n} jobs that were submitted at once, {run.policy}", "seconds", "")
+    style(axes, f"agentic, {num} of the {run.n} jobs that were submitted at once, {run.policy}", "seconds", "")
     axes.set(ylim=(num - 0.4, -0.6), xlim=(0, run.makespan_s))
-    axes.legend(
-        handles=[Patch(color=c, label=p) for p, c in PHASES.items()],
-        fontsize=8,
-        ncols=3,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        frameon=False,
-    )
+    patches = [Patch(color=colour, label=phase) for phase, colour in PHASES.items()]
+    axes.legend(handles=patches, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
@@ -106,24 +86,24 @@ def breakdown(found: Found) -> Figure | None:
     shown = [run for run in single if run is not None]
     if not shown:
         return None
-    figure, panels = _panels(1, 2, "One job alone: what a step takes")
+    figure, (tokens, time) = panels(1, 2, title="One job alone: what a step takes")
     names = [run.workload for run in shown]
     sampled = [run.jobs[0].written / run.steps for run in shown]
     prompts = [run.jobs[0].tokens / run.steps - own for run, own in zip(shown, sampled, strict=True)]
-    panels[0][0].barh(names, sampled, color="#0072B2", label="sampled")
-    panels[0][0].barh(names, prompts, left=sampled, color="#56B4E9", label="prompts and tools")
-    _style(panels[0][0], "tokens", "trained tokens a step", "")
+    tokens.barh(names, sampled, color=BLUE, label="sampled")
+    tokens.barh(names, prompts, left=sampled, color=SKY, label="prompts and tools")
+    style(tokens, "tokens", "trained tokens a step", "")
     left = [0.0] * len(shown)
     for phase, colour in PHASES.items():
         field = {"rollout": "rollout_s", "env": "env_s", "trainer": "train_s"}[phase]
         seconds = [getattr(run.jobs[0], field) / run.steps for run in shown]
-        panels[0][1].barh(names, seconds, left=left, color=colour, label=phase)
+        time.barh(names, seconds, left=left, color=colour, label=phase)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     waits = [max(0.0, run.tpts_s.mean - used) for run, used in zip(shown, left, strict=True)]
-    panels[0][1].barh(names, waits, left=left, color="#E3E5E8", label="waiting for tools, messages or a core")
-    _style(panels[0][1], "time", "seconds a step", "")
-    for axes in panels[0]:
-        axes.legend(fontsize=8)
+    time.barh(names, waits, left=left, color=LIGHT, label="waiting for tools, messages or a core")
+    style(time, "time", "seconds a step", "")
+    legend(tokens)
+    legend(time)
     return figure
 
 
@@ -142,19 +122,18 @@ def sweep(found: Found, values: Sequence[tuple[str, str, Value]]) -> Figure | No
     """A row a workload, a panel a value, a line a policy; sums are hollow."""
     if not found.runs:
         return None
-    figure, panels = _panels(len(found.workloads), len(values), "")
-    for row, workload in zip(panels, found.workloads, strict=True):
-        for axes, (title, unit, value) in zip(row, values, strict=True):
-            for policy, colour in COLOURS.items():
-                runs = [run for (w, p, _), run in found.runs.items() if (w, p) == (workload, policy)]
-                _line(axes, runs, value, colour, policy)
-            _style(axes, f"{workload}: {title}", "jobs", unit)
-            _doubling(axes, [run.n for run in found.runs.values()])
-            if title.startswith("T"):
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(Plain())
-                axes.yaxis.set_minor_formatter(Plain())
-    handles, _ = panels[0][0].get_legend_handles_labels()
+    figure, grid = panels(len(found.workloads), len(values))
+    for axes, (workload, (title, unit, value)) in zip(grid, product(found.workloads, values), strict=True):
+        for policy, colour in COLOURS.items():
+            runs = [run for (w, p, _), run in found.runs.items() if (w, p) == (workload, policy)]
+            _line(axes, runs, value, colour, policy)
+        style(axes, f"{workload}: {title}", "jobs", unit)
+        _doubling(axes, [run.n for run in found.runs.values()])
+        if title.startswith("T"):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(Plain())
+            axes.yaxis.set_minor_formatter(Plain())
+    handles, _ = grid[0].get_legend_handles_labels()
     if any(run.kind == "summed" for run in found.runs.values()):
         grey = COLOURS["sequential"]
         handles.append(Line2D([], [], color=grey, marker="o", markerfacecolor="white", label="sum of measured runs"))
@@ -175,25 +154,6 @@ def _doubling(axes: Axes, numbers: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     ticks = sorted(set(numbers))
     axes.set_xticks(ticks, [str(n) for n in ticks])
-
-
-def _panels(rows: int, columns: int, title: str, *, width: float = 4.2) -> tuple[Figure, list[list[Axes]]]:
-    layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
-    figure = Figure(figsize=(width * columns, 0.3 + 2.8 * rows), layout=layout)
-    if title:
-        figure.suptitle(title, fontsize=12, fontweight="bold")
-    grid = figure.add_gridspec(rows, columns)
-    return figure, [[figure.add_subplot(grid[row, column]) for column in range(columns)] for row in range(rows)]
-
-
-def _style(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", labelsize=8)
-    axes.grid(color="#E3E5E8", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def _mark(run: Measured) -> str:

@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import msgspec
 
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
 from benchmarks.simulator.fit import Recording, record
-from benchmarks.step_share import is_computing, processor_s
+from benchmarks.step_share import processor_s
 from common.adapters import AdapterStore, Manifest
 from common.bus import Bus
 from common.messages import AdapterRef
 from common.objects import Objects
 from common.streams import Cell
+from harness.live import Api
+from harness.processes import core_wait_s, machine_cpu_s
 from manager_service.supervisor import LocalCluster, Service, service_commands
-from tests.live import Api
 
 LIMIT_S = 1800.0
 REPORTED_S = 1.5
@@ -68,7 +69,7 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
     """The run's figures, and its telemetry. Raises AssertionError if a job fails."""
     async with running(workload, policy) as cluster:
         admin = Api(cluster.base_url, cluster.admin_key)
-        tenants = [await make_tenant(cluster, admin, f"tenant-{number}", workload) for number in range(n)]
+        tenants = [await make_tenant(admin, f"tenant-{number}", workload) for number in range(n)]
         await asyncio.gather(train(tenants[0], workload.body(n, tenants[0].file, 1, batch_size=1, group_size=2)))
         await asyncio.sleep(REPORTED_S)
         before = await seen(cluster, admin)
@@ -132,22 +133,11 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     workers = (await admin.get("/cluster/workers"))["data"]
     return Seen(
         at_s=time.monotonic(),
-        machine_s=machine_s(),
+        machine_s=machine_cpu_s(),
         counters={worker["service"]: worker["counters"] for worker in workers},
         cpu_s=processor_s(cluster),
         core_wait_s={name: core_wait_s(pid) for name, pid in cluster.pids.items()},
     )
-
-
-def machine_s() -> float:
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice, too
-
-
-def core_wait_s(pid: int) -> float:
-    """Seconds in which threads that compute were ready and had no core, as the kernel counts them."""
-    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if is_computing(task, pid)]
-    return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) / 1e9
 
 
 async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
@@ -161,28 +151,18 @@ async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
 # ---- tenants and jobs -----------------------------------------------------------------------------------------------
 
 
-async def make_tenant(cluster: LocalCluster, admin: Api, name: str, workload: Workload) -> Tenant:
-    await admin.post("/admin/tenants", {"id": name, "name": name})
-    api = Api(cluster.base_url, (await admin.post(f"/admin/tenants/{name}/keys", {}))["key"])
-    items = workload.items()
-    if items is None:
-        return Tenant(name, api, None)
-    answer = await api.http.post("/files", files={"file": ("items.jsonl", items)}, data={"purpose": "fine-tune"})
-    answer.raise_for_status()
-    return Tenant(name, api, answer.json()["id"])
+async def make_tenant(admin: Api, name: str, workload: Workload) -> Tenant:
+    api, items = await admin.tenant(name), workload.items()
+    return Tenant(name, api, None if items is None else await api.upload("items.jsonl", items))
 
 
 async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
     """Submits a job and waits until it has succeeded. Returns its id, and when it was submitted."""
     submitted = time.time()
     job = (await tenant.api.post("/fine_tuning/jobs", body))["id"]
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        found = await tenant.api.get(f"/fine_tuning/jobs/{job}")
-        if found["status"] == "succeeded":
-            return job, submitted
-        assert found["status"] not in ("failed", "cancelled") and time.monotonic() < deadline, found
-        await asyncio.sleep(ASK_EVERY_S)
+    (found,) = await tenant.api.until_done(job, seconds=LIMIT_S, ask_every_s=ASK_EVERY_S)
+    assert found["status"] == "succeeded", found
+    return job, submitted
 
 
 async def job_figures(
@@ -211,17 +191,8 @@ def metric(manifest: Manifest, name: str) -> float:
 
 def since(job: JobFigures, start: float) -> JobFigures:
     """With times since `start`."""
-    return JobFigures(
-        submitted_s=job.submitted_s - start,
-        first_s=job.first_s - start,
-        versions_s=[at - start for at in job.versions_s],
-        rewards=job.rewards,
-        tokens=job.tokens,
-        written=job.written,
-        rollout_s=job.rollout_s,
-        env_s=job.env_s,
-        train_s=job.train_s,
-    )
+    times = {"submitted_s": job.submitted_s - start, "first_s": job.first_s - start}
+    return msgspec.structs.replace(job, **times, versions_s=[at - start for at in job.versions_s])
 
 
 def stretches_of(jobs: list[str], spans: list[Any], start: float) -> list[Stretch]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.simulator.calibration import Run, Spread, jain
+from benchmarks.simulator.calibration import Run, Spread, jain, read_runs
 
 Counters = Mapping[str, float]
 
@@ -197,7 +197,4 @@ def with_sums(runs: Sequence[Measured], numbers: Sequence[int]) -> list[Measured
 
 def read(folder: Path) -> list[Measured]:
     """Raises ValueError if there are none."""
-    runs = [msgspec.json.decode(path.read_bytes(), type=Measured) for path in sorted(folder.glob("run-*.json"))]
-    if not runs:
-        raise ValueError(f"{folder} has no run-*.json")
-    return runs
+    return read_runs(folder, Measured)

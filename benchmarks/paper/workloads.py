@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.paper import agentic, lengths
 from common.skills import generate
+from harness.live import jsonl
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 ENV_SLOTS = 1024
@@ -53,7 +54,7 @@ class Workload:
         """The training file."""
         if self.skill is None:
             return None
-        return b"\n".join(json.dumps(row).encode() for row in generate(self.skill, 1, NUM_ITEMS, "train"))  # type: ignore[arg-type]
+        return jsonl(generate(self.skill, 1, NUM_ITEMS, "train"))
 
     def prepare(self, folder: Path) -> dict[str, str]:
         """Writes what a cluster needs, and returns its settings."""

@@ -20,14 +20,12 @@ the jobs and its standard error.
 """
 
 import argparse
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
-from benchmarks._report import console, empty, make_table, parser, positive, show
+from benchmarks._report import Report, console, empty, make_table, positive, show, sweep_parser
 from benchmarks.peers import results
 from benchmarks.peers.data import make_jobs, write_data
 from benchmarks.peers.evaluate import Judge
@@ -98,32 +96,29 @@ def report(found: list[Result], settings: Settings, to: Path | None) -> None:
     systems.columns[1].justify, systems.columns[1].no_wrap = "left", False
     compared = make_table("Side by side", results.COLUMNS, results.lines(found))
     compared.columns[1].justify = "left"
-    show([systems, compared], [asdict(result) for result in found], results.goals(found), to)
+    show(Report([systems, compared], [asdict(result) for result in found], results.goals(found)), to)
 
 
 def options() -> argparse.Namespace:
-    given = parser(__doc__)
-    given.add_argument("--quick", action="store_true", help=f"N = 1 and 4, {QUICK_STEPS} steps")
+    given = sweep_parser(__doc__, OUT, f"N = 1 and 4, {QUICK_STEPS} steps")
     given.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 4 8 16")
     given.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     given.add_argument("--steps", type=positive, help=f"of each job; default {Settings().num_steps}")
-    given.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of the results; default {OUT}")
-    given.add_argument("--show", type=Path, metavar="FOLDER", help="print the results of this folder, run nothing")
     return given.parse_args()
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     given = options()
+    out = given.show or given.out or OUT
     settings = replace(Settings(), num_steps=given.steps or (QUICK_STEPS if given.quick else Settings().num_steps))
     numbers = given.jobs or (QUICK if given.quick else FULL)
     if given.show is None:
-        empty(given.out, "*-*.json", "*-*.log")
+        empty(out, "*-*.json", "*-*.log")
         judge = Judge(settings)
         for number, system in plan(numbers, given.systems):
             console.print(f"{system.label}, N = {number} …")
-            results.write(given.out, measure(system, number, settings, judge, given.out))
-    found = results.read(given.show or given.out)
+            results.write(out, measure(system, number, settings, judge, out))
+    found = results.read(out)
     assert any(result.system == BASELINE for result in found), "nothing to compare with"
     report(with_multiples(found, sorted({result.num_jobs for result in found})), settings, given.json)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, Job, Settings, read_job, read_settings
+from harness.live import GRADER, Api
 from manager_service.supervisor import LocalCluster
-from tests.live import GRADER, Api
 
 LIMIT_S = 3600.0
 
@@ -38,15 +38,14 @@ def hyperparameters(settings: Settings) -> dict[str, Any]:
     }
 
 
-async def train(cluster: LocalCluster, folder: Path, job: Job, settings: Settings) -> None:
-    api = Api(cluster.base_url, await tenant_key(cluster, job))
+async def train(admin: Api, folder: Path, job: Job, settings: Settings) -> None:
+    api = await admin.tenant(f"tenant-{job.name}")
     try:
-        file = await upload(api, folder / job.name / "items.jsonl")
         how = {"grader": GRADER, "hyperparameters": hyperparameters(settings)}
         body = {
             "model": "tiny",
             "seed": job.seed,
-            "training_file": file,
+            "training_file": await api.upload("items.jsonl", (folder / job.name / "items.jsonl").read_bytes()),
             "method": {"type": "reinforcement", "reinforcement": how},
         }
         created = await api.post("/fine_tuning/jobs", body)
@@ -55,21 +54,6 @@ async def train(cluster: LocalCluster, folder: Path, job: Job, settings: Setting
         await download(api, created["id"], settings.num_steps, folder / job.name / "marlaas")
     finally:
         await api.close()
-
-
-async def tenant_key(cluster: LocalCluster, job: Job) -> str:
-    admin = Api(cluster.base_url, cluster.admin_key)
-    try:
-        await admin.post("/admin/tenants", {"id": f"tenant-{job.name}", "name": job.name})
-        return (await admin.post(f"/admin/tenants/tenant-{job.name}/keys", {}))["key"]
-    finally:
-        await admin.close()
-
-
-async def upload(api: Api, file: Path) -> str:
-    answer = await api.http.post("/files", files={"file": file.open("rb")}, data={"purpose": "fine-tune"})
-    answer.raise_for_status()
-    return answer.json()["id"]
 
 
 async def download(api: Api, job: str, version: int, to: Path) -> None:
@@ -84,9 +68,12 @@ async def download(api: Api, job: str, version: int, to: Path) -> None:
 
 async def run(folder: Path, names: list[str]) -> None:
     settings = read_settings(folder)
-    async with LocalCluster(data_dir=folder / "marlaas") as cluster, asyncio.TaskGroup() as group:
-        for name in names:
-            group.create_task(train(cluster, folder, read_job(folder, name), settings))
+    async with LocalCluster(data_dir=folder / "marlaas") as cluster:
+        admin = Api(cluster.base_url, cluster.admin_key)
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(train(admin, folder, read_job(folder, name), settings))
+        await admin.close()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from harness.processes import memory_below, with_descendants
 
 LOOK_EVERY_S = 1.0
 POLL_S = 0.05
@@ -34,31 +36,6 @@ class RunFailed(Exception):
     """A command ended with an error or took too long. The message is the end of its output."""
 
 
-def tree_mb(roots: Sequence[int]) -> float:
-    """What the processes and all below them hold just now."""
-    total = 0.0
-    for process in with_descendants(roots):
-        try:
-            total += pss_mb(process.pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-    return total
-
-
-def with_descendants(roots: Sequence[int]) -> Iterator[psutil.Process]:
-    for root in roots:
-        try:
-            process = psutil.Process(root)
-            yield from [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
-
-
-def pss_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:")), 0.0)
-
-
 def run(
     commands: Sequence[Sequence[str]], *, at_once: int, environment: Mapping[str, str], log: Path, limit_s: float
 ) -> Cost:
@@ -71,7 +48,7 @@ def run(
                 while waiting and len(running) < at_once:
                     running.append(start(waiting.pop(0), environment, out.fileno()))
                 if time.monotonic() >= next_look:
-                    peak_mb = max(peak_mb, tree_mb([process.pid for process in running]))
+                    peak_mb = max(peak_mb, memory_below(*(process.pid for process in running)).pss_mb)
                     next_look = time.monotonic() + LOOK_EVERY_S
                 time.sleep(POLL_S)
                 running = still_running(running, log)
@@ -88,18 +65,18 @@ def children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def still_running(processes: Sequence["subprocess.Popen[bytes]"], log: Path) -> "list[subprocess.Popen[bytes]]":
+def still_running(processes: Sequence[subprocess.Popen[bytes]], log: Path) -> list[subprocess.Popen[bytes]]:
     """Raises RunFailed if one of them ended with an error."""
     if any(process.poll() for process in processes):
         raise RunFailed(tail(log))
     return [process for process in processes if process.returncode is None]
 
 
-def start(command: Sequence[str], environment: Mapping[str, str], out: int) -> "subprocess.Popen[bytes]":
+def start(command: Sequence[str], environment: Mapping[str, str], out: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=dict(environment), stdout=out, stderr=out, stdin=subprocess.DEVNULL)
 
 
-def stop(running: Sequence["subprocess.Popen[bytes]"]) -> None:
+def stop(running: Sequence[subprocess.Popen[bytes]]) -> None:
     """Everything below them too."""
     left = list(with_descendants([process.pid for process in running]))
     for process in left:

@@ -1,12 +1,11 @@
 """What the runs say, side by side: pure functions of results, and results as files."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks._report import Goal
+from benchmarks._report import Goal, read_json, write_json
 from benchmarks.peers.systems import BASELINE, SYSTEMS
 
 Scores = Mapping[str, tuple[float, float]]
@@ -140,16 +139,9 @@ def goals(results: Sequence[Result], num_jobs: int = 8) -> list[Goal]:
 
 def write(folder: Path, result: Result) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{result.system}-{result.num_jobs}.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
+    write_json(result, folder / f"{result.system}-{result.num_jobs}.json")
 
 
 def read(folder: Path) -> list[Result]:
     """Every result in the folder."""
-    return [parse(file.read_text()) for file in sorted(folder.glob("*.json"))]
-
-
-def parse(text: str) -> Result:
-    values = json.loads(text)
-    for name in ("before", "after"):
-        values[name] = {job: tuple(score) for job, score in values[name].items()}
-    return Result(**values)
+    return read_json(folder, "*.json", Result)

@@ -105,8 +105,9 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    values = json.loads((folder / "settings.json").read_text())
-    return Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    values: dict[str, Any] = json.loads((folder / "settings.json").read_text())
+    tuples: dict[str, Any] = {name: tuple(values[name]) for name in ("lora_targets", "adam_betas")}
+    return Settings(**{**values, **tuples})
 
 
 def write_job(folder: Path, job: Job) -> Path:

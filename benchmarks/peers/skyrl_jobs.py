@@ -7,6 +7,9 @@ batch, so that shapes do not change with who else is there, each of which XLA wo
 and optim_step are submitted together; all prompts of a step are sampled at once; no telemetry.
 """
 
+# pyright: reportMissingImports=false
+# (`tinker` is installed beside SkyRL alone)
+
 import json
 import os
 import random
@@ -18,7 +21,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +52,7 @@ START_S = 180.0
 
 
 @contextmanager
-def serving(folder: Path, num_jobs: int, settings: Settings) -> Iterator[str]:
+def serving(folder: Path, num_jobs: int, settings: Settings) -> Generator[str]:
     """Its URL. `uv run` is how the server starts its engine; here both use this very virtual environment."""
     uv = Path(sys.executable).parent / "uv"
     port = free_port()
@@ -165,7 +168,7 @@ def datum(prompt: list[int], answer: Any, advantage: float) -> Any:
     )
 
 
-def tensor(values: list[Any], dtype: Any) -> types.TensorData:
+def tensor(values: list[Any], dtype: str) -> Any:
     return types.TensorData(data=values, dtype=dtype, shape=[len(values)])
 
 

@@ -4,8 +4,12 @@ As TRL's documentation has it for a small model on a CPU: float32 (`bf16=False`)
 generation by transformers, no dataloader workers, one micro-batch a step, no checkpoints, no reports.
 """
 
+# pyright: reportMissingImports=false
+# (`datasets` and `trl` are installed beside TRL alone)
+
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -15,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.peers.settings import MODEL, Job, Settings, read_job, read_rows, read_settings, reward
 
 
-def trainer(folder: Path, job: Job, settings: Settings) -> GRPOTrainer:
+def trainer(folder: Path, job: Job, settings: Settings) -> Any:
     rows = read_rows(folder / job.name / "drawn.jsonl")
     return GRPOTrainer(
         model=str(MODEL),
@@ -32,7 +36,7 @@ def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: obj
     return [reward(turns[0]["content"], expected) for turns, expected in zip(completions, answer, strict=True)]
 
 
-def config(out: Path, job: Job, settings: Settings) -> GRPOConfig:
+def config(out: Path, job: Job, settings: Settings) -> Any:
     return GRPOConfig(
         output_dir=str(out),
         seed=job.seed,

@@ -11,34 +11,31 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks._report import Goal, make_table, parser, positive, show
 from benchmarks.simulator.calibration import Calibration, Run, read_calibration, read_runs, write
+from benchmarks.simulator.report import Goal, Report, make_table, parser, positive, show
 from benchmarks.simulator.world import simulate
-from manager_service.policies import POLICIES, parse_policy
+from manager_service.policies import POLICIES, Policy, parse_policy
 from manager_service.training_queue import DISCIPLINES, Discipline
 
 GOAL = 0.15
 """Relative error of the makespan."""
-COLUMNS = (
-    "run",
-    "makespan s",
-    "tokens/s",
-    "steps/s",
-    "rollout %",
-    "trainer %",
-    "TTFS s",
-    "TPTS s",
-    "Jain",
-    "measured s",
-    "error %",
-    "took s",
-)
+COLUMNS: Mapping[str, Callable[[Run], float]] = {
+    "makespan s": lambda run: run.makespan_s,
+    "tokens/s": lambda run: run.tokens_per_s,
+    "steps/s": lambda run: run.steps_per_s,
+    "rollout %": lambda run: 100 * run.rollout_busy,
+    "trainer %": lambda run: 100 * run.trainer_busy,
+    "TTFS s": lambda run: run.ttfs_s.mean,
+    "TPTS s": lambda run: run.tpts_s.mean,
+    "Jain": lambda run: run.jain,
+}
+HEAD = ("run", *COLUMNS, "measured s", "error %", "took s")
 
 
 def sized(calibration: Calibration, given: Any) -> Calibration:
@@ -52,10 +49,10 @@ def sized(calibration: Calibration, given: Any) -> Calibration:
     return msgspec.structs.replace(calibration, size=size, workload=workload)
 
 
-def predict(calibration: Calibration, policy: str, n: int, queue: Discipline, tenants: int | None) -> Run:
+def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline, tenants: int | None) -> Run:
     world = simulate(
         calibration,
-        policy=parse_policy(policy),
+        policy=policy,
         num_jobs=n,
         discipline=queue,
         tenant_of=lambda number: f"tenant-{number % tenants if tenants else number}",
@@ -72,20 +69,8 @@ def matching(measured: list[Run], run: Run) -> Run | None:
 
 def line(run: Run, measured: Run | None, took_s: float) -> tuple[Any, ...]:
     error = None if measured is None else 100 * (run.makespan_s / measured.makespan_s - 1)
-    return (
-        f"{run.workload} {run.policy} {run.n}",
-        run.makespan_s,
-        run.tokens_per_s,
-        run.steps_per_s,
-        100 * run.rollout_busy,
-        100 * run.trainer_busy,
-        run.ttfs_s.mean,
-        run.tpts_s.mean,
-        run.jain,
-        measured and measured.makespan_s,
-        error,
-        took_s,
-    )
+    values = (value(run) for value in COLUMNS.values())
+    return (f"{run.workload} {run.policy} {run.n}", *values, measured and measured.makespan_s, error, took_s)
 
 
 def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
@@ -128,18 +113,18 @@ def main() -> None:
     given = options().parse_args()
     try:
         calibration = sized(read_calibration(given.calibration), given)
-        measured = read_runs(given.measured) if given.measured else []
-        names = [parse_policy(name).name and name for name in given.policy.split(",")]
+        measured = read_runs(given.measured, Run) if given.measured else []
+        policies = {name: parse_policy(name) for name in str(given.policy).split(",")}
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
     notes = absent(measured, given.measured, calibration.workload.name)
     lines: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
     runs: list[Run] = []
-    for name, n in itertools.product(names, given.n):
+    for name, n in itertools.product(policies, list[int](given.n)):
         sys.stderr.write(f"{name}, N = {n} …\n")
         started = time.perf_counter()
-        run = predict(calibration, name, n, given.queue, given.tenants)
+        run = predict(calibration, policies[name], n, given.queue, given.tenants)
         real = matching(measured, run)
         runs.append(run)
         lines.append(line(run, real, time.perf_counter() - started))
@@ -149,7 +134,7 @@ def main() -> None:
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
-    show([make_table("Simulated", COLUMNS, lines)], msgspec.to_builtins(runs), goals, given.json, notes=notes)
+    show(Report([make_table("Simulated", HEAD, lines)], msgspec.to_builtins(runs), goals, notes), given.json)
 
 
 if __name__ == "__main__":

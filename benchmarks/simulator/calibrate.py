@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import natural, program
 from benchmarks.simulator.fit import Recording, calibrate, read_recording, record, write_recording
+from benchmarks.simulator.report import natural, program
 from common.bus import Bus
 from common.streams import Cell
 from manager_service.cluster_file import read_cluster_file

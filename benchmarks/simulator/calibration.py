@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -129,6 +129,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     wasted_tokens: int = 0
 
 
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
 def jain(rates: list[float]) -> float:
     """Jain's index: (sum x)^2 / (n sum x^2)."""
     squares = sum(rate * rate for rate in rates)
@@ -140,13 +143,14 @@ def read_calibration(path: Path) -> Calibration:
     return msgspec.json.decode(path.read_bytes(), type=Calibration)
 
 
-def read_runs(folder: Path) -> list[Run]:
+def read_runs(folder: Path, kind: type[AnyRun]) -> list[AnyRun]:
     """All runs in a folder's JSON files, other files left out. Raises ValueError if there are none."""
-    runs = [msgspec.json.decode(path.read_bytes(), type=Run) for path in sorted(folder.glob("run-*.json"))]
+    runs = [msgspec.json.decode(path.read_bytes(), type=kind) for path in sorted(folder.glob("run-*.json"))]
     if not runs:
         raise ValueError(f"{folder} has no run-*.json")
     return runs
 
 
 def write(value: object, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    encoded = msgspec.json.encode(value, enc_hook=float)  # numpy's numbers
+    path.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,7 +35,8 @@ class Recording(msgspec.Struct, frozen=True):
 async def record(bus: Bus) -> Recording:
     """From a cluster's Redis, which keeps an hour of telemetry. Raises ValueError without a job or a worker."""
     entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
-    jobs = [name.decode() for name in await bus.client.zrange(bus.cell.jobs_all, 0, -1)]
+    names: list[Any] = await bus.client.zrange(bus.cell.jobs_all, 0, -1)
+    jobs = [name.decode() for name in names]
     base_model = bus.cell.base_model
     if not entries:
         raise ValueError(f"the cluster has no base model {base_model!r}: none of its workers has reported for an hour")

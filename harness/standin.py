@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from common.adapters import AdapterStore, Manifest
 from common.bus import Bus, Out
@@ -15,13 +17,16 @@ from common.messages import (
     EnvSpec,
     Failure,
     Init,
+    JobCommand,
     LoraSpec,
     LossSpec,
     OptimSpec,
+    Sampling,
     ScoredTrajectory,
     Start,
     Step,
     TrajectoryRef,
+    TurnRequest,
     Usage,
     f32,
     i32,
@@ -30,18 +35,35 @@ from common.messages import (
 )
 from common.streams import Cell, partition_of
 from common.telemetry import Reporter
-from common.worker import Beat, Inbox, Worker, worker_id
+from common.worker import Beat, Handler, Inbox, Worker, worker_id
 from manager_service.records import JSON, Hyper, JobSpec, JobState
 
 RewardOf = Callable[[Start, int], float | Failure]
+Action = Literal["create", "pause", "resume", "cancel"]
 
 
 def default_reward(start: Start, sample: int) -> float:
     return float((start.group + sample) % 2)
 
 
+class StandIn:
+    """What every handler here answers beside results: nothing is left of what was paused or dropped, and nothing fails."""
+
+    def park(self, message: Any) -> list[Out]:
+        return []
+
+    def drop(self, message: Any) -> list[Out]:
+        return []
+
+    def hand_back(self, message: Any) -> list[Out] | None:
+        return None
+
+    def failed(self, message: Any, failure: Failure) -> list[Out]:
+        return []
+
+
 @dataclass
-class StandInEnv:
+class StandInEnv(StandIn):
     """Start in, scored trajectories out: rollout and env in one."""
 
     cell: Cell
@@ -79,21 +101,12 @@ class StandInEnv:
         )
         return self.cell.scored(start.partition), scored
 
-    def park(self, message: Start) -> list[Out]:
-        return []
-
-    def drop(self, message: Start) -> list[Out]:
-        return []
-
-    def hand_back(self, message: Start) -> list[Out] | None:
-        return None
-
     def failed(self, message: Start, failure: Failure) -> list[Out]:
         return [self._scored(msgspec.structs.replace(message), s) for s in message.samples]
 
 
 @dataclass
-class StandInTrainer:
+class StandInTrainer(StandIn):
     """Commits versions of one byte each; the commit protocol is the real one."""
 
     cell: Cell
@@ -142,17 +155,67 @@ class StandInTrainer:
         )
         return self.cell.adapters(message.partition), update
 
-    def park(self, message: Init | Step) -> list[Out]:
-        return []
-
-    def drop(self, message: Init | Step) -> list[Out]:
-        return []
-
-    def hand_back(self, message: Init | Step) -> list[Out] | None:
-        return None
-
     def failed(self, message: Init | Step, failure: Failure) -> list[Out]:
         return [self._update(message, None, failure)]
+
+
+NUM_PROMPT, NUM_TOKENS = 24, 64
+"""Of the trajectories of `OneTurnEnv` and `OneTurnRollout`."""
+TOKENS, LOGPROBS = i32(np.arange(NUM_TOKENS)), f32(np.linspace(-2, 0, NUM_TOKENS))
+WRITTEN = u8(np.arange(NUM_TOKENS) >= NUM_PROMPT)
+
+
+@dataclass(slots=True)
+class OneTurnEnv(StandIn):
+    """Start in, a turn request for each sample out."""
+
+    cell: Cell
+
+    async def __call__(self, message: Start, beat: Beat) -> list[Out]:
+        return [(self.cell.rollout, self._turn(message, sample)) for sample in message.samples]
+
+    def _turn(self, start: Start, sample: int) -> TurnRequest:
+        ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
+        return TurnRequest(
+            **start.about(),
+            id=turn_id(start.job, ref, start.adapter.version, 0),
+            adapter=start.adapter,
+            trajectory=ref,
+            turn=0,
+            tokens=TOKENS,
+            logprobs=LOGPROBS,
+            written=WRITTEN,
+            sampling=Sampling(),
+        )
+
+
+@dataclass(slots=True)
+class OneTurnRollout(StandIn):
+    """A turn request in, the scored trajectory out, so that no env need grade it. `seconds`: how long one takes."""
+
+    cell: Cell
+    seconds: Callable[[], float] = lambda: 0.0
+    num: int = 0  # answered
+
+    async def __call__(self, message: TurnRequest, beat: Beat) -> list[Out]:
+        if seconds := self.seconds():
+            await asyncio.sleep(seconds)
+        self.num += 1
+        scored = ScoredTrajectory(
+            **message.about(),
+            id=message.id,
+            adapter=message.adapter,
+            trajectory=message.trajectory,
+            tokens=TOKENS,
+            logprobs=LOGPROBS,
+            written=WRITTEN,
+            num_prompt=NUM_PROMPT,
+            reward=float(message.trajectory.sample % 2),
+            stop_reason="stop",
+            num_turns=1,
+            output_text="42",
+        )
+        return [(self.cell.scored(message.partition), scored)]
 
 
 @dataclass(frozen=True)
@@ -174,10 +237,10 @@ class FixedSlots:
 
 
 def stand_in_worker(
-    bus: Bus, service: str, inbox: Inbox, handler: object, *, slots: int = 8, lease_s: float = 1.0
+    bus: Bus, service: str, inbox: Inbox, handler: Handler, *, slots: int = 8, lease_s: float = 1.0
 ) -> Worker:
     reporter = Reporter(worker_id(service), service, bus.cell.base_model, slots=slots)
-    return Worker(bus, handler, inboxes=[inbox], reporter=reporter, lease_s=lease_s)  # type: ignore[arg-type]
+    return Worker(bus, handler, inboxes=[inbox], reporter=reporter, lease_s=lease_s)
 
 
 def job_spec(job: str = "job-a", tenant: str = "acme", *, created_at: int = 0, **hyper: object) -> JobSpec:
@@ -203,16 +266,18 @@ async def create_job(bus: Bus, spec: JobSpec) -> None:
     await command(bus, spec, "create")
 
 
-async def command(bus: Bus, spec: JobSpec, action: str) -> None:
-    from common.messages import JobCommand
+async def command(bus: Bus, spec: JobSpec, action: Action) -> None:
+    message = job_command(spec, action)
+    await bus.publish([(bus.cell.jobs(message.partition), message)])
 
+
+def job_command(spec: JobSpec, action: Action = "create") -> JobCommand:
     partition = partition_of(spec.tenant)
-    message = JobCommand(id=f"{spec.id}/{action}", tenant=spec.tenant, job=spec.id, partition=partition, action=action)  # type: ignore[arg-type]
-    await bus.publish([(bus.cell.jobs(partition), message)])
+    return JobCommand(id=f"{spec.id}/{action}", tenant=spec.tenant, job=spec.id, partition=partition, action=action)
 
 
 async def state_of(bus: Bus, job: str) -> JobState:
-    return msgspec.json.decode(await bus.client.hget(bus.cell.job(job), "state"), type=JobState)
+    return msgspec.json.decode(await bus.client.hget(bus.cell.job(job), "state") or b"", type=JobState)
 
 
 async def ledger_of(bus: Bus, job: str) -> dict[str, int]:

@@ -1,5 +1,4 @@
-"""Simulated env, rollout and trainer workers in one process: the real bus and worker loops, handlers that answer after a
-delay and compute nothing.
+"""Stand-in env, rollout and trainer workers in one process of their own, which answer after a delay and compute nothing.
 
     owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ Step ─► trainer ─ AdapterUpdate ─► owner
 
@@ -11,22 +10,20 @@ the end of the input ends it.
 import asyncio
 import contextlib
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from benchmarks.control_plane import Env, Rollout
 from common import log
 from common.adapters import AdapterStore
-from common.bus import Bus, Delivery, Out, connect
-from common.messages import TurnRequest
+from common.bus import Bus, Delivery, connect
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
-from common.worker import Beat, Inbox, Worker
-from tests.standin import StandInTrainer, stand_in_worker
+from common.worker import Inbox, Worker
+from harness.standin import OneTurnEnv, OneTurnRollout, StandInTrainer, stand_in_worker
 
 BASE_MODEL = "tiny"
 LEASE_S = 10.0
@@ -50,9 +47,41 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectories: int  # answered
     cpu_s: float
-    handover_ms: list[
-        float
-    ]  # from a message's publication to having been read; those that wait for a slot are left out
+    handover_ms: list[float]  # from publication to having been read; messages that wait for a slot are left out
+
+
+class Workers:
+    """The process, seen from the one that started it."""
+
+    def __init__(self, load: Load) -> None:
+        argv = [sys.executable, "-m", "harness.standin_load", msgspec.json.encode(load).decode()]
+        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    async def seen(self) -> Seen:
+        """Since the call before."""
+        return msgspec.json.decode(await asyncio.to_thread(self._ask), type=Seen)
+
+    def _ask(self) -> str:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        return self._child.stdout.readline()
+
+    async def stop(self) -> None:
+        """What they worked on goes back into the streams."""
+        await asyncio.to_thread(self._child.communicate)
+
+
+@contextlib.asynccontextmanager
+async def working(load: Load) -> AsyncGenerator[Workers]:
+    workers = Workers(load)
+    try:
+        yield workers
+    finally:
+        await workers.stop()
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------------
 
 
 class MeasuredBus(Bus):
@@ -77,24 +106,10 @@ class MeasuredBus(Bus):
         return found
 
 
-@dataclass(slots=True)
-class SlowRollout(Rollout):
-    """Answers after a delay."""
-
-    delay_s: float
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-    num: int = 0
-
-    async def __call__(self, turn: TurnRequest, beat: Beat) -> list[Out]:
-        await asyncio.sleep(self.delay_s * self.rng.uniform(0.5, 1.5))
-        self.num += 1
-        return await Rollout.__call__(self, turn, beat)
-
-
-def workers(load: Load, bus: Bus, rollout: SlowRollout) -> list[Worker]:
+def workers(load: Load, bus: Bus, rollout: OneTurnRollout) -> list[Worker]:
     cell = bus.cell
     trainer = StandInTrainer(cell, AdapterStore(Objects.open(load.store_url)))
-    one_env = ("env", Inbox(cell.env, GROUP_ENV), Env(bus), load.env_slots)
+    one_env = ("env", Inbox(cell.env, GROUP_ENV), OneTurnEnv(cell), load.env_slots)
     one_rollout = ("rollout", Inbox(cell.rollout, GROUP_ROLLOUT), rollout, load.rollout_slots)
     one_trainer = ("trainer", Inbox(cell.train, GROUP_TRAINER), trainer, load.trainer_slots)
     all_of_them = [*[one_env] * load.env, *[one_rollout] * load.rollout, one_trainer]
@@ -102,8 +117,8 @@ def workers(load: Load, bus: Bus, rollout: SlowRollout) -> list[Worker]:
 
 
 async def main(load: Load) -> None:
-    bus = MeasuredBus(load.redis_url)
-    rollout, stop = SlowRollout(bus, load.delay_s), asyncio.Event()
+    bus, rng, stop = MeasuredBus(load.redis_url), random.Random(1), asyncio.Event()
+    rollout = OneTurnRollout(bus.cell, lambda: load.delay_s * rng.uniform(0.5, 1.5))
     running = [asyncio.create_task(worker.run(stop)) for worker in workers(load, bus, rollout)]
     cpu_s = 0.0
     while await asyncio.to_thread(sys.stdin.readline):
@@ -118,6 +133,6 @@ async def main(load: Load) -> None:
 
 
 if __name__ == "__main__":
-    log.configure("scale_workers", level="warning")
+    log.configure("standin_load", level="warning")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Load)))

@@ -1,8 +1,9 @@
-"""Helpers for tests over a whole cluster of real processes, through its HTTP API."""
+"""A whole cluster of real processes, and its tenants' view of it through the HTTP API."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import httpx
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
-from common.skills import generate
+from common.skills import Split, generate
 from manager_service.supervisor import LocalCluster
 
 FINAL = {"succeeded", "failed", "cancelled"}
@@ -30,10 +31,11 @@ class Api:
     """One tenant's view of a cluster."""
 
     def __init__(self, base_url: str, key: str) -> None:
+        self.base_url = base_url
         self.http = httpx.AsyncClient(
             base_url=f"{base_url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=60, trust_env=False
         )
-        self._files: dict[tuple[str, str, int], str] = {}
+        self._files: dict[tuple[str, Split, int], str] = {}
 
     async def get(self, path: str, **params: Any) -> Any:
         """Waits out the moments in which the manager is away."""
@@ -55,15 +57,22 @@ class Api:
             await asyncio.sleep(0.2)
         raise AssertionError(f"{method} {path}: no answer")
 
-    async def file(self, skill: str, split: str, number: int) -> str:
+    async def tenant(self, name: str) -> "Api":
+        """Makes a tenant, as the admin may; its view."""
+        await self.post("/admin/tenants", {"id": name, "name": name})
+        return Api(self.base_url, (await self.post(f"/admin/tenants/{name}/keys", {}))["key"])
+
+    async def upload(self, name: str, content: bytes) -> str:
+        """Id of a new file of items."""
+        answer = await self.http.post("/files", files={"file": (name, content)}, data={"purpose": "fine-tune"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    async def file(self, skill: str, split: Split, number: int) -> str:
         """Id of an uploaded file of the skill's items."""
         key = (skill, split, number)
         if key not in self._files:
-            lines = b"\n".join(json.dumps(row).encode() for row in generate(skill, 1, number, split))  # type: ignore[arg-type]
-            files = {"file": (f"{skill}.jsonl", lines)}
-            answer = await self.http.post("/files", files=files, data={"purpose": "fine-tune"})
-            assert answer.status_code == 200, answer.text
-            self._files[key] = answer.json()["id"]
+            self._files[key] = await self.upload(f"{skill}.jsonl", jsonl(generate(skill, 1, number, split)))
         return self._files[key]
 
     async def submit(self, skill: str, *, seed: int = 7, evaluate: bool = False, **hyper: Any) -> str:
@@ -81,13 +90,13 @@ class Api:
         job = await self.post("/fine_tuning/jobs", body)
         return job["id"]
 
-    async def until_done(self, *jobs: str, seconds: float = 240) -> list[Any]:
+    async def until_done(self, *jobs: str, seconds: float = 240, ask_every_s: float = 0.2) -> list[Any]:
         async with asyncio.timeout(seconds):
             while True:
                 found = [await self.get(f"/fine_tuning/jobs/{job}") for job in jobs]
                 if all(job["status"] in FINAL for job in found):
                     return found
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(ask_every_s)
 
     async def events(self, job: str) -> list[Any]:
         """Oldest first."""
@@ -111,15 +120,20 @@ class Api:
         await self.http.aclose()
 
 
+def jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"\n".join(json.dumps(row).encode() for row in rows)
+
+
 @asynccontextmanager
-async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[LocalCluster, Api]]:
-    """A cluster, and its first tenant's API."""
-    async with LocalCluster(data_dir=folder, **options) as cluster:
-        api = Api(cluster.base_url, cluster.api_key)
-        try:
-            yield cluster, api
-        finally:
-            await api.close()
+async def running(folder: Path | None = None, **options: Any) -> AsyncGenerator[tuple[LocalCluster, Api]]:
+    """A cluster as `make up` starts it, and its first tenant's API; in a folder that is deleted afterwards if none is given."""
+    with tempfile.TemporaryDirectory() as temporary:
+        async with LocalCluster(data_dir=folder or Path(temporary), **options) as cluster:
+            api = Api(cluster.base_url, cluster.api_key)
+            try:
+                yield cluster, api
+            finally:
+                await api.close()
 
 
 async def adapter_hashes(cluster: LocalCluster, tenant: str, job: str, version: int) -> dict[str, str]:

@@ -1,0 +1,78 @@
+"""Processor time and memory of processes, as the kernel counts them."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+COMPUTING = "python"
+"""How the names of threads begin that compute: those of the object store and of drivers have names of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In MB of a million bytes.
+
+    PSS is the proportional set size: a page that n processes share counts 1/n in each. RSS counts it in every process.
+    """
+
+    pss_mb: float = 0.0
+    rss_mb: float = 0.0
+
+    def __add__(self, other: "Memory") -> "Memory":
+        return Memory(self.pss_mb + other.pss_mb, self.rss_mb + other.rss_mb)
+
+
+def memory(pid: int) -> Memory:
+    """Nothing if the process has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except (FileNotFoundError, ProcessLookupError):
+        return Memory()
+    kb = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return Memory(kb["Pss"] * 1024 / 1e6, kb["Rss"] * 1024 / 1e6)
+
+
+def memory_below(*roots: int) -> Memory:
+    """Of the processes and of all that they started."""
+    return sum((memory(process.pid) for process in with_descendants(roots)), Memory())
+
+
+def with_descendants(roots: Iterable[int]) -> Iterator[psutil.Process]:
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(root)
+            yield from [process, *process.children(recursive=True)]
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that the process has used so far, without its children."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def machine_cpu_s() -> float:
+    """Processor seconds of all who use this machine, and of its host's other guests."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice, too
+
+
+# ---- threads that compute -------------------------------------------------------------------------------------------
+
+
+def computing_threads(pid: int) -> list[Path]:
+    """Folders of the threads that are neither the event loop's nor the object store's."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [task for task in tasks if task.name != str(pid) and (task / "comm").read_text().startswith(COMPUTING)]
+
+
+def computes(pid: int) -> bool:
+    """Is one of them running, or ready to run?"""
+    return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in computing_threads(pid))
+
+
+def core_wait_s(pid: int) -> float:
+    """Seconds in which they were ready and had no core."""
+    return sum(int((task / "schedstat").read_text().split()[1]) for task in computing_threads(pid)) / 1e9
