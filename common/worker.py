@@ -28,8 +28,9 @@ from typing import Any, Protocol
 import structlog
 
 from common.bus import Bus, Delivery, Out, Settlement, Undecodable
+from common.dead_letters import dead_letter
 from common.errors import Unavailable
-from common.messages import AdapterNew, Cancel, DeadLetter, Failure, Init, Message, Step, encode
+from common.messages import AdapterNew, Cancel, Failure, Init, Message, Step
 from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
 
@@ -284,25 +285,10 @@ class Worker:
         message = delivery.message
         self._reporter.count("dead_letters")
         log.error("dead_letter", stream=delivery.stream, entry=delivery.entry, reason=reason)
+        letter = (self._bus.cell.dead, dead_letter(delivery, reason))
         if isinstance(message, Undecodable):
-            letter = self._letter(delivery, reason, message.payload, None)
-            return [(self._bus.cell.dead, letter)]
-        letter = self._letter(delivery, reason, encode(message), message)
-        return [(self._bus.cell.dead, letter), *self._handler.failed(message, Failure("dead_letter", reason))]
-
-    def _letter(self, delivery: Delivery, reason: str, payload: bytes, cause: Message | None) -> DeadLetter:
-        return DeadLetter(
-            id=cause.id if cause else delivery.entry,
-            tenant=cause.tenant if cause else "",
-            job=cause.job if cause else "",
-            partition=cause.partition if cause else 0,
-            epoch=cause.epoch if cause else 0,
-            stream=delivery.stream,
-            entry=delivery.entry,
-            reason=reason,
-            deliveries=delivery.deliveries,
-            payload=payload[:65536],
-        )
+            return [letter]
+        return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out]:
         """The work was cancelled: its job was paused or cancelled, or this worker shuts down."""

@@ -13,8 +13,9 @@ import structlog
 
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, Undecodable
+from common.dead_letters import dead_letter
 from common.errors import CorruptObject, NotFound, Unavailable
-from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
+from common.messages import AdapterRef, AdapterUpdate, JobCommand, Parked, ScoredTrajectory, Usage
 from common.objects import Objects, patiently
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.changes import Changes
@@ -286,21 +287,7 @@ class Partition:
                 changes.finished.append(name)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
-        message = delivery.message
-        payload = message.payload if isinstance(message, Undecodable) else b""
-        known = None if isinstance(message, Undecodable) else message
-        letter = DeadLetter(
-            id=known.id if known else delivery.entry,
-            tenant=known.tenant if known else "",
-            job=known.job if known else "",
-            partition=self.number,
-            stream=delivery.stream,
-            entry=delivery.entry,
-            reason=reason,
-            deliveries=delivery.deliveries,
-            payload=payload,
-        )
-        changes.published.append((self._cell.dead, letter))
+        changes.published.append((self._cell.dead, dead_letter(delivery, reason)))
         changes.ack(delivery.stream, delivery.entry)
 
 

@@ -211,6 +211,9 @@ async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
         await bus.client.xadd(CELL.env, {"payload": b"garbage"})
         await until(lambda: length(bus, CELL.dead, 1))
         await until(lambda: length(bus, CELL.env, 0))
+    [(_, fields)] = await bus.client.xrange(CELL.dead)
+    letter = decode(fields[b"payload"])
+    assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
 
 
 @pytest.mark.parametrize("park", [True, False])
