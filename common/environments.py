@@ -18,8 +18,9 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, Field, model_validator
 
 from common.errors import InvalidInput
-from common.graders import Declared, Grader, nearest, parse, validate_grader
+from common.graders import Declared, Grader, parse, validate_grader
 from common.messages import EnvSpec
+from common.spelling import did_you_mean
 
 ENTRY_POINTS = "marlaas.environments"
 
@@ -144,7 +145,7 @@ def load_installed(name: str) -> Any:
     if name not in found:
         known = [*BUILT_IN, *found]
         raise InvalidInput(
-            f"unknown environment {name!r}{nearest(name, known)}; known: {', '.join(known)}",
+            f"unknown environment {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}",
             param="environment.name",
         )
     try:

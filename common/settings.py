@@ -1,6 +1,5 @@
 """Settings that all services read: `MARLAAS_*` variables, once, in `__main__`; passed on by argument."""
 
-import difflib
 import os
 from pathlib import Path
 from typing import Literal
@@ -9,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
+from common.spelling import nearest
 
 PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 
@@ -130,6 +130,6 @@ def refuse_unknown() -> None:
         setting = name.removeprefix(PREFIX).lower()
         if not name.startswith(PREFIX) or name.startswith(TEST_PREFIX) or setting in KNOWN:
             continue
-        near = difflib.get_close_matches(setting, sorted(KNOWN), n=1)
-        hint = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
+        near = nearest(setting, sorted(KNOWN))
+        hint = f"; did you mean {PREFIX}{near.upper()}?" if near else ""
         raise InvalidInput(f"unknown setting {variable}{hint}")

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import InvalidInput
-from common.graders import nearest
 from common.messages import LoraSpec, LossSpec, OptimSpec
+from common.spelling import did_you_mean
 from manager_service.policies import MARLAAS, MAX_ETA, Policy
 from manager_service.records import Hyper
 
@@ -87,7 +87,7 @@ def parse_hyperparameters(given: Mapping[str, Any]) -> Hyperparameters:
     """Raises InvalidInput naming the parameter."""
     for name in given:
         if name not in Hyperparameters.model_fields:
-            hint = nearest(name, Hyperparameters.model_fields)
+            hint = did_you_mean(name, Hyperparameters.model_fields)
             raise InvalidInput(f"unknown hyperparameter {name!r}{hint}", param=f"{PARAM}.{name}")
     plain = {name: value for name, value in given.items() if value is not None and value != "auto"}
     try:
