@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.adapters import AdapterStore, Manifest
+from common.adapters import AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
 from common.messages import (
@@ -106,7 +106,7 @@ class StandInTrainer:
         if isinstance(message, Step):
             self.seen.append(message)
             if failure := self.refuse(message):
-                return [self._update(message, None, failure)]
+                return [self._refused(message, failure)]
         manifest = Manifest(
             adapter=target,
             base_model=self.cell.base_model,
@@ -125,34 +125,23 @@ class StandInTrainer:
             found = await self.store.manifest(target)
             assert found is not None
             manifest = found
-        return [self._update(message, manifest, None)]
+        return [(self.cell.adapters(message.partition), update_of(manifest, message.about()))]
 
-    def _update(self, message: Init | Step, manifest: Manifest | None, failure: Failure | None) -> Out:
+    def _refused(self, message: Step, failure: Failure) -> Out:
         update = AdapterUpdate(
-            id=f"{message.id}/update",
-            tenant=message.tenant,
-            job=message.job,
-            partition=message.partition,
-            epoch=message.epoch,
-            adapter=manifest.adapter if manifest else message.adapter.next(),
+            id=f"{message.id}/failed",
+            **message.about(),
+            adapter=message.adapter.next(),
             batch=message.id,
-            metrics=manifest.metrics if manifest else {},
-            usage=manifest.usage if manifest else Usage(),
             failure=failure,
         )
         return self.cell.adapters(message.partition), update
-
-    def park(self, message: Init | Step) -> list[Out]:
-        return []
-
-    def drop(self, message: Init | Step) -> list[Out]:
-        return []
 
     def hand_back(self, message: Init | Step) -> list[Out] | None:
         return None
 
     def failed(self, message: Init | Step, failure: Failure) -> list[Out]:
-        return [self._update(message, None, failure)]
+        return [self._refused(message, failure)]
 
 
 @dataclass(frozen=True)
