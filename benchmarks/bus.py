@@ -133,9 +133,6 @@ class Answer:
             self.enough.set()
         return [(self._stream, message)]
 
-    def park(self, message: Message) -> list[Out]:
-        return []
-
     def hand_back(self, message: Message) -> list[Out] | None:
         return None
 

@@ -77,9 +77,6 @@ class Stub:
 
     bus: Bus
 
-    def park(self, message: object) -> list[Out]:
-        return []
-
     def hand_back(self, message: object) -> list[Out] | None:
         return None
 

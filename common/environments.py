@@ -91,9 +91,6 @@ DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
     "python": {"type": "math"},
 }
 
-MULTI_TURN = ("calculator", "search", "python")
-"""Refused for a base model whose template is not prefix-stable; installed environments are, too."""
-
 MAKES_ITEMS = ("calculator",)
 """These can do without a training file."""
 
