@@ -154,7 +154,7 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False):
     clip_low: float | None = None
     clip_high: float | None = None
     is_clip: float = 2.0  # truncated importance sampling: the largest importance weight, for losses without a ratio
-    truncated: bool = False  # is_clip bounds the ratio of the other losses too: the job's sampling gap was too wide
+    truncate_ratios: bool = False  # is_clip bounds all other losses' ratios too: the job's sampling gap was too wide
     kl_coef: float = 0.0
     mask_truncated: bool = False
     max_tokens: int = MAX_TOKENS  # dr_grpo's denominator

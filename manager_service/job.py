@@ -574,9 +574,9 @@ class Job:
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
         """Beyond the bound, the next steps truncate importance weights, whatever the loss. One warning a job."""
         gap = self.state.sampling_gap
-        if gap is None or gap <= bound or self.state.truncated:
+        if gap is None or gap <= bound or self.state.truncate_ratios:
             return
-        self.state.truncated = True
+        self.state.truncate_ratios = True
         what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
         limit = self.spec.hyper.loss.is_clip
         self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)

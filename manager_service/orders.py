@@ -59,7 +59,7 @@ class Orders:
             adapter=AdapterRef(spec.tenant, spec.id, state.version),
             seed=spec.seed,
             lora=hyper.lora,
-            loss=msgspec.structs.replace(hyper.loss, truncated=state.truncated),
+            loss=msgspec.structs.replace(hyper.loss, truncate_ratios=state.truncate_ratios),
             optim=hyper.optim,
             rows=pack(batch),
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),

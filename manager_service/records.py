@@ -142,7 +142,7 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval: float | None = None
     last_reward: float | None = None  # reward_mean of the newest step
     sampling_gap: float | None = None  # of the newest step that measured one
-    truncated: bool = False  # it was beyond its bound: is_clip bounds the ratios of every loss from then on
+    truncate_ratios: bool = False  # it was beyond its bound: is_clip bounds the ratios of every loss from then on
 
 
 class EventRecord(msgspec.Struct, frozen=True):

@@ -92,7 +92,7 @@ def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
         active_R=kept_R if spec.kl_coef else kept_R & (advantages_R != 0),
         low_R=low * ones_R,
         high_R=high * ones_R,
-        limit_R=(spec.is_clip if spec.truncated and rule.ratio != "none" else np.inf) * ones_R,
+        limit_R=(spec.is_clip if spec.truncate_ratios and rule.ratio != "none" else np.inf) * ones_R,
         is_sequence_R=np.full(len(batch), rule.ratio == "sequence"),
         is_weight_R=np.full(len(batch), rule.ratio in ("weight", "none")),
         kl_coefs_R=spec.kl_coef * ones_R,
