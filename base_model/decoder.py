@@ -203,14 +203,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
     return F.silu(gate) * up
-
-
-def causal_attend(num_groups: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Attention over a whole sequence, each position on itself and what stands before. `num_groups`: H / K."""
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_groups > 1)
-        return out.transpose(1, 2)
-
-    return attend

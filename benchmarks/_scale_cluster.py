@@ -205,8 +205,8 @@ class ScaleCluster:
 
     async def _entries(self) -> tuple[int, int]:
         cell, pipe = self.bus.cell, self.bus.client.pipeline(transaction=True)
-        inboxes = [key(p) for p in range(NUM_PARTITIONS) for key in (cell.jobs, cell.adapters, cell.scored)]
-        for stream in (cell.env, cell.rollout, cell.rollout_first, cell.train, *inboxes):
+        inboxes = [stream for number in range(NUM_PARTITIONS) for stream in cell.inboxes(number)]
+        for stream in (*(stream for stream, _ in cell.work), *inboxes):
             pipe.xlen(stream)
         for partition in range(NUM_PARTITIONS):
             pipe.xpending(cell.scored(partition), GROUP_MANAGER)

@@ -111,7 +111,7 @@ class _Keys:
 
     @property
     def work(self) -> tuple[str, ...]:
-        return (self.cell.env, self.cell.rollout, self.cell.rollout_first, self.cell.train)
+        return tuple(stream for stream, _ in self.cell.work)
 
     @property
     def _scored(self) -> tuple[str, ...]:

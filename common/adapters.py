@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
 from common.errors import AlreadyExists, CorruptObject, NotFound, Unavailable
-from common.messages import AdapterRef, Usage
+from common.messages import AdapterRef, AdapterUpdate, Usage
 from common.objects import Objects
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -43,6 +44,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None] = {}
     usage: Usage = Usage()
     created_at: float = 0.0  # seconds since 1970, the trainer's clock
+
+
+def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
+    """What tells the owner of a version: the same for whoever made it, and however often it is told.
+
+    `about`: the fields of `Message.about`.
+    """
+    return AdapterUpdate(
+        id=f"{manifest.batch}/done",
+        **about,
+        adapter=manifest.adapter,
+        batch=manifest.batch,
+        next_group=manifest.next_group,
+        metrics=manifest.metrics,
+        usage=manifest.usage,
+    )
 
 
 class AdapterStore:

@@ -18,8 +18,9 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, Field, model_validator
 
 from common.errors import InvalidInput
-from common.graders import Declared, Grader, nearest, parse, validate_grader
+from common.graders import Declared, Grader, parse, validate_grader
 from common.messages import EnvSpec
+from common.spelling import did_you_mean
 
 ENTRY_POINTS = "marlaas.environments"
 
@@ -90,9 +91,6 @@ DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
     "python": {"type": "math"},
 }
 
-MULTI_TURN = ("calculator", "search", "python")
-"""Refused for a base model whose template is not prefix-stable; installed environments are, too."""
-
 MAKES_ITEMS = ("calculator",)
 """These can do without a training file."""
 
@@ -144,7 +142,7 @@ def load_installed(name: str) -> Any:
     if name not in found:
         known = [*BUILT_IN, *found]
         raise InvalidInput(
-            f"unknown environment {name!r}{nearest(name, known)}; known: {', '.join(known)}",
+            f"unknown environment {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}",
             param="environment.name",
         )
     try:

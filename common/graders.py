@@ -4,7 +4,6 @@ string_check, text_similarity, python, multi     as in OpenAI's reinforcement fi
 math, endpoint                                   ours
 """
 
-import difflib
 import types
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common import formula, templates
 from common.errors import InvalidInput
+from common.spelling import did_you_mean
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -156,7 +156,7 @@ class MultiGrader(Declared):
         except InvalidInput as error:
             raise ValueError(f"calculate_output: {error}") from error
         for name in sorted(used - set(self.graders)):
-            raise ValueError(f"calculate_output names {name!r}, which is no grader{nearest(name, self.graders)}")
+            raise ValueError(f"calculate_output names {name!r}, which is no grader{did_you_mean(name, self.graders)}")
         return self
 
 
@@ -201,7 +201,7 @@ def check_fields(fields: Collection[str], item: Mapping[str, Any], *, param: str
         try:
             templates.lookup(f"item.{field}", item, {})
         except InvalidInput as error:
-            raise InvalidInput(f"{error}{nearest(field, [str(key) for key in item])}", param=param) from error
+            raise InvalidInput(f"{error}{did_you_mean(field, [str(key) for key in item])}", param=param) from error
 
 
 def _check_type(kind: Any, param: str) -> None:
@@ -210,7 +210,7 @@ def _check_type(kind: Any, param: str) -> None:
     if isinstance(kind, str) and kind in REFUSED_GRADERS:
         raise InvalidInput(f"graders of type {kind} need a second model and are not available", param=param)
     known = ", ".join(GRADERS)
-    raise InvalidInput(f"unknown grader type {kind!r}{nearest(str(kind), GRADERS)}; known: {known}", param=param)
+    raise InvalidInput(f"unknown grader type {kind!r}{did_you_mean(str(kind), GRADERS)}; known: {known}", param=param)
 
 
 def _sub_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -232,12 +232,6 @@ def parse(model: type[T], value: Mapping[str, Any], *, param: str) -> T:
         raise _translate(error, model, param) from error
 
 
-def nearest(word: str, known: Any) -> str:
-    """`; did you mean 'x'?`, or nothing if nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def _translate(error: ValidationError, model: type[BaseModel], param: str) -> InvalidInput:
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = [str(key) for key in first["loc"]]
@@ -245,7 +239,7 @@ def _translate(error: ValidationError, model: type[BaseModel], param: str) -> In
         path = [key for i, key in enumerate(path) if not (i == path.index("graders") + 2 and key in GRADERS)]
     where = ".".join([param, *path])
     if first["type"] == "extra_forbidden":
-        hint = nearest(path[-1], _field_names(model))
+        hint = did_you_mean(path[-1], _field_names(model))
         return InvalidInput(f"unknown field {path[-1]!r} in {'.'.join([param, *path[:-1]])}{hint}", param=where)
     if first["type"] == "missing":
         return InvalidInput(f"{where} is missing", param=where)

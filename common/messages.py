@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
+LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
 StopReason = Literal["stop", "length", "context", "max_turns", "tool_error", "failed", "cancelled"]
 FailureKind = Literal[
     "grader",  # the grader raised, hung, or gave something that is not a number
@@ -73,6 +74,9 @@ def _array(dtype: Literal["i4", "f4", "u1"], values: Any) -> Array:
 MAX_REWARD = 1e6
 """Rewards are finite numbers of at most this size: squares and sums of them stay exact enough, in float32 too."""
 
+TEMPERATURE, MAX_TOKENS = 1.0, 64
+"""What a job samples with unless its hyperparameters say otherwise."""
+
 EMPTY_I32, EMPTY_F32, EMPTY_U8 = i32([]), f32([]), u8([])
 
 
@@ -123,8 +127,8 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    temperature: float = 1.0  # 0 is greedy: evaluation and inference only
-    max_tokens: int = 64  # bounds each turn
+    temperature: float = TEMPERATURE  # 0 is greedy: evaluation and inference only
+    max_tokens: int = MAX_TOKENS  # bounds each turn
     top_p: float = 1.0  # inference only
     stop: tuple[str, ...] = ()  # strings; the tokens that complete one are kept, text is cut by the reader
     num_top_logprobs: int = 0  # inference only
@@ -143,9 +147,6 @@ class LoraSpec(msgspec.Struct, frozen=True, gc=False):
     targets: tuple[str, ...] = ()  # leaf module names such as "q_proj"; empty: all linear layers but lm_head
 
 
-LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
-
-
 class LossSpec(msgspec.Struct, frozen=True, gc=False):
     """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
 
@@ -153,11 +154,11 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False):
     clip_low: float | None = None
     clip_high: float | None = None
     is_clip: float = 2.0  # truncated importance sampling: the largest importance weight, for losses without a ratio
-    truncated: bool = False  # is_clip bounds the ratio of the other losses too: the job's sampling gap was too wide
+    truncate_ratios: bool = False  # is_clip bounds all other losses' ratios too: the job's sampling gap was too wide
     kl_coef: float = 0.0
     mask_truncated: bool = False
-    max_tokens: int = 64  # dr_grpo's denominator
-    temperature: float = 1.0
+    max_tokens: int = MAX_TOKENS  # dr_grpo's denominator
+    temperature: float = TEMPERATURE
 
 
 class OptimSpec(msgspec.Struct, frozen=True, gc=False):
@@ -196,9 +197,19 @@ class TrajectoryRef(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 0
 
     def key(self, version: int = 0) -> str:
-        """`group/sample`, the field in `open:<job>`; evaluations say which version they measure: `eval@3.17/0`."""
-        group = str(self.group) if self.purpose == "train" else f"{self.purpose}@{version}.{self.group}"
-        return f"{group}/{self.sample}"
+        """See `trajectory_key`."""
+        return trajectory_key(self.group, self.sample, self.purpose, version)
+
+    @property
+    def sampling_stream(self) -> tuple[int, str]:
+        """Seed and purpose of the random numbers that its tokens are drawn with (see `common.rng`)."""
+        return self.seed & 0xFFFFFFFFFFFFFFFF, f"sample/{self.purpose}"
+
+
+def trajectory_key(group: int, sample: int, purpose: Purpose = "train", version: int = 0) -> str:
+    """`group/sample`, the field in `open:<job>`; evaluations say which version they measure: `eval@3.17/0`."""
+    name = str(group) if purpose == "train" else f"{purpose}@{version}.{group}"
+    return f"{name}/{sample}"
 
 
 def turn_id(job: str, ref: TrajectoryRef, version: int, turn: int) -> str:

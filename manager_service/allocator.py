@@ -4,7 +4,6 @@ State in, Changes out: it waits for nothing, so that a simulator can run it unde
 """
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from manager_service.demand import Demand, view_of
 from manager_service.groups import num_tokens
 from manager_service.job import Job
 from manager_service.policies import MARLAAS, Policy, closed, may_start
-from manager_service.records import JobError, TenantRecord
+from manager_service.records import QUOTA_COUNTERS, JobError, TenantRecord, day_field
 from manager_service.scheduler import (
     FIRST_GROUPS,
     OVERSUBSCRIPTION,
@@ -32,9 +31,6 @@ from manager_service.training_queue import Batch, TrainingQueue
 
 STEPS_PER_SLOT = 2
 """Batches under way for each of the trainers' slots: one that is trained, one that waits for it."""
-
-TOKENS = ("prompt_tokens", "sampled_tokens", "trained_tokens")
-"""Counters that a tenant's daily quota limits."""
 
 log = structlog.get_logger()
 
@@ -117,7 +113,7 @@ class Allocator:
                 self._rollouts.charge(tenant, amount, self._weight(tenant))
             elif counter == "train_s":
                 self.queue.measured(amount)
-            if counter not in TOKENS:
+            if counter not in QUOTA_COUNTERS:
                 continue
             self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
 
@@ -278,10 +274,10 @@ class Allocator:
     def _within_quota(self, tenant: str, now: float, changes: dict[int, Changes]) -> bool:
         if not self._is_exhausted(tenant):
             return True
-        limit = self._tenant(tenant).max_tokens_per_day
+        limit, today = self._tenant(tenant).max_tokens_per_day, day_field(now)
         for name in self.demand.jobs_of(tenant):
-            if (name, today()) not in self._told_quota:
-                self._told_quota.add((name, today()))
+            if (name, today) not in self._told_quota:
+                self._told_quota.add((name, today))
                 job = self._jobs[name]
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
                 job.warn(now, text, changes[job.partition])
@@ -312,8 +308,3 @@ def _age(job: Job) -> tuple[int, str]:
 def _most_urgent(jobs: Sequence[Job]) -> int:
     """Its index; the first of equals."""
     return min(range(len(jobs)), key=lambda n: jobs[n].spec.urgency)
-
-
-def today() -> str:
-    """The day that token quotas count, UTC."""
-    return time.strftime("%Y%m%d", time.gmtime())

@@ -13,7 +13,7 @@ import msgspec
 from common.bus import Out
 from common.messages import Usage
 from common.streams import GROUP_MANAGER, Cell
-from manager_service.records import JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
+from manager_service.records import JSON, QUOTA_COUNTERS, CheckpointRecord, EventRecord, JobState, SampleRecord
 
 Command = list[Any]
 
@@ -60,12 +60,15 @@ class Changes:
 
 
 def commands(
-    changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], day: str
+    changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], today: str
 ) -> list[Command]:
-    """Redis commands in an order that needs no other. `encoded`: the published messages as stream and fields."""
+    """Redis commands in an order that needs no other. `encoded`: the published messages as stream and fields.
+
+    `today`: the day's field in `usage:<tenant>`.
+    """
     result: list[Command] = [["XADD", stream, "*", *fields] for stream, fields in encoded]
     result += _bookkeeping(changes, cell)
-    result += _usage(changes, cell, day)
+    result += _usage(changes, cell, today)
     for job, event in changes.events:
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
     for job, state in changes.states.items():
@@ -93,12 +96,12 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
     return result
 
 
-def _usage(changes: Changes, cell: Cell, day: str) -> list[Command]:
+def _usage(changes: Changes, cell: Cell, today: str) -> list[Command]:
     result: list[Command] = []
     for (tenant, job, counter), amount in changes.usage.items():
         result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{job}/{counter}", repr(float(amount))])
-        if counter in ("prompt_tokens", "sampled_tokens", "trained_tokens"):
-            result.append(["HINCRBY", cell.usage(tenant), f"day/{day}", int(amount)])
+        if counter in QUOTA_COUNTERS:
+            result.append(["HINCRBY", cell.usage(tenant), today, int(amount)])
     return result
 
 

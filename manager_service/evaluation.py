@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from common.messages import ScoredTrajectory
+from common.messages import ScoredTrajectory, trajectory_key
 from manager_service.records import EvalTally
 
 
 @dataclass(frozen=True, slots=True)
 class EvalKey:
-    """A trajectory of an evaluation, as in `TrajectoryRef.key`: `eval@3.17/0`."""
+    """A trajectory of an evaluation, as in `trajectory_key`: `eval@3.17/0`."""
 
     purpose: Literal["eval", "eval_greedy"]
     version: int
@@ -24,7 +24,7 @@ class EvalKey:
         return cls(cast(Literal["eval", "eval_greedy"], purpose), int(version), int(index), int(sample))
 
     def __str__(self) -> str:
-        return f"{self.purpose}@{self.version}.{self.index}/{self.sample}"
+        return trajectory_key(self.index, self.sample, self.purpose, self.version)
 
 
 def new_tally(num_items: int, eval_samples: int) -> EvalTally:

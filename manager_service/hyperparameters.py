@@ -6,18 +6,17 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import InvalidInput
-from common.graders import nearest
-from common.messages import LoraSpec, LossSpec, OptimSpec
+from common.messages import MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
+from common.spelling import did_you_mean
 from manager_service.policies import MARLAAS, MAX_ETA, Policy
 from manager_service.records import Hyper
 
 PARAM = "method.reinforcement.hyperparameters"
-LOSSES = ("grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo")
 MAX_STEPS = 1_000_000
 
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -43,10 +42,10 @@ class Hyperparameters(BaseModel):
     lora_rank: int = Field(8, ge=1, le=512)
     lora_alpha: float = Field(16.0, gt=0, le=4096, allow_inf_nan=False)
     lora_targets: list[str] = Field([], max_length=64)
-    max_tokens: int = Field(64, ge=1, le=1_000_000)
+    max_tokens: int = Field(MAX_TOKENS, ge=1, le=1_000_000)
     max_turns: int = Field(8, ge=1, le=64)
-    temperature: float = Field(1.0, ge=0.01, le=10, allow_inf_nan=False)
-    loss: Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"] = "grpo"
+    temperature: float = Field(TEMPERATURE, ge=0.01, le=10, allow_inf_nan=False)
+    loss: LossName = "grpo"
     clip_low: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     clip_high: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     is_clip: float = Field(2.0, gt=0, le=1000, allow_inf_nan=False)
@@ -87,7 +86,7 @@ def parse_hyperparameters(given: Mapping[str, Any]) -> Hyperparameters:
     """Raises InvalidInput naming the parameter."""
     for name in given:
         if name not in Hyperparameters.model_fields:
-            hint = nearest(name, Hyperparameters.model_fields)
+            hint = did_you_mean(name, Hyperparameters.model_fields)
             raise InvalidInput(f"unknown hyperparameter {name!r}{hint}", param=f"{PARAM}.{name}")
     plain = {name: value for name, value in given.items() if value is not None and value != "auto"}
     try:

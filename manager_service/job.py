@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from common.messages import AdapterRef, AdapterUpdate, Failure, Parked, ScoredTrajectory, TurnRequest
+from common.messages import AdapterRef, AdapterUpdate, Failure, Parked, ScoredTrajectory, TurnRequest, trajectory_key
 from common.streams import Cell, partition_of
 from manager_service.changes import Changes
 from manager_service.evaluation import EvalKey, count, new_tally, next_unit, summary
@@ -149,7 +149,7 @@ class Job:
         self.state.attempt += 1
         for number, group in self.groups.items():
             waiting = sorted(group.waiting)
-            lost = [sample for sample in waiting if not self._reissue_parked(f"{number}/{sample}", changes)]
+            lost = [sample for sample in waiting if not self._reissue_parked(trajectory_key(number, sample), changes)]
             if lost:
                 self._publish_group(number, group.version, lost, changes)
             for sample in group.waiting:
@@ -233,7 +233,7 @@ class Job:
     def _publish_group(self, number: int, version: int, samples: list[int], changes: Changes) -> None:
         changes.published.append(self.orders.group(self.state, number, version, samples))
         for sample in samples:
-            changes.open(self.cell.open(self.id), f"{number}/{sample}", f"{self.state.attempt}:{version}")
+            changes.open(self.cell.open(self.id), trajectory_key(number, sample), f"{self.state.attempt}:{version}")
 
     def _reissue_parked(self, key: str, changes: Changes) -> bool:
         """A parked turn goes on where it was. False: nothing is parked under this key."""
@@ -363,7 +363,7 @@ class Job:
 
     def _drop(self, number: int, name: str, changes: Changes) -> None:
         group = self.groups.pop(number)
-        self._settle(changes, name, [f"{number}/{sample}" for sample in group.scored])
+        self._settle(changes, name, [trajectory_key(number, sample) for sample in group.scored])
         for scored in group.scored.values():
             changes.ack(self.cell.scored(self.partition), scored.entry)
             if name == "stale":
@@ -509,7 +509,7 @@ class Job:
     def _finish(self, status: Any, now: float, changes: Changes) -> None:
         """Settle all that is open but a Step under way."""
         for number, group in self.groups.items():
-            keys = [f"{number}/{sample}" for sample in (*group.waiting, *group.scored)]
+            keys = [trajectory_key(number, sample) for sample in (*group.waiting, *group.scored)]
             self._settle(changes, "cancelled", keys)
             for scored in group.scored.values():
                 changes.ack(self.cell.scored(self.partition), scored.entry)
@@ -574,9 +574,9 @@ class Job:
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
         """Beyond the bound, the next steps truncate importance weights, whatever the loss. One warning a job."""
         gap = self.state.sampling_gap
-        if gap is None or gap <= bound or self.state.truncated:
+        if gap is None or gap <= bound or self.state.truncate_ratios:
             return
-        self.state.truncated = True
+        self.state.truncate_ratios = True
         what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
         limit = self.spec.hyper.loss.is_clip
         self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)

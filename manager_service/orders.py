@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from common.bus import Out
-from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, Step, TurnRequest
+from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, Step, TurnRequest, trajectory_key
 from common.rng import permutation
 from common.streams import Cell, partition_of
 from manager_service.groups import Group, pack
@@ -29,9 +29,7 @@ class Orders:
         """Make version 0."""
         spec = self._spec
         adapter = AdapterRef(spec.tenant, spec.id, 0)
-        message = Init(
-            id=f"{spec.id}/init", **self._about(state), adapter=adapter, seed=spec.seed, lora=spec.hyper.lora
-        )
+        message = Init(id=f"{spec.id}/init", **self.about(state), adapter=adapter, seed=spec.seed, lora=spec.hyper.lora)
         return self._cell.train, message
 
     def group(self, state: JobState, number: int, version: int, samples: Sequence[int]) -> Out:
@@ -57,11 +55,11 @@ class Orders:
         spec, hyper = self._spec, self._spec.hyper
         return Step(
             id=f"{spec.id}/step{state.version + 1}/{state.attempt}",
-            **self._about(state),
+            **self.about(state),
             adapter=AdapterRef(spec.tenant, spec.id, state.version),
             seed=spec.seed,
             lora=hyper.lora,
-            loss=msgspec.structs.replace(hyper.loss, truncated=state.truncated),
+            loss=msgspec.structs.replace(hyper.loss, truncate_ratios=state.truncate_ratios),
             optim=hyper.optim,
             rows=pack(batch),
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),
@@ -71,12 +69,12 @@ class Orders:
     def cancel(self, state: JobState, *, park: bool) -> Out:
         """What was sent up to now is void."""
         identity = f"{self._spec.id}/cancel{state.epoch}"
-        return self._cell.control, Cancel(id=identity, **self._about(state), park=park)
+        return self._cell.control, Cancel(id=identity, **self.about(state), park=park)
 
     def new_version(self, state: JobState, adapter: AdapterRef) -> Out:
         """A hint: this version will soon be named."""
         identity = f"{self._spec.id}/new{adapter.version}"
-        return self._cell.adapters_new, AdapterNew(id=identity, **self._about(state), adapter=adapter)
+        return self._cell.adapters_new, AdapterNew(id=identity, **self.about(state), adapter=adapter)
 
     def item(self, group: int) -> dict[str, Any] | None:
         """Group g of a job draws item permutation(seed, epoch)[g mod n]; None: the environment makes its own."""
@@ -98,11 +96,10 @@ class Orders:
         item: dict[str, Any] | None,
     ) -> Start:
         spec, hyper = self._spec, self._spec.hyper
-        name = str(group) if purpose == "train" else f"{purpose}@{version}.{group}"
         temperature = 0.0 if purpose == "eval_greedy" else hyper.temperature
         return Start(
-            id=f"{spec.id}/{name}/{samples[0]}/{state.attempt}",
-            **self._about(state),
+            id=f"{spec.id}/{trajectory_key(group, samples[0], purpose, version)}/{state.attempt}",
+            **self.about(state),
             adapter=AdapterRef(spec.tenant, spec.id, version),
             purpose=purpose,
             seed=spec.seed,
@@ -116,6 +113,7 @@ class Orders:
             tool_timeout_s=hyper.tool_timeout_s,
         )
 
-    def _about(self, state: JobState) -> dict[str, Any]:
+    def about(self, state: JobState) -> dict[str, Any]:
+        """The fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
         return {"tenant": tenant, "job": self._spec.id, "partition": partition_of(tenant), "epoch": state.epoch}

@@ -20,14 +20,15 @@ from common.adapters import AdapterStore
 from common.bus import Bus, Delivery
 from common.errors import Fenced, Unavailable
 from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, OWNER
+from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from common.telemetry import KEEP_REPORTS, KEEP_S
-from manager_service.allocator import Allocator, Slots, today
+from manager_service.allocator import Allocator, Slots
 from manager_service.changes import Changes, commands
 from manager_service.leases import Held, Leases
 from manager_service.partition import Partition
 from manager_service.policies import MARLAAS, Policy
+from manager_service.records import day_field
 from manager_service.tenants import Tenants
 from manager_service.training_queue import Discipline, TrainingQueue
 from manager_service.transaction import Fence, Lost
@@ -78,20 +79,11 @@ class Owner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop`; then the leases are given back, so that another replica need not wait for them."""
-        for stream, group in self._work_streams():
+        for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(self._keep_leases(), self._load_taken(), self._watch(), self._passes()):
             await stop.wait()
         await self._leases.leave()
-
-    def _work_streams(self) -> list[tuple[str, str]]:
-        cell = self._cell
-        return [
-            (cell.env, GROUP_ENV),
-            (cell.rollout, GROUP_ROLLOUT),
-            (cell.rollout_first, GROUP_ROLLOUT),
-            (cell.train, GROUP_TRAINER),
-        ]
 
     async def _keep_leases(self) -> None:
         """Never waits for a partition to be loaded, so that no lease runs out meanwhile."""
@@ -228,7 +220,7 @@ class Owner:
         self._allocator.charge(changes)
         encoded = [(stream, await self._bus.fields(message)) for stream, message in changes.published]
         try:
-            await fence.commit(commands(changes, self._cell, number, encoded, today()))
+            await fence.commit(commands(changes, self._cell, number, encoded, day_field(time.time())))
         except (Fenced, Lost) as error:
             self._forget(number, f"{type(error).__name__}: {error}")
             return
@@ -269,10 +261,12 @@ class Owner:
     async def _used_today(self, tenants: list[str]) -> dict[str, int]:
         """Tokens that these tenants have used today, chats included."""
 
+        today = day_field(time.time())
+
         async def call() -> list[Any]:
             pipe = self._bus.client.pipeline(transaction=False)
             for tenant in tenants:
-                pipe.hget(self._cell.usage(tenant), f"day/{today()}")
+                pipe.hget(self._cell.usage(tenant), today)
             return await pipe.execute()
 
         return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
@@ -312,7 +306,7 @@ class Owner:
 
         What an owner has read and keeps pending (half-full batches, parked turns) does not wait.
         """
-        work = [stream for stream, _ in self._work_streams()]
+        work = [stream for stream, _ in self._cell.work]
         inboxes = [name for partition, _ in self._owned.values() for name in partition.inboxes]
 
         async def call() -> list[Any]:

@@ -11,10 +11,11 @@ from weakref import WeakValueDictionary
 import msgspec
 import structlog
 
-from common.adapters import AdapterStore
+from common.adapters import AdapterStore, update_of
 from common.bus import Bus, Delivery, Undecodable
+from common.dead_letters import dead_letter
 from common.errors import CorruptObject, NotFound, Unavailable
-from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
+from common.messages import AdapterRef, AdapterUpdate, JobCommand, Parked, ScoredTrajectory, Usage
 from common.objects import Objects, patiently
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.changes import Changes
@@ -43,9 +44,8 @@ class Partition:
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # last pending entry that is known to be in memory
 
     @property
-    def inboxes(self) -> list[str]:
-        cell = self._cell
-        return [cell.jobs(self.number), cell.adapters(self.number), cell.scored(self.number)]
+    def inboxes(self) -> tuple[str, ...]:
+        return self._cell.inboxes(self.number)
 
     # ---- taking over ------------------------------------------------------------------------------------------------
 
@@ -175,18 +175,7 @@ class Partition:
         manifest = await self._store.manifest(adapter)
         if manifest is None:
             return
-        update = AdapterUpdate(
-            id=f"{manifest.batch}/update",
-            tenant=job.spec.tenant,
-            job=job.id,
-            partition=self.number,
-            epoch=job.state.epoch,
-            adapter=adapter,
-            batch=manifest.batch,
-            next_group=manifest.next_group,
-            metrics=manifest.metrics,
-            usage=manifest.usage,
-        )
+        update = update_of(manifest, job.orders.about(job.state))
         job.on_adapter(update, now, changes)
 
     async def find_lost(self, now: float, changes: Changes) -> None:
@@ -286,21 +275,7 @@ class Partition:
                 changes.finished.append(name)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
-        message = delivery.message
-        payload = message.payload if isinstance(message, Undecodable) else b""
-        known = None if isinstance(message, Undecodable) else message
-        letter = DeadLetter(
-            id=known.id if known else delivery.entry,
-            tenant=known.tenant if known else "",
-            job=known.job if known else "",
-            partition=self.number,
-            stream=delivery.stream,
-            entry=delivery.entry,
-            reason=reason,
-            deliveries=delivery.deliveries,
-            payload=payload,
-        )
-        changes.published.append((self._cell.dead, letter))
+        changes.published.append((self._cell.dead, dead_letter(delivery, reason)))
         changes.ack(delivery.stream, delivery.entry)
 
 

@@ -18,11 +18,12 @@ files:<tenant>             zset     file id by creation time
 """
 
 import math
+import time
 from typing import Any, Literal
 
 import msgspec
 
-from common.messages import EnvSpec, LoraSpec, LossSpec, OptimSpec
+from common.messages import MAX_TOKENS, TEMPERATURE, EnvSpec, LoraSpec, LossSpec, OptimSpec
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
@@ -42,8 +43,8 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraSpec
     loss: LossSpec
     optim: OptimSpec
-    temperature: float = 1.0
-    max_tokens: int = 64
+    temperature: float = TEMPERATURE
+    max_tokens: int = MAX_TOKENS
     max_turns: int = 8
     max_staleness: int = 0
     dynamic_sampling: bool = False
@@ -141,7 +142,7 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval: float | None = None
     last_reward: float | None = None  # reward_mean of the newest step
     sampling_gap: float | None = None  # of the newest step that measured one
-    truncated: bool = False  # it was beyond its bound: is_clip bounds the ratios of every loss from then on
+    truncate_ratios: bool = False  # it was beyond its bound: is_clip bounds the ratios of every loss from then on
 
 
 class EventRecord(msgspec.Struct, frozen=True):
@@ -201,6 +202,15 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_items: int
     longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; without bases whose template refuses one
+
+
+QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})
+"""Counters of `Usage` that a tenant's daily quota limits."""
+
+
+def day_field(now: float) -> str:
+    """The field of `usage:<tenant>` in which a moment's day counts, UTC: `day/20261122`."""
+    return time.strftime("day/%Y%m%d", time.gmtime(now))
 
 
 JSON = msgspec.json.Encoder()

@@ -32,7 +32,7 @@ class ManagerSettings(Settings):
     """A turn that nobody worked on for this long is asked for again."""
     inference_timeout_s: float = Field(default=120.0, gt=0)
     """A completion that made no progress for this long is given up."""
-    grader_timeout_s: float = Field(default=60.0, gt=0)
+    grader_run_timeout_s: float = Field(default=60.0, gt=0)
     """Of one call of `graders/run`."""
     command_wait_s: float = Field(default=3.0, ge=0)
     """How long cancel, pause and resume wait for the job's owner before they answer."""

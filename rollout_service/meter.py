@@ -21,8 +21,8 @@ class Meter:
     prefill_positions: int = 0  # the same with padding
     prefill_s: float = 0.0
     turns: int = 0  # ended
-    turn_log_tokens: float = 0.0  # sum over turns of the logarithm of the tokens sampled, and of its square
-    turn_log2_tokens: float = 0.0
+    sum_log_turn_tokens: float = 0.0  # over turns, of the logarithm of the tokens sampled, and of its square
+    sum_squared_log_turn_tokens: float = 0.0
     _now: Callable[[], float] = time.thread_time
 
     @classmethod
@@ -45,8 +45,8 @@ class Meter:
     def ended(self, tokens: int) -> None:
         self.turns += 1
         log = math.log(max(1, tokens))
-        self.turn_log_tokens += log
-        self.turn_log2_tokens += log * log
+        self.sum_log_turn_tokens += log
+        self.sum_squared_log_turn_tokens += log * log
 
     def counters(self) -> dict[str, float]:
         return {name: float(value) for name, value in asdict(self).items() if not name.startswith("_")}

@@ -65,7 +65,7 @@ class Seats:
             self.tokens[seat, :partial] = request.tokens.numpy()[-partial:]
             self.logprobs[seat, :partial] = request.logprobs.numpy()[-partial:]
         ref = request.trajectory
-        self._keys[seat] = key_of(ref.seed & 0xFFFFFFFFFFFFFFFF, f"sample/{ref.purpose}")
+        self._keys[seat] = key_of(*ref.sampling_stream)
         self._coordinates[:, seat, 0] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
         self.rows[seat] = row
         row.seat = seat  # last: from here on other threads may read its progress

@@ -77,7 +77,7 @@ class Turn:
         """A function of the job's seed, the trajectory, the turn and the position, so that no two streams are equal."""
         ref = self.request.trajectory
         coordinates: Sequence[Any] = (ref.group, ref.sample, self.request.turn, len(self.tokens))
-        return int(bits(ref.seed & 0xFFFFFFFFFFFFFFFF, f"sample/{ref.purpose}", *coordinates)) & ((1 << SEED_BITS) - 1)
+        return int(bits(*ref.sampling_stream, *coordinates)) & ((1 << SEED_BITS) - 1)
 
     def take(self, step: Step) -> None:
         """Add tokens up to the turn's end; what was sampled beyond it is forgotten. Raises NotFinite."""

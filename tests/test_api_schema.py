@@ -33,7 +33,7 @@ ADMIN = ("/v1/admin", "/v1/cluster/dead", "/metrics")
 
 @pytest.mark.slow
 async def test_no_request_finds_a_server_error_or_an_undeclared_answer(redis_url: str, tmp_path: Path) -> None:
-    limits: dict[str, Any] = {"inference_timeout_s": 0.05, "inference_silence_s": 0.05, "grader_timeout_s": 0.05}
+    limits: dict[str, Any] = {"inference_timeout_s": 0.05, "inference_silence_s": 0.05, "grader_run_timeout_s": 0.05}
     async with running_api(redis_url, tmp_path / "data", command_wait_s=0.0, keep_alive_s=0.1, **limits) as server:
         file = await upload(server.openai)
         job = await server.openai.fine_tuning.jobs.create(
@@ -171,7 +171,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 @pytest.mark.slow
 async def test_a_valid_body_with_one_nasty_value_never_finds_a_server_error(redis_url: str, tmp_path: Path) -> None:
-    limits: dict[str, Any] = {"inference_timeout_s": 0.02, "inference_silence_s": 0.02, "grader_timeout_s": 0.02}
+    limits: dict[str, Any] = {"inference_timeout_s": 0.02, "inference_silence_s": 0.02, "grader_run_timeout_s": 0.02}
     async with running_api(redis_url, tmp_path / "data", **limits) as server:
         file = await upload(server.openai)
         for path, valid in bodies(file).items():

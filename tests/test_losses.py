@@ -277,7 +277,7 @@ def test_beyond_the_sampling_gap_no_ratio_weighs_more_than_is_clip(name: Any) ->
 
     def losses(truncated: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_R1 = (sampled_R1 + ratios[:, None].log()).requires_grad_()
-        spec = LossSpec(name, truncated=truncated, clip_low=0.5, clip_high=100.0)
+        spec = LossSpec(name, truncate_ratios=truncated, clip_low=0.5, clip_high=100.0)
         loss_R1, _ = token_losses(lone_rows(spec, [-1.0] * 5), logprobs_R1, sampled_R1, written_R1)
         loss_R1.sum().backward()
         assert logprobs_R1.grad is not None

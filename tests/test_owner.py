@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_worker import until
+from test_worker import length, until
 
 from common.adapters import AdapterStore
 from common.bus import Bus
-from common.messages import Failure, Start, Step
+from common.messages import Cancel, DeadLetter, Failure, Start, Step, decode, encode
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
 from common.worker import Inbox
@@ -335,6 +335,25 @@ async def test_a_job_whose_records_cannot_be_read_stops_nobody_else(system: Syst
     await system.bus.client.hset(system.bus.cell.job(bad.id), "state", b'{"status": 7')
     system.start_owner()
     await until_status(system.bus, good.id, "succeeded")
+
+
+async def test_what_an_owner_cannot_work_on_is_kept_as_a_dead_letter(system: System) -> None:
+    # Given a job at work
+    spec, bus = job_spec(num_steps=3), system.bus
+    system.env.delay_s = 0.05
+    await create_job(bus, spec)
+    await until_status(bus, spec.id, "running")
+    # When its owner reads a message of a kind that is not for it, and one that is none
+    partition = partition_of(spec.tenant)
+    stray = Cancel(id="stray", tenant=spec.tenant, job=spec.id, partition=partition)
+    await bus.publish([(bus.cell.jobs(partition), stray)])
+    await bus.client.xadd(bus.cell.jobs(partition), {"payload": b"garbage"})
+    # Then both are dead letters, which hold what was read, and the job goes on
+    await until(lambda: length(bus, bus.cell.dead, 2))
+    letters = [decode(fields[b"payload"]) for _, fields in await bus.client.xrange(bus.cell.dead)]
+    assert [letter.payload for letter in letters if isinstance(letter, DeadLetter)] == [encode(stray), b"garbage"]
+    assert [letter.job for letter in letters] == [spec.id, ""]
+    await until_status(bus, spec.id, "succeeded")
 
 
 async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:

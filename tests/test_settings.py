@@ -23,6 +23,16 @@ def test_the_known_names_are_the_fields_of_all_services() -> None:
     assert {name for settings in ALL for name in settings.model_fields} == KNOWN
 
 
+def test_no_two_services_mean_different_things_by_one_name() -> None:
+    # What two services need stands in the common part; a class that cannot inherit it repeats its type and default.
+    meanings: dict[str, list[str]] = {}
+    for settings in ALL:
+        for name in settings.model_fields.keys() & settings.__annotations__.keys():
+            meanings.setdefault(name, []).append(repr(settings.model_fields[name]))
+    for name, found in meanings.items():
+        assert len(found) == 1 or (name in Settings.model_fields and len(set(found)) == 1), name
+
+
 def test_every_kind_of_settings_is_in_this_test() -> None:
     assert set(Settings.__subclasses__()) <= set(ALL)
 

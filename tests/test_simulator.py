@@ -232,12 +232,12 @@ def test_training_is_fitted_and_alike_steps_put_all_on_their_tokens() -> None:
 def test_a_recording_becomes_a_calibration() -> None:
     rollout = {
         "decode_steps": 100, "sampled_tokens": 800, "decode_s": 0.4, "prefill_tokens": 500, "prefill_s": 0.1,
-        "settled": 40, "settle_s": 0.04, "busy_s": 1.0, "turns": 40, "turn_log_tokens": 120.0, "turn_log2_tokens": 370.0, "cpu_s": 0.6,
-        "loads": 2, "load_s": 0.06,
+        "settled": 40, "settle_s": 0.04, "busy_s": 1.0, "turns": 40, "sum_log_turn_tokens": 120.0, "sum_squared_log_turn_tokens": 370.0,
+        "cpu_s": 0.6, "loads": 2, "load_s": 0.06,
     }  # fmt: skip
     env = {
-        "tool_turns": 30, "tool_log_s": -21.0, "tool_log2_s": 22.2, "graded": 10, "grade_s": 0.02, "calls2": 90, "cpu_s": 0.1,
-        "delivered": 50, "delivery_s": 0.15, "settled": 42, "starts": 2, "start_s": 0.01,
+        "tool_turns": 30, "sum_log_tool_s": -21.0, "sum_squared_log_tool_s": 22.2, "graded": 10, "grade_s": 0.02, "sum_squared_calls": 90,
+        "cpu_s": 0.1, "delivered": 50, "delivery_s": 0.15, "settled": 42, "starts": 2, "start_s": 0.01,
     }  # fmt: skip
     trainer = {
         "settled": 2, "trained_tokens": 1200, "busy_s": 0.6, "compute_s": 0.3, "commit_s": 0.24, "cpu_s": 0.4,

@@ -1,13 +1,16 @@
 """A toy run: sampling, GRPO and AdamW together make a reward rise."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from trainer_support import make_init, make_step, nothing
 
 from base_model.adapter import Adapter
-from base_model.decoder import Decoder, DecoderConfig, causal_attend
+from base_model.decoder import Decoder, DecoderConfig
 from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
 from trainer_service import lora
 from trainer_service.losses import RULES
@@ -36,6 +39,17 @@ def random_decoder() -> Decoder:
         for name, out, width in (("gate", 64, 32), ("up", 64, 32), ("down", 32, 64)):
             add(f"{at}.mlp.{name}_proj", out, width)
     return Decoder(config, weights)
+
+
+def causal_attend(num_groups: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Attention over a whole sequence, each position on itself and what stands before. `num_groups`: H / K."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_groups > 1)
+        return out.transpose(1, 2)
+
+    return attend
 
 
 @torch.no_grad()

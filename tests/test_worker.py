@@ -39,17 +39,20 @@ class Recorder:
             self.running -= 1
         return [(CELL.rollout, message)]
 
-    def park(self, message: Start) -> list[Out]:
-        return [(CELL.scored(0), message)]
-
-    def drop(self, message: Start) -> list[Out]:
-        return [(CELL.scored(2), message)]
-
     def hand_back(self, message: Start) -> list[Out] | None:
         return None
 
     def failed(self, message: Start, failure: Failure) -> list[Out]:
         return [(CELL.scored(1), message)]
+
+
+@dataclass
+class ParkingRecorder(Recorder):
+    def park(self, message: Start) -> list[Out]:
+        return [(CELL.scored(0), message)]
+
+    def drop(self, message: Start) -> list[Out]:
+        return [(CELL.scored(2), message)]
 
 
 async def at_once(message: Start, beat: Beat) -> None:
@@ -211,11 +214,14 @@ async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
         await bus.client.xadd(CELL.env, {"payload": b"garbage"})
         await until(lambda: length(bus, CELL.dead, 1))
         await until(lambda: length(bus, CELL.env, 0))
+    [(_, fields)] = await bus.client.xrange(CELL.dead)
+    letter = decode(fields[b"payload"])
+    assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
 
 
 @pytest.mark.parametrize("park", [True, False])
 async def test_a_cancel_frees_the_worker_at_once(bus: Bus, park: bool) -> None:
-    handler = Recorder(for_ever)
+    handler = ParkingRecorder(for_ever)
     async with working(bus, handler, slots=2):
         await bus.publish([(CELL.env, start(n)) for n in range(4)])
         await until(lambda: handler.running == 2)
@@ -225,6 +231,26 @@ async def test_a_cancel_frees_the_worker_at_once(bus: Bus, park: bool) -> None:
         assert handler.running == 0
         assert await bus.client.xlen(CELL.scored(0 if park else 2)) == 4
         assert len(handler.seen) == 2  # what had not begun never ran
+
+
+async def test_work_that_cannot_be_parked_is_done_though_its_job_was_cancelled(bus: Bus) -> None:
+    # Given a handler without `park` and `drop`, at work
+    go_on = asyncio.Event()
+
+    async def wait(message: Start, beat: Beat) -> None:
+        await go_on.wait()
+
+    handler = Recorder(wait)
+    async with working(bus, handler, slots=1):
+        await bus.publish([(CELL.env, start(n)) for n in range(2)])
+        await until(lambda: handler.running == 1)
+        # When its job is cancelled
+        cancel = Cancel(id="c", tenant="acme", job="job", partition=3, epoch=0)
+        await bus.broadcast(CELL.control, cancel, keep_s=60)
+        await asyncio.sleep(0.2)
+        go_on.set()
+        # Then what had begun and what had not is done
+        await until(lambda: length(bus, CELL.rollout, 2))
 
 
 async def test_stopping_hands_work_back(bus: Bus) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import structlog
 
 from base_model.adapter import check_fits, load_adapter, save_adapter
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest, update_of
 from common.byte_cache import ByteCache
 from common.errors import (
     AlreadyExists,
@@ -39,7 +39,10 @@ log = structlog.get_logger()
 
 
 class TrainHandler:
-    """Makes each version once, however often and by however many it is asked."""
+    """Makes each version once, however often and by however many it is asked.
+
+    It cannot be parked (see `common.worker.Parks`): an operation once sent is done, for its version may exist already.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class TrainHandler:
         finally:
             self._held_tokens -= num_tokens
         await self._drop_old_optimizer(target)
-        return [(self._cell.adapters(message.partition), _update(message, manifest))]
+        return [(self._cell.adapters(message.partition), update_of(manifest, message.about()))]
 
     def has_room(self) -> bool:
         """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
@@ -100,14 +103,6 @@ class TrainHandler:
             failure=failure,
         )
         return [(self._cell.adapters(message.partition), update)]
-
-    def park(self, message: Init | Step) -> Outputs:
-        """An operation once sent stays in flight (see `common.worker.Voided`); should it be voided, it goes back."""
-        return [(self._cell.train, message)]
-
-    def drop(self, message: Init | Step) -> Outputs:
-        """See `park`."""
-        return self.park(message)
 
     def counters(self) -> dict[str, float]:
         """Totals since the start, lost races included: `busy_s` and `compute_s` in forward, backward and optimiser, by the
@@ -220,17 +215,4 @@ def _manifest(message: Init | Step, target: AdapterRef, trained: Trained, base_m
         trajectories=message.trajectories if is_step else (),
         metrics=trained.metrics,
         usage=Usage(trained_tokens=trained.trained_tokens, train_s=trained.train_s),
-    )
-
-
-def _update(message: Init | Step, manifest: Manifest) -> AdapterUpdate:
-    """The same for whoever made the version, and however often it is told."""
-    return AdapterUpdate(
-        id=f"{manifest.batch}/done",
-        **message.about(),
-        adapter=manifest.adapter,
-        batch=manifest.batch,
-        next_group=manifest.next_group,
-        metrics=manifest.metrics,
-        usage=manifest.usage,
     )

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.messages import LossSpec
+from common.messages import LossName, LossSpec
 from trainer_service.batch import Batch, Bools, Floats, Ints
 
 STD_EPSILON = 1e-6
@@ -46,7 +46,7 @@ class Rule:
     mean: Literal["rows", "max_tokens", "tokens"]
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[LossName, Rule] = {
     "grpo": Rule("standardised", "token", 0.2, 0.2, "rows"),
     "dr_grpo": Rule("centred", "token", 0.2, 0.2, "max_tokens"),
     "dapo": Rule("standardised", "token", 0.2, 0.28, "tokens"),
@@ -70,7 +70,6 @@ class RowTerms:
     is_sequence_R: Bools  # the ratio is the row's geometric mean
     is_weight_R: Bools  # the bounded ratio is a weight through which no gradient flows
     kl_coefs_R: Floats
-    temperatures_R: Floats
 
     @classmethod
     def join(cls, parts: "Sequence[tuple[RowTerms, Sequence[int]]]") -> "RowTerms":
@@ -93,11 +92,10 @@ def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
         active_R=kept_R if spec.kl_coef else kept_R & (advantages_R != 0),
         low_R=low * ones_R,
         high_R=high * ones_R,
-        limit_R=(spec.is_clip if spec.truncated and rule.ratio != "none" else np.inf) * ones_R,
+        limit_R=(spec.is_clip if spec.truncate_ratios and rule.ratio != "none" else np.inf) * ones_R,
         is_sequence_R=np.full(len(batch), rule.ratio == "sequence"),
         is_weight_R=np.full(len(batch), rule.ratio in ("weight", "none")),
         kl_coefs_R=spec.kl_coef * ones_R,
-        temperatures_R=spec.temperature * ones_R,
     )
 
 

@@ -15,8 +15,8 @@ from common import rng
 from common.bus import Out
 from common.messages import Failure, Message, TrajectoryRef, TurnRequest
 from common.service import Parts, Service, run
-from common.worker import Handler
 from env_service.__main__ import build
+from env_service.handler import EnvHandler
 from env_service.settings import EnvSettings
 
 MEDIAN = 16
@@ -43,7 +43,7 @@ def bounded(message: Message) -> Message:
 class Bounded:
     """The env service's handler, and the law."""
 
-    inner: Handler
+    inner: EnvHandler
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         return [(stream, bounded(out)) for stream, out in await self.inner(message, beat)]
@@ -63,6 +63,7 @@ class Bounded:
 
 async def build_bounded(settings: EnvSettings, parts: Parts) -> Service:
     service = await build(settings, parts)
+    assert isinstance(service.handler, EnvHandler)
     return replace(service, handler=Bounded(service.handler))
 
 

@@ -21,12 +21,12 @@ class LogNormal(msgspec.Struct, frozen=True):
         return cls(math.log(median), sigma)
 
     @classmethod
-    def fit(cls, num: float, sum_log: float, sum_log2: float) -> "LogNormal | None":
+    def fit(cls, num: float, sum_log: float, sum_squared_log: float) -> "LogNormal | None":
         """Maximum likelihood from the sums of logarithms and of their squares; None: nothing was measured."""
         if num <= 0:
             return None
         mu = sum_log / num
-        return cls(mu, math.sqrt(max(0.0, sum_log2 / num - mu * mu)))
+        return cls(mu, math.sqrt(max(0.0, sum_squared_log / num - mu * mu)))
 
     def at(self, uniform: float) -> float:
         """The value below which this share of all lies. `uniform` in (0, 1)."""

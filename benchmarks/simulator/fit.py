@@ -174,11 +174,13 @@ def least(found: Deltas, seconds: str, number: str) -> float:
 def fit_workload(
     hyper: Hyper, rollout: dict[str, float], env: dict[str, float], trainer: dict[str, float], name: str
 ) -> Workload:
-    turn_tokens = LogNormal.fit(rollout["turns"], rollout["turn_log_tokens"], rollout["turn_log2_tokens"])
+    turn_tokens = LogNormal.fit(
+        rollout["turns"], rollout["sum_log_turn_tokens"], rollout["sum_squared_log_turn_tokens"]
+    )
     assert turn_tokens is not None, "turns were checked"
-    tools = LogNormal.fit(env["tool_turns"], env["tool_log_s"], env["tool_log2_s"])
+    tools = LogNormal.fit(env["tool_turns"], env["sum_log_tool_s"], env["sum_squared_log_tool_s"])
     trajectories = max(1.0, env["graded"])
-    fewest, most = fit_calls(trajectories, env["tool_turns"], env["calls2"])
+    fewest, most = fit_calls(trajectories, env["tool_turns"], env["sum_squared_calls"])
     sampled = rollout["sampled_tokens"] / trajectories
     trained = trainer["trained_tokens"] / trajectories
     return Workload(
@@ -196,11 +198,11 @@ def fit_workload(
     )
 
 
-def fit_calls(num: float, sum_calls: float, sum_calls2: float) -> tuple[int, int]:
+def fit_calls(num: float, sum_calls: float, sum_squared_calls: float) -> tuple[int, int]:
     """The fewest and the most calls of a trajectory, if all numbers between are equally likely: those of the same mean and
     variance."""
     mean = sum_calls / num
-    width = math.sqrt(12 * max(0.0, sum_calls2 / num - mean * mean) + 1)  # so many numbers
+    width = math.sqrt(12 * max(0.0, sum_squared_calls / num - mean * mean) + 1)  # so many numbers
     fewest = max(0, round(mean - (width - 1) / 2))
     return fewest, max(fewest, round(mean + (width - 1) / 2))
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from common.bus import passes
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
-from common.graders import nearest
+from common.spelling import did_you_mean
 
 RETRY_AFTER_S = 2
 log = structlog.get_logger()
@@ -129,7 +129,7 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
     found = error.errors()[0]
     message, param = sentence(found)
     if found["type"] == "extra_forbidden":
-        message += nearest(str(found["loc"][-1]), _fields(request, found["loc"][1:-1]))
+        message += did_you_mean(str(found["loc"][-1]), _fields(request, found["loc"][1:-1]))
     return answer(400, message, param=param, code="invalid_request")
 
 

@@ -85,7 +85,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
             reply_to=reply_to,
         )
 
-    result = await base.inference.grade(make, timeout_s=api.settings.grader_timeout_s)
+    result = await base.inference.grade(make, timeout_s=api.settings.grader_run_timeout_s)
     return _shown(body.grader, result)
 
 

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from starlette.responses import Response
 
 from common.messages import WorkerReport
-from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_ROLLOUT, GROUP_TRAINER, NUM_PARTITIONS, Cell
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS, Cell
 from manager_service.api.context import Admin, Api, Base, Parts
 from manager_service.api.errors import COMMON
 from manager_service.api.job_store import JobStore
@@ -69,9 +69,8 @@ def _gauge(name: str, text: str, labels: list[str], samples: Iterable[Sample]) -
 
 
 def _work_streams(cell: Cell) -> list[tuple[str, str]]:
-    inboxes = [key(p) for p in range(NUM_PARTITIONS) for key in (cell.scored, cell.adapters, cell.jobs)]
-    workers = [(cell.env, GROUP_ENV), (cell.rollout, GROUP_ROLLOUT), (cell.rollout_first, GROUP_ROLLOUT)]
-    return [*workers, (cell.train, GROUP_TRAINER), *((stream, GROUP_MANAGER) for stream in inboxes)]
+    inboxes = [(stream, GROUP_MANAGER) for number in range(NUM_PARTITIONS) for stream in cell.inboxes(number)]
+    return [*cell.work, *inboxes]
 
 
 async def _streams(base: Base) -> list[Metric]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from common.errors import NotFound
-from common.graders import nearest
 from common.messages import BASE, AdapterRef
+from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobStore, Row
 from manager_service.records import TenantRecord
@@ -26,7 +26,7 @@ async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
     plain, at, pinned = name.partition("@")
     parts = plain.split(":")
     if len(parts) != 5 or parts[0] != "ft":
-        raise NotFound(f"there is no model {name!r}{nearest(name, api.bases)}")
+        raise NotFound(f"there is no model {name!r}{did_you_mean(name, api.bases)}")
     try:
         row = await JobStore(api).find(tenant.id, parts[4])
     except NotFound as error:

@@ -8,20 +8,15 @@ import msgspec
 from common.messages import Usage
 from common.streams import Cell
 from manager_service.api.errors import ApiError
-from manager_service.records import TenantRecord
+from manager_service.records import QUOTA_COUNTERS, TenantRecord, day_field
 
 INFERENCE = "-"
 """What stands for the job where there is none."""
-TOKEN_COUNTERS = ("prompt_tokens", "sampled_tokens", "trained_tokens")
-
-
-def today() -> str:
-    return time.strftime("%Y%m%d", time.gmtime())
 
 
 async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:
     """Prompt, sampled and trained tokens since midnight UTC, in one cell."""
-    return int(float(await redis.hget(cell.usage(tenant), f"day/{today()}") or 0))
+    return int(float(await redis.hget(cell.usage(tenant), day_field(time.time())) or 0))
 
 
 async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
@@ -45,7 +40,7 @@ async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage) -> 
     for counter, amount in msgspec.structs.asdict(usage).items():
         if amount:
             pipe.hincrbyfloat(key, f"{INFERENCE}/{counter}", float(amount))
-            tokens += int(amount) if counter in TOKEN_COUNTERS else 0
+            tokens += int(amount) if counter in QUOTA_COUNTERS else 0
     if tokens:
-        pipe.hincrby(key, f"day/{today()}", tokens)
+        pipe.hincrby(key, day_field(time.time()), tokens)
     await pipe.execute()

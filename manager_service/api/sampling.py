@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.responses import StreamingResponse
 
 from common.errors import InvalidInput
-from common.messages import Sampling, Usage
+from common.messages import TEMPERATURE, Sampling, Usage
 from common.tokens import ChatTokenizer
 from manager_service.api.chat_text import AnswerText
 from manager_service.api.context import Api
@@ -106,7 +106,7 @@ def _sampling(body: SamplingGiven, num_prompt: int, context: int, limit: int | N
     if num_prompt < 1:
         raise InvalidInput("the prompt is empty", param="prompt")
     return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=TEMPERATURE if body.temperature is None else body.temperature,
         max_tokens=min(room, limit or room),
         top_p=1.0 if body.top_p is None else body.top_p,
         stop=body.stops(),

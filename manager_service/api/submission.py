@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.environments import grader_of, is_multi_turn, makes_items, validate_environment
 from common.errors import InvalidInput, NotFound
-from common.graders import Grader, check_fields, item_fields, nearest, validate_grader
+from common.graders import Grader, check_fields, item_fields, validate_grader
 from common.messages import EnvSpec
+from common.spelling import did_you_mean
 from common.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
 from manager_service.files import numbered_lines
@@ -124,7 +125,7 @@ def find_base(api: Api, model: str) -> Base:
         )
     known = ", ".join(api.bases)
     raise InvalidInput(
-        f"unknown model {model!r}{nearest(model, api.bases)}; base models: {known}",
+        f"unknown model {model!r}{did_you_mean(model, api.bases)}; base models: {known}",
         param="model",
         code="model_not_found",
     )
@@ -150,7 +151,7 @@ def _reinforcement(body: JobGiven) -> ReinforcementGiven:
             f"method {method.type!r} is not offered: this service trains by reinforcement only", param="method.type"
         )
     if method.type != "reinforcement":
-        hint = nearest(method.type, ["reinforcement"])
+        hint = did_you_mean(method.type, ["reinforcement"])
         raise InvalidInput(f"unknown method {method.type!r}{hint}; use 'reinforcement'", param="method.type")
     if method.supervised is not None or method.dpo is not None:
         raise InvalidInput("method: only `reinforcement` goes with type 'reinforcement'", param="method")
@@ -197,7 +198,7 @@ def _check_base(base: Base, plan: Plan) -> None:
         )
     for name in given.lora_targets:
         if base.linear_layers and name not in base.linear_layers:
-            hint = nearest(name, base.linear_layers)
+            hint = did_you_mean(name, base.linear_layers)
             raise InvalidInput(
                 f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{PARAM}.lora_targets"
             )
