@@ -38,7 +38,7 @@ from harness.standin import (
     job_spec,
     stand_in_worker,
 )
-from manager_service.owner import Owner
+from manager_service.owner.owner import Owner
 from manager_service.tenants import Tenants
 
 STEPS = {1: 24, 8: 6, 64: 2}

@@ -22,7 +22,7 @@ from benchmarks._report import Goal, Report, make_table, run
 from common.skills import SKILLS
 from harness.live import running
 from harness.processes import Memory, memory, memory_below
-from manager_service.supervisor import LocalCluster
+from manager_service.local.supervisor import LocalCluster
 
 LIMIT_MB = 3000
 IDLE_AFTER_S = 3.0

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks._report import Goal, Report, make_table, run
 from harness.live import running
 from harness.processes import computes, cpu_s
-from manager_service.supervisor import LocalCluster
+from manager_service.local.supervisor import LocalCluster
 
 GOALS = {1: 0.20, 8: 0.10}
 """Number of jobs → share at most."""

@@ -28,8 +28,8 @@ from manager_service.cli.client import FINAL, JOBS, Record, error_message
 from manager_service.cli.output import cells, console, table
 from manager_service.cli.progress import Progress
 from manager_service.cli.view import live_view, plain_line
-from manager_service.embedded_redis import write_private
-from manager_service.supervisor import LocalCluster
+from manager_service.local.embedded_redis import write_private
+from manager_service.local.supervisor import LocalCluster
 
 DATA_DIR = Path(".marlaas/demo")
 REPORT = Path("report.png")

@@ -14,7 +14,7 @@ from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
 from common.skills import Split, generate
-from manager_service.supervisor import LocalCluster
+from manager_service.local.supervisor import LocalCluster
 
 FINAL = {"succeeded", "failed", "cancelled"}
 GRADER = {

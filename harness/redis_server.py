@@ -19,7 +19,7 @@ from redis.retry import Retry
 from common.bus import Bus
 from common.streams import Cell
 from harness.processes import cpu_s
-from manager_service.embedded_redis import EmbeddedRedis, find_server, new_password
+from manager_service.local.embedded_redis import EmbeddedRedis, find_server, new_password
 
 
 def find_valkey() -> Path:

@@ -10,7 +10,7 @@ from common.service import run_with
 from common.tasks import running
 from manager_service.api.context import Api, Base
 from manager_service.api.server import keep_keys, make_api, serve
-from manager_service.owner import Owner
+from manager_service.owner.owner import Owner
 from manager_service.settings import ManagerSettings
 
 log = structlog.get_logger()

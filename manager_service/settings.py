@@ -4,8 +4,8 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from common.settings import Settings
-from manager_service.policies import Policy, parse_policy
-from manager_service.training_queue import Discipline
+from manager_service.scheduling.policies import Policy, parse_policy
+from manager_service.scheduling.training_queue import Discipline
 
 
 class ManagerSettings(Settings):
@@ -17,9 +17,9 @@ class ManagerSettings(Settings):
     port: int = Field(default=8000, ge=0, le=65535)
     policy: str = "marlaas"
     """Who may be sampled and trained when: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
-    `manager_service.policies`."""
+    `manager_service.scheduling.policies`."""
     training_queue: Discipline = "fused"
-    """Which complete batches go to the trainers first. See `manager_service.training_queue`."""
+    """Which complete batches go to the trainers first. See `manager_service.scheduling.training_queue`."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
     """Of one uploaded file."""
     max_line_bytes: int = Field(default=256 << 10, ge=1)

@@ -115,7 +115,7 @@ async def _until_up(http: httpx.AsyncClient) -> None:
 @asynccontextmanager
 async def running_jobs(server: ApiServer) -> AsyncGenerator[StandInEnv]:
     """The real owner, with stand-ins for the workers."""
-    from manager_service.owner import Owner
+    from manager_service.owner.owner import Owner
 
     bus, objects, store = server.bus, server.api.objects, AdapterStore(server.api.objects)
     stop, env, trainer = asyncio.Event(), StandInEnv(bus.cell), StandInTrainer(bus.cell, store)

@@ -8,13 +8,13 @@ from typing import Any
 from common.messages import AdapterUpdate, Init, Start, Step, Usage
 from common.streams import Cell
 from harness.standin import FixedSlots, StandInEnv
-from manager_service.allocator import Allocator
-from manager_service.changes import Changes
-from manager_service.items import Items
-from manager_service.job import Job
-from manager_service.policies import MARLAAS, Policy
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
 from manager_service.records import JobSpec, JobState
-from manager_service.training_queue import Discipline, TrainingQueue
+from manager_service.scheduling.allocator import Allocator
+from manager_service.scheduling.policies import MARLAAS, Policy
+from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 
 CELL = Cell("tiny")
 

@@ -11,8 +11,8 @@ from common.acl import SERVICES, USERS, acl_file
 from common.streams import Cell
 from harness.live import Api, is_balanced, running
 from harness.redis_server import RedisServer, find_valkey
-from manager_service.embedded_redis import find_server
-from manager_service.supervisor import Service
+from manager_service.local.embedded_redis import find_server
+from manager_service.local.supervisor import Service
 
 CELL = Cell("tiny")
 PASSWORDS = {user: [f"{user}-password"] for user in USERS}

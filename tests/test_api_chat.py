@@ -20,7 +20,7 @@ from api_server import (
 )
 
 from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, decode
-from manager_service.api.chat_text import AnswerText
+from manager_service.api.sampling.replies import AnswerText
 from manager_service.records import JSON, JobState
 
 CALCULATOR = {

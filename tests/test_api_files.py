@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from common.settings import TINY
 from common.tokens import ChatTokenizer
-from manager_service.files import check_content
+from manager_service.api.file_store import check_content
 
 CHATTY = ChatTokenizer.load(TINY)
 KEYS = ["role", "content", "tool_calls", "name", "type", "text", "function", "arguments", "tool_call_id"]

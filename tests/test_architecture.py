@@ -75,9 +75,9 @@ IMPORTERS = {
         "manager_service/api/errors.py",
         "manager_service/api/health.py",
         "manager_service/api/metrics.py",
-        "manager_service/inference.py",
-        "manager_service/supervisor.py",
-        "manager_service/transaction.py",
+        "manager_service/api/sampling/shares.py",
+        "manager_service/local/supervisor.py",
+        "manager_service/owner/transaction.py",
     },
     "obstore": {"common/objects.py"},
     "pickle": set(),
@@ -89,11 +89,11 @@ CATCHES_ALL = {
     "env_service/handler.py": "an environment's error is a failed trajectory",
     "env_service/sandbox_child.py": "whatever a tenant's code raises is its result",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
-    "manager_service/allocator.py": "one job's trouble must not stop the other tenants",
-    "manager_service/api/sampling.py": "a stream's client must hear that it ended in an error",
-    "manager_service/owner.py": "a partition that cannot be loaded must not stop the others",
-    "manager_service/partition.py": "one job's trouble must not stop the other tenants' owner",
-    "manager_service/supervisor.py": "children are stopped before the error goes on",
+    "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
+    "manager_service/api/sampling/requests.py": "a stream's client must hear that it ended in an error",
+    "manager_service/owner/owner.py": "a partition that cannot be loaded must not stop the others",
+    "manager_service/owner/partition.py": "one job's trouble must not stop the other tenants' owner",
+    "manager_service/local/supervisor.py": "children are stopped before the error goes on",
     "trainer_service/fusion.py": "an error goes to whoever waits for the step",
     "rollout_service/process_engine.py": "whatever keeps an engine's process from starting may pass",
     "rollout_service/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
@@ -106,11 +106,11 @@ PRINTS = {"env_service/grade_math.py"}
 READS_ENVIRONMENT = {
     "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
-    "manager_service/supervisor.py",
+    "manager_service/local/supervisor.py",
     "rollout_service/vllm_engine.py",  # vLLM takes some settings from there alone
 }
 
-LONG_FILES = {"common/messages.py": 462, "manager_service/job.py": 594}
+LONG_FILES = {"common/messages.py": 462, "manager_service/jobs/job.py": 594}
 """The list of all messages and the state machine of a job, each read as a whole."""
 MAX_FILE, MAX_FUNCTION = 450, 60
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager_service.demand import Demand, View
-from manager_service.scheduler import LONGEST_WAITING_EVERY
+from manager_service.scheduling.demand import Demand, View
+from manager_service.scheduling.fairness import LONGEST_WAITING_EVERY
 
 URGENCY = st.none() | st.tuples(st.integers(-2, 2), st.integers(0, 1), st.integers(0, 3))
 VIEWS = st.builds(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.live import Api, adapter_hashes, is_balanced, running
-from manager_service.supervisor import LocalCluster
+from manager_service.local.supervisor import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.errors import Unavailable
-from manager_service.inference import Share
+from manager_service.api.sampling.shares import Share
 
 
 async def test_what_exceeds_the_share_waits_until_slots_are_given_back() -> None:

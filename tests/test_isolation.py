@@ -19,7 +19,7 @@ from benchmarks.simulator.calibration import jain
 from common.errors import InvalidInput
 from common.graders import validate_grader
 from common.skills import SKILLS
-from manager_service.hyperparameters import parse_hyperparameters, resolve
+from manager_service.api.hyperparameters import parse_hyperparameters, resolve
 
 SETTINGS = Settings(num_watched=2, num_jobs=8, deterministic_steps=3, default_steps=3, num_seeds=4)
 

@@ -28,9 +28,9 @@ from common.messages import (
 )
 from common.streams import Cell
 from harness.standin import StandInEnv, job_spec
-from manager_service.changes import Changes
-from manager_service.items import Items
-from manager_service.job import Job
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
 from manager_service.records import JobState
 
 CELL = Cell("tiny")

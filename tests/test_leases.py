@@ -16,7 +16,7 @@ from common.bus import Bus
 from common.streams import NUM_PARTITIONS
 from common.tasks import cancel_all
 from harness.redis_server import free_port
-from manager_service.leases import Held, Leases, Round
+from manager_service.owner.leases import Held, Leases, Round
 
 LEASE_S = 3.0
 

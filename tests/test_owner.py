@@ -29,12 +29,12 @@ from harness.standin import (
     state_of,
     until_status,
 )
-from manager_service.leases import Held, Leases
-from manager_service.owner import Owner
-from manager_service.policies import MARLAAS
+from manager_service.owner.leases import Held, Leases
+from manager_service.owner.owner import Owner
+from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import EventRecord, TenantRecord
+from manager_service.scheduling.policies import MARLAAS
 from manager_service.tenants import TENANTS, Tenants
-from manager_service.transaction import Fence, Lost
 
 LEASE_S = 0.6
 

@@ -35,10 +35,10 @@ from harness.standin import (
     stand_in_worker,
     until_status,
 )
-from manager_service.leases import RELEASE, ROUND
-from manager_service.owner import Owner
+from manager_service.owner.leases import RELEASE, ROUND
+from manager_service.owner.owner import Owner
+from manager_service.owner.transaction import COMMIT
 from manager_service.tenants import Tenants
-from manager_service.transaction import COMMIT
 
 STEPS, BATCH, GROUP = 2, 2, 2
 LEASE_S = 60.0

@@ -12,7 +12,7 @@ from common.objects import Objects
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
 from harness.standin import FixedSlots, create_job, job_spec, stand_in_worker, state_of, until_status
-from manager_service.policies import parse_policy
+from manager_service.scheduling.policies import parse_policy
 
 pytestmark = pytest.mark.timeout(60)
 

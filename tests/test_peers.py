@@ -33,8 +33,8 @@ from benchmarks.peers.systems import SYSTEMS, environment
 from common.skills import generate
 from env_service.grade_text import string_check
 from harness.live import GRADER
-from manager_service.hyperparameters import parse_hyperparameters, resolve
-from manager_service.items import Items
+from manager_service.api.hyperparameters import parse_hyperparameters, resolve
+from manager_service.jobs.items import Items
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "benchmarks" / "peers"
 LEARNING = {

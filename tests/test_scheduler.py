@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_messages import PLAIN
 
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef, f32, i32, u8
-from manager_service.groups import Group, Scored, next_batch, pack
-from manager_service.scheduler import OVERSUBSCRIPTION, Fairness, kv_room, room, serve
+from manager_service.jobs.groups import Group, Scored, next_batch, pack
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION, Fairness, kv_room, room, serve
 
 
 def served(weights: dict[str, float], rounds: int, tokens: dict[str, int]) -> dict[str, float]:

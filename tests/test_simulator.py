@@ -22,9 +22,9 @@ from benchmarks.simulator.clock import Clock, Host, Process
 from benchmarks.simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training, read_recording
 from benchmarks.simulator.world import World, simulate
 from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
-from manager_service.policies import POLICIES, parse_policy
 from manager_service.records import Hyper
-from manager_service.training_queue import DISCIPLINES
+from manager_service.scheduling.policies import POLICIES, parse_policy
+from manager_service.scheduling.training_queue import DISCIPLINES
 
 MACHINE = Machine(
     decode_step_s=0.004,

@@ -17,8 +17,8 @@ import pytest
 import redis.asyncio
 
 from common.errors import REFUSED
-from manager_service.processes import describe, rotate, tail
-from manager_service.supervisor import (
+from manager_service.local.processes import describe, rotate, tail
+from manager_service.local.supervisor import (
     LocalCluster,
     Service,
     StartError,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.standin import FixedSlots, job_spec
-from manager_service.training_queue import (
+from manager_service.scheduling.training_queue import (
     DISCIPLINES,
     Batch,
     Discipline,

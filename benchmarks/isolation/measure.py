@@ -19,7 +19,7 @@ from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Sett
 from benchmarks.step_share import covered_s
 from common.skills import Split, generate
 from harness.live import FINAL, Api, adapter_hashes, jsonl, running
-from manager_service.supervisor import LocalCluster
+from manager_service.local.supervisor import LocalCluster
 
 JOBS = "/fine_tuning/jobs"
 ENDLESS = 100_000  # steps of a job that is cancelled in the end

@@ -29,7 +29,7 @@ from benchmarks.paper.predict import calibrates, predictions, recording_file
 from benchmarks.paper.results import read, with_sums
 from benchmarks.paper.workloads import WORKLOADS, Workload
 from benchmarks.simulator.fit import write_recording
-from manager_service.policies import POLICIES
+from manager_service.scheduling.policies import POLICIES
 
 OUT = Path(".paper")
 FULL, QUICK = (1, 2, 4, 8, 16, 32), (1, 4)

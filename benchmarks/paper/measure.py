@@ -27,7 +27,7 @@ from common.objects import Objects
 from common.streams import Cell
 from harness.live import Api
 from harness.processes import core_wait_s, machine_cpu_s
-from manager_service.supervisor import LocalCluster, Service, service_commands
+from manager_service.local.supervisor import LocalCluster, Service, service_commands
 
 LIMIT_S = 1800.0
 REPORTED_S = 1.5

@@ -7,7 +7,7 @@ from benchmarks.paper.results import Measured
 from benchmarks.simulator.calibration import Calibration, Run
 from benchmarks.simulator.fit import Recording, calibrate, deltas, read_recording, total
 from benchmarks.simulator.world import simulate
-from manager_service.policies import parse_policy
+from manager_service.scheduling.policies import parse_policy
 
 CALIBRATED_ON = "marlaas"
 MOST_JOBS = 8

@@ -7,7 +7,7 @@ from benchmarks._report import Goal, number
 from benchmarks.paper.predict import Key, key_of
 from benchmarks.paper.results import Measured
 from benchmarks.simulator.calibration import Run
-from manager_service.policies import POLICIES
+from manager_service.scheduling.policies import POLICIES
 
 ERROR = 0.15
 GOAL_JOBS = 32

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, Job, Settings, read_job, read_settings
 from harness.live import GRADER, Api
-from manager_service.supervisor import LocalCluster
+from manager_service.local.supervisor import LocalCluster
 
 LIMIT_S = 3600.0
 

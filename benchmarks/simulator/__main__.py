@@ -20,8 +20,8 @@ import msgspec
 from benchmarks.simulator.calibration import Calibration, Run, read_calibration, read_runs, write
 from benchmarks.simulator.report import Goal, Report, make_table, parser, positive, show
 from benchmarks.simulator.world import simulate
-from manager_service.policies import POLICIES, Policy, parse_policy
-from manager_service.training_queue import DISCIPLINES, Discipline
+from manager_service.scheduling.policies import POLICIES, Policy, parse_policy
+from manager_service.scheduling.training_queue import DISCIPLINES, Discipline
 
 GOAL = 0.15
 """Relative error of the makespan."""

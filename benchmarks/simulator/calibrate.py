@@ -26,7 +26,7 @@ from benchmarks.simulator.fit import Recording, calibrate, read_recording, recor
 from benchmarks.simulator.report import natural, program
 from common.bus import Bus
 from common.streams import Cell
-from manager_service.cluster_file import read_cluster_file
+from manager_service.local.cluster_file import read_cluster_file
 
 
 async def recording_of(run: str, base_model: str) -> Recording:

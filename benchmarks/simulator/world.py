@@ -31,13 +31,13 @@ from common.messages import (
     u8,
 )
 from common.streams import NUM_PARTITIONS, Cell
-from manager_service.allocator import Allocator
-from manager_service.changes import Changes
-from manager_service.items import Items
-from manager_service.job import Job
-from manager_service.policies import Policy
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
 from manager_service.records import Hyper, JobSpec, JobState, TenantRecord
-from manager_service.training_queue import Discipline, TrainingQueue
+from manager_service.scheduling.allocator import Allocator
+from manager_service.scheduling.policies import Policy
+from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 
 CELL = Cell("simulated")
 

@@ -8,9 +8,7 @@ from fastapi.openapi.utils import get_openapi
 
 from manager_service.api import (
     admin,
-    chat,
     cluster,
-    completions,
     errors,
     events,
     files,
@@ -24,6 +22,7 @@ from manager_service.api import (
 )
 from manager_service.api.body_limit import BodyLimit
 from manager_service.api.context import Api, check_json_body
+from manager_service.api.sampling import chat, completions
 
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.

@@ -20,9 +20,9 @@ from common.tasks import running
 from common.tokens import ChatTokenizer
 from manager_service.api.errors import ApiError
 from manager_service.api.feed import Feed
+from manager_service.api.file_store import Files, parse_json
+from manager_service.api.sampling.shares import Inference
 from manager_service.cluster import Cluster
-from manager_service.files import Files, parse_json
-from manager_service.inference import Inference
 from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants

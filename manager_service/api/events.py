@@ -13,7 +13,7 @@ from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.job_store import JobStore, Row
 from manager_service.api.paging import After, Limit, page
-from manager_service.api.sampling import event_stream
+from manager_service.api.sampling.requests import event_stream
 from manager_service.api.schemas import EventObject, Page
 from manager_service.records import FINAL, EventRecord
 

@@ -21,9 +21,9 @@ from common.tokens import ChatTokenizer
 from manager_service.api.app import create_app
 from manager_service.api.context import Api, Base, connect_impatiently
 from manager_service.api.feed import Feed
+from manager_service.api.file_store import Files
+from manager_service.api.sampling.shares import Inference
 from manager_service.cluster import Cluster
-from manager_service.files import Files
-from manager_service.inference import Inference
 from manager_service.records import GLOBAL
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap

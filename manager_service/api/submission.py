@@ -18,8 +18,8 @@ from common.messages import EnvSpec
 from common.spelling import did_you_mean
 from common.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
-from manager_service.files import numbered_lines
-from manager_service.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
+from manager_service.api.file_store import numbered_lines
+from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
 from manager_service.records import FileRecord, JobSpec, TenantRecord
 
 NAMED_LINES = 5

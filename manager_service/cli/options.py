@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
 from manager_service.cli.client import Client
-from manager_service.cluster_file import read_cluster_file
+from manager_service.local.cluster_file import read_cluster_file
 
 Url = Annotated[str | None, typer.Option("--url", help="Of the API. Otherwise MARLAAS_URL, or the running cluster's.")]
 Data = Annotated[

@@ -10,8 +10,8 @@ import typer
 
 from manager_service.cli.options import CliSettings, Json
 from manager_service.cli.output import print_json
+from manager_service.local.supervisor import LocalCluster
 from manager_service.settings import ManagerSettings
-from manager_service.supervisor import LocalCluster
 
 Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
 

@@ -30,9 +30,9 @@ from redis.exceptions import RedisError
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
 from common.settings import parse_base_models
-from manager_service.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
-from manager_service.embedded_redis import EmbeddedRedis, new_password, write_private
-from manager_service.processes import Command, KeptProcess, Notify, rotate, tail
+from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
+from manager_service.local.embedded_redis import EmbeddedRedis, new_password, write_private
+from manager_service.local.processes import Command, KeptProcess, Notify, rotate, tail
 from manager_service.records import GLOBAL
 
 GRACE_S = 4.0
@@ -42,7 +42,7 @@ START_TIMEOUT_S = 300.0
 MAX_EXITS_AT_START = 3
 POLL_S = 0.05
 ROTATE_EVERY_S = 30.0
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -10,8 +10,8 @@ from common.bus import Out
 from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, Step, TurnRequest, trajectory_key
 from common.rng import permutation
 from common.streams import Cell, partition_of
-from manager_service.groups import Group, pack
-from manager_service.items import Items
+from manager_service.jobs.groups import Group, pack
+from manager_service.jobs.items import Items
 from manager_service.records import JobSpec, JobState
 
 

@@ -13,12 +13,12 @@ from starlette.responses import StreamingResponse
 from common.errors import InvalidInput
 from common.messages import TEMPERATURE, Sampling, Usage
 from common.tokens import ChatTokenizer
-from manager_service.api.chat_text import AnswerText
 from manager_service.api.context import Api
 from manager_service.api.errors import error_body, json_bytes, translated
 from manager_service.api.model_names import Named
 from manager_service.api.quota import count_inference
-from manager_service.inference import Ask, Fresh
+from manager_service.api.sampling.replies import AnswerText
+from manager_service.api.sampling.shares import Ask, Fresh
 
 VERSION_HEADER = "x-marlaas-version"
 MAX_CHOICES = 64

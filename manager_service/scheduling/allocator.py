@@ -12,13 +12,12 @@ from typing import Protocol
 import structlog
 
 from common.streams import partition_of
-from manager_service.changes import Changes
-from manager_service.demand import Demand, view_of
-from manager_service.groups import num_tokens
-from manager_service.job import Job
-from manager_service.policies import MARLAAS, Policy, closed, may_start
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.groups import num_tokens
+from manager_service.jobs.job import Job
 from manager_service.records import QUOTA_COUNTERS, JobError, TenantRecord, day_field
-from manager_service.scheduler import (
+from manager_service.scheduling.demand import Demand, view_of
+from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
     OVERSUBSCRIPTION,
     Fairness,
@@ -27,7 +26,8 @@ from manager_service.scheduler import (
     room,
     serve,
 )
-from manager_service.training_queue import Batch, TrainingQueue
+from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
+from manager_service.scheduling.training_queue import Batch, TrainingQueue
 
 STEPS_PER_SLOT = 2
 """Batches under way for each of the trainers' slots: one that is trained, one that waits for it."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from manager_service.scheduler import Fairness, is_longest_waiting
+from manager_service.scheduling.fairness import Fairness, is_longest_waiting
 
 Discipline = Literal["fused", "fifo", "drr", "shortest", "hrrn"]
 DISCIPLINES: tuple[Discipline, ...] = get_args(Discipline)

@@ -9,8 +9,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from manager_service.job import Job
-from manager_service.scheduler import is_longest_waiting
+from manager_service.jobs.job import Job
+from manager_service.scheduling.fairness import is_longest_waiting
 
 Urgency = tuple[float, ...]
 """Smaller first within a tenant: priority, deadline, training before evaluation, the groups that a batch still misses."""

@@ -12,7 +12,11 @@ from pydantic import Field, field_validator
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
-from manager_service.api.chat_text import (
+from manager_service.api.context import Api, Parts, Tenant
+from manager_service.api.errors import COMMON, declared
+from manager_service.api.model_names import Named, find_model
+from manager_service.api.quota import check_quota
+from manager_service.api.sampling.replies import (
     AnswerText,
     finish_reason,
     shown_calls,
@@ -20,11 +24,7 @@ from manager_service.api.chat_text import (
     token_logprobs,
     with_malformed,
 )
-from manager_service.api.context import Api, Parts, Tenant
-from manager_service.api.errors import COMMON, declared
-from manager_service.api.model_names import Named, find_model
-from manager_service.api.quota import check_quota
-from manager_service.api.sampling import (
+from manager_service.api.sampling.requests import (
     DONE,
     VERSION_HEADER,
     Gone,
@@ -38,7 +38,7 @@ from manager_service.api.sampling import (
     unless_gone,
     usage_of,
 )
-from manager_service.inference import Ask
+from manager_service.api.sampling.shares import Ask
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
 

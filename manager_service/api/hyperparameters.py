@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from common.errors import InvalidInput
 from common.messages import MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
 from common.spelling import did_you_mean
-from manager_service.policies import MARLAAS, MAX_ETA, Policy
 from manager_service.records import Hyper
+from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
 
 PARAM = "method.reinforcement.hyperparameters"
 MAX_STEPS = 1_000_000

@@ -14,13 +14,12 @@ import msgspec
 
 from common.messages import AdapterRef, AdapterUpdate, Failure, Parked, ScoredTrajectory, TurnRequest, trajectory_key
 from common.streams import Cell, partition_of
-from manager_service.changes import Changes
-from manager_service.evaluation import EvalKey, count, new_tally, next_unit, summary
-from manager_service.groups import Group, Scored, is_sound, next_batch
-from manager_service.items import Items
-from manager_service.lengths import Lengths
-from manager_service.orders import Orders
-from manager_service.policies import capacity
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.evaluation import EvalKey, count, new_tally, next_unit, summary
+from manager_service.jobs.groups import Group, Scored, is_sound, next_batch
+from manager_service.jobs.items import Items
+from manager_service.jobs.lengths import Lengths
+from manager_service.jobs.orders import Orders
 from manager_service.records import (
     FINAL,
     CheckpointRecord,
@@ -31,6 +30,7 @@ from manager_service.records import (
     SampleRecord,
     Training,
 )
+from manager_service.scheduling.policies import capacity
 
 MAX_DRAWN = 3  # times batch_size: what dynamic sampling draws at most for one step
 SAMPLED_GROUPS = 2  # groups a step whose texts are kept for the user

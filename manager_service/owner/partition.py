@@ -18,10 +18,10 @@ from common.errors import CorruptObject, NotFound, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, JobCommand, Parked, ScoredTrajectory, Usage
 from common.objects import Objects, patiently
 from common.streams import GROUP_MANAGER, OWNER
-from manager_service.changes import Changes
-from manager_service.groups import Group
-from manager_service.items import Items
-from manager_service.job import Job
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.groups import Group
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
 from manager_service.records import FINAL, JobError, JobSpec, JobState
 
 LOAD_COUNT = 200

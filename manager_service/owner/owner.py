@@ -1,10 +1,10 @@
 """The loop of a manager replica in one cell: takes partitions, applies what happens to their jobs, issues work.
 
-    reads: the inboxes of the partitions it owns   writes: see manager_service.partition
+    reads: the inboxes of the partitions it owns   writes: see manager_service.owner.partition
     waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
     after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
 
-One pass: read what is there, let the jobs change, decide what follows (manager_service.allocator), then commit each
+One pass: read what is there, let the jobs change, decide what follows (manager_service.scheduling.allocator), then commit each
 partition's changes in one fenced script. A partition whose commit is refused is forgotten at once.
 """
 
@@ -23,15 +23,15 @@ from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from common.telemetry import KEEP_REPORTS, KEEP_S
-from manager_service.allocator import Allocator, Slots
-from manager_service.changes import Changes, commands
-from manager_service.leases import Held, Leases
-from manager_service.partition import Partition
-from manager_service.policies import MARLAAS, Policy
+from manager_service.jobs.changes import Changes, commands
+from manager_service.owner.leases import Held, Leases
+from manager_service.owner.partition import Partition
+from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import day_field
+from manager_service.scheduling.allocator import Allocator, Slots
+from manager_service.scheduling.policies import MARLAAS, Policy
+from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from manager_service.tenants import Tenants
-from manager_service.training_queue import Discipline, TrainingQueue
-from manager_service.transaction import Fence, Lost
 
 READ_COUNT = 512
 BLOCK_MS = 100

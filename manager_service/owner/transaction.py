@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 
 from common.bus import Bus
 from common.errors import Fenced, Unavailable
-from manager_service.changes import Command
+from manager_service.jobs.changes import Command
 
 # KEYS[1] lease, KEYS[2] rev. ARGV: token, stamp of the write before, stamp of this one, then the commands, each as its
 # length and its words.

@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
 from common.tokens import ChatTokenizer
-from manager_service.api.chat import ANSWERS
-from manager_service.api.chat_text import AnswerText, finish_reason, token_logprobs
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota
-from manager_service.api.sampling import (
+from manager_service.api.sampling.chat import ANSWERS
+from manager_service.api.sampling.replies import AnswerText, finish_reason, token_logprobs
+from manager_service.api.sampling.requests import (
     DONE,
     VERSION_HEADER,
     Gone,
@@ -32,7 +32,7 @@ from manager_service.api.sampling import (
     unless_gone,
     usage_of,
 )
-from manager_service.inference import Ask
+from manager_service.api.sampling.shares import Ask
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
 

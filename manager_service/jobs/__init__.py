@@ -1,0 +1,1 @@
+"""A job: its state machine, and the parts that it is made of."""

@@ -1,0 +1,1 @@
+"""A whole MARLaaS on one machine: `marlaas up`."""

@@ -1,0 +1,1 @@
+"""Decides which job is served next: rollouts, training, the engines' memory."""
