@@ -26,9 +26,9 @@ from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts
 from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, Step, TurnRequest, f32, i32, u8
 from common.skills import SKILLS, generate
 from common.tokens import ChatTokenizer
+from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
-from rollout_service.torch_engine import TorchEngine
-from rollout_service.vllm_engine import VllmOptions, vllm_engine
+from rollout_service.process.vllm_engine import VllmOptions, vllm_engine
 from trainer_service import lora
 from trainer_service.optimiser import Moments
 from trainer_service.training import Trainer, TrainState

@@ -31,8 +31,8 @@ from benchmarks.paper.lengths import LONGEST, answer_tokens
 from benchmarks.rollout import adapter_files, request
 from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import AdapterRef, TrajectoryRef
-from rollout_service.batch import Batch, Limits
-from rollout_service.seats import Row
+from rollout_service.embedded.batch import Batch, Limits
+from rollout_service.embedded.seats import Row
 from trainer_service.memory import measured
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer

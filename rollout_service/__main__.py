@@ -15,15 +15,15 @@ from common.streams import GROUP_ROLLOUT
 from common.tokens import ChatTokenizer
 from common.worker import Inbox
 from rollout_service.adapters import AdapterCache
-from rollout_service.batch import Limits
+from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.selftest import selftest
+from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
-from rollout_service.process_engine import ProcessEngine
-from rollout_service.selftest import selftest
+from rollout_service.process.process_engine import ProcessEngine
+from rollout_service.process.vllm_engine import VllmOptions, vllm_engine
 from rollout_service.settings import RolloutSettings
-from rollout_service.torch_engine import TorchEngine
-from rollout_service.vllm_engine import VllmOptions, vllm_engine
 
-SELFTEST = "rollout_service.selftest"
+SELFTEST = "rollout_service.embedded.selftest"
 
 
 def load_engine(settings: RolloutSettings) -> tuple[TorchEngine | ProcessEngine, str]:

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import pytest
 
 from common.messages import AdapterRef
-from rollout_service.adapter_files import AdapterFiles, linear_shapes
-from rollout_service.batch import Limits
-from rollout_service.core import Adapter, Ask, Core, CoreDied, Step
+from rollout_service.embedded.batch import Limits
 from rollout_service.engine import Engine
-from rollout_service.process_engine import ProcessEngine, Shape
+from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
+from rollout_service.process.core import Adapter, Ask, Core, CoreDied, Step
+from rollout_service.process.process_engine import ProcessEngine, Shape
 from tests.fake_core import FakeCore
 from tests.rollout_cases import TINY, NoEnd, exact_limits, running, tokenizer
 
@@ -102,7 +102,7 @@ def fake_core(**told: Any) -> FakeCore:
 
 def vllm_core() -> Core:
     """A vLLM that is not started yet."""
-    from rollout_service.vllm_engine import VllmCore, VllmOptions, check_installed
+    from rollout_service.process.vllm_engine import VllmCore, VllmOptions, check_installed
 
     options = VllmOptions(
         folder=TINY,

@@ -1,6 +1,6 @@
 """A core without a process: scores are a function of the adapter's files and the last tokens; it dies and fails as told.
 
-It passes the same contract tests as `rollout_service.vllm_engine.VllmCore`, and has its habits: a turn draws from a stream
+It passes the same contract tests as `rollout_service.process.vllm_engine.VllmCore`, and has its habits: a turn draws from a stream
 of its own seed, what is asked of a dead core never returns, an adapter must be loaded before it is named.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout_service.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+from rollout_service.process.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
 
 STEP_S = 0.0005
 

@@ -46,15 +46,15 @@ IMPORTERS = {
         "base_model/decoder.py",
         "base_model/stacked.py",
         "rollout_service/__main__.py",
-        "rollout_service/batch.py",
-        "rollout_service/fused.py",
-        "rollout_service/kv.py",
-        "rollout_service/meter.py",
-        "rollout_service/prefill.py",
-        "rollout_service/prefix.py",
-        "rollout_service/sampler.py",
-        "rollout_service/selftest.py",
-        "rollout_service/torch_engine.py",
+        "rollout_service/embedded/batch.py",
+        "rollout_service/embedded/fused.py",
+        "rollout_service/embedded/kv.py",
+        "rollout_service/embedded/meter.py",
+        "rollout_service/embedded/prefill.py",
+        "rollout_service/embedded/prefix.py",
+        "rollout_service/embedded/sampler.py",
+        "rollout_service/embedded/selftest.py",
+        "rollout_service/embedded/torch_engine.py",
         "trainer_service/__main__.py",
         "trainer_service/lora.py",
         "trainer_service/losses.py",
@@ -67,7 +67,7 @@ IMPORTERS = {
     },
     "transformers": set(),
     "peft": set(),
-    "vllm": {"rollout_service/vllm_engine.py"},
+    "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {
         "common/bus.py",
         "common/redis_connection.py",
@@ -95,9 +95,9 @@ CATCHES_ALL = {
     "manager_service/owner/partition.py": "one job's trouble must not stop the other tenants' owner",
     "manager_service/local/supervisor.py": "children are stopped before the error goes on",
     "trainer_service/fusion.py": "an error goes to whoever waits for the step",
-    "rollout_service/process_engine.py": "whatever keeps an engine's process from starting may pass",
-    "rollout_service/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
-    "rollout_service/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
+    "rollout_service/process/process_engine.py": "whatever keeps an engine's process from starting may pass",
+    "rollout_service/process/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
+    "rollout_service/embedded/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 
 PRINTS = {"env_service/grade_math.py"}
@@ -107,7 +107,7 @@ READS_ENVIRONMENT = {
     "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
     "manager_service/local/supervisor.py",
-    "rollout_service/vllm_engine.py",  # vLLM takes some settings from there alone
+    "rollout_service/process/vllm_engine.py",  # vLLM takes some settings from there alone
 }
 
 LONG_FILES = {"common/messages.py": 462, "manager_service/jobs/job.py": 594}

@@ -13,11 +13,11 @@ from base_model.kernels import NotDeterministic
 from base_model.stacked import Stack, fuse, padded_rank
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
-from rollout_service.batch import Batch, Limits, rounded_rows
-from rollout_service.fused import FusedDecoder
-from rollout_service.prefix import PrefixCache
-from rollout_service.sampler import Plan, sample
-from rollout_service.selftest import selftest
+from rollout_service.embedded.batch import Batch, Limits, rounded_rows
+from rollout_service.embedded.fused import FusedDecoder
+from rollout_service.embedded.prefix import PrefixCache
+from rollout_service.embedded.sampler import Plan, sample
+from rollout_service.embedded.selftest import selftest
 from tests.rollout_cases import (
     TINY,
     adapter_of,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from common.messages import AdapterRef
-from rollout_service.batch import Limits
+from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.prefix import TurnCache
+from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
-from rollout_service.prefix import TurnCache
-from rollout_service.torch_engine import TorchEngine
 from tests.rollout_cases import files_of, nearly, one, prompt, ref, request, running
 
 pytestmark = pytest.mark.timeout(120)

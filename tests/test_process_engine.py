@@ -15,11 +15,11 @@ import pytest
 
 from common.errors import InvalidInput
 from common.messages import BASE
-from rollout_service import process_engine as module
-from rollout_service.adapter_files import AdapterFiles, OwnFolder, linear_shapes
-from rollout_service.core import Core
 from rollout_service.engine import CorruptAdapter, Generated
-from rollout_service.process_engine import ProcessEngine
+from rollout_service.process import process_engine as module
+from rollout_service.process.adapter_files import AdapterFiles, OwnFolder, linear_shapes
+from rollout_service.process.core import Core
+from rollout_service.process.process_engine import ProcessEngine
 from tests.engines import fake_core, process_engine
 from tests.fake_core import FakeCore
 from tests.rollout_cases import TINY, beat, broken_files, files_of, one, ref, request
@@ -237,7 +237,7 @@ async def test_what_a_killed_process_left_is_removed_by_the_next_and_that_of_liv
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import os, signal, tempfile; tempfile.tempdir = os.environ['FOLDER']\n"
-        "from rollout_service.adapter_files import OwnFolder\n"
+        "from rollout_service.process.adapter_files import OwnFolder\n"
         "own = OwnFolder(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = {**os.environ, "FOLDER": str(tmp_path)}

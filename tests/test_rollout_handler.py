@@ -23,7 +23,7 @@ from common.messages import (
 from common.objects import Objects
 from common.streams import Cell
 from rollout_service.adapters import AdapterCache
-from rollout_service.batch import Limits
+from rollout_service.embedded.batch import Limits
 from rollout_service.engine import Beat, Engine, Generated, OnToken, Partial
 from rollout_service.handler import RolloutHandler
 from tests.rollout_cases import beat, broken_files, files_of, ref, request, running

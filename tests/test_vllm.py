@@ -18,7 +18,7 @@ from benchmarks.engines import measure_gap
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef
 from rollout_service.engine import CorruptAdapter
-from rollout_service.process_engine import ProcessEngine
+from rollout_service.process.process_engine import ProcessEngine
 from tests.engines import Running, needs_vllm
 from tests.rollout_cases import beat, decoder, files_of, one, prompt, ref, request, tokenizer
 
@@ -133,7 +133,7 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
 
 
 def test_the_guard_ends_a_process_with_the_one_that_it_watches(tmp_path: Path) -> None:
-    child = "import os, sys, time; from rollout_service.vllm_guard import Guard; Guard().end_with(int(sys.argv[1])); "
+    child = "import os, sys, time; from rollout_service.process.vllm_guard import Guard; Guard().end_with(int(sys.argv[1])); "
     child += "print(os.getpid(), flush=True); time.sleep(100)"
     script = (
         f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())])\n"

@@ -23,13 +23,13 @@ import structlog
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
 from common.tasks import cancel_all
-from rollout_service.adapter_files import AdapterFiles, Stored
-from rollout_service.alone import Gate
-from rollout_service.busy import BusyClock
-from rollout_service.core import Adapter, Core, CoreDied, Step, UnreadableAdapter
 from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
-from rollout_service.lora_slots import LoraSlots
-from rollout_service.turn import NotFinite, Turn
+from rollout_service.process.adapter_files import AdapterFiles, Stored
+from rollout_service.process.alone import Gate
+from rollout_service.process.busy import BusyClock
+from rollout_service.process.core import Adapter, Core, CoreDied, Step, UnreadableAdapter
+from rollout_service.process.lora_slots import LoraSlots
+from rollout_service.process.turn import NotFinite, Turn
 
 MAX_DEATHS = 4
 """A turn under which so many processes died, the last two while it ran alone, is not tried again."""

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from base_model.stacked import FusedAdapter, Product, Stack
 from common.messages import AdapterRef
-from rollout_service import kv
-from rollout_service.fused import Attend, FusedDecoder
-from rollout_service.meter import Meter
-from rollout_service.prefix import Key, PrefixCache, TurnCache
-from rollout_service.seats import Row
+from rollout_service.embedded import kv
+from rollout_service.embedded.fused import Attend, FusedDecoder
+from rollout_service.embedded.meter import Meter
+from rollout_service.embedded.prefix import Key, PrefixCache, TurnCache
+from rollout_service.embedded.seats import Row
 
 PREFILL_BLOCK = 16
 """A prefill's positions are rounded up to a multiple of this."""

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from rollout_service.core import Adapter
+from rollout_service.process.core import Adapter
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@ from typing import Any
 
 from common.messages import StopReason, TurnRequest
 from common.rng import bits
-from rollout_service.core import Adapter, Ask, Step
 from rollout_service.engine import Beat, Generated, OnToken, Partial
+from rollout_service.process.core import Adapter, Ask, Step
 from rollout_service.stops import first_stop
 
 SEED_BITS = 63

@@ -1,7 +1,7 @@
 """Checks at start-up that on this machine a turn's bits do not depend on what runs beside it.
 
 The same turns are generated alone, then among others of mixed adapters and lengths and in another order: tokens and
-log-probs must be the same bits. `python -m rollout_service.selftest FOLDER MIN_ROWS` checks in a process of its own.
+log-probs must be the same bits. `python -m rollout_service.embedded.selftest FOLDER MIN_ROWS` checks in a process of its own.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from base_model.kernels import NotDeterministic, refuse
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.rng import uniform
-from rollout_service.batch import Batch, Limits
-from rollout_service.seats import Row
+from rollout_service.embedded.batch import Batch, Limits
+from rollout_service.embedded.seats import Row
 
 RANKS = (8, 3, 16)
 LENGTHS = (5, 40, 70, 1, 33, 12)

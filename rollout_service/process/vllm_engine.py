@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import InvalidInput, Unavailable
-from rollout_service.adapter_files import AdapterFiles, linear_shapes
-from rollout_service.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
 from rollout_service.engine import Tokenizer
-from rollout_service.process_engine import ProcessEngine, Shape
+from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
+from rollout_service.process.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+from rollout_service.process.process_engine import ProcessEngine, Shape
 
 MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
@@ -215,7 +215,7 @@ def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS,
         "disable_log_stats": True,
-        "worker_extension_cls": "rollout_service.vllm_guard.Guard",
+        "worker_extension_cls": "rollout_service.process.vllm_guard.Guard",
     }
 
 

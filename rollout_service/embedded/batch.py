@@ -22,12 +22,12 @@ from base_model.device import give_back_memory
 from base_model.kernels import DEFAULT
 from base_model.stacked import Product, Stack
 from common.messages import AdapterRef, StopReason
-from rollout_service import kv
-from rollout_service.fused import FusedDecoder
-from rollout_service.meter import Meter
-from rollout_service.prefill import Prefill, key_of
-from rollout_service.sampler import Plan, Sampled, sample
-from rollout_service.seats import Row, Seats
+from rollout_service.embedded import kv
+from rollout_service.embedded.fused import FusedDecoder
+from rollout_service.embedded.meter import Meter
+from rollout_service.embedded.prefill import Prefill, key_of
+from rollout_service.embedded.sampler import Plan, Sampled, sample
+from rollout_service.embedded.seats import Row, Seats
 from rollout_service.stops import first_stop
 
 

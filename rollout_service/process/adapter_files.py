@@ -19,7 +19,7 @@ from base_model.adapter import Adapter as Weights
 from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
-from rollout_service.core import Adapter
+from rollout_service.process.core import Adapter
 
 MAX_NORM = 1e6
 """Of each module's change of the weights, as a bound on its Frobenius norm: scale x |A| x |B|.

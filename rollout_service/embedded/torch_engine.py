@@ -24,9 +24,9 @@ from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
 from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
-from rollout_service.batch import Batch, Ended, Limits
+from rollout_service.embedded.batch import Batch, Ended, Limits
+from rollout_service.embedded.seats import Row
 from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
-from rollout_service.seats import Row
 
 BEAT_EVERY_S = 0.25
 IDLE_S = 5.0
