@@ -7,12 +7,12 @@ from common.settings import resolve_model
 from common.streams import GROUP_ENV
 from common.tokens import ChatTokenizer
 from common.worker import Inbox
-from env_service.environments import Catalogue
-from env_service.grade_endpoint import Endpoints
-from env_service.grade_math import MathChecker
-from env_service.graders import GraderRunner
+from env_service.environments.catalogue import Catalogue
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.math import MathChecker
+from env_service.graders.runner import GraderRunner
 from env_service.handler import EnvHandler
-from env_service.sandbox import Limits, Sandbox
+from env_service.sandbox.sandbox import Limits, Sandbox
 from env_service.settings import EnvSettings
 
 DRAIN_S = 1.0

@@ -41,9 +41,9 @@ from common.streams import Cell
 from common.tokens import ChatTokenizer
 from env_service import work
 from env_service.environment import Environment, Step, Turn
-from env_service.environments import Catalogue
+from env_service.environments.catalogue import Catalogue
 from env_service.failures import EnvironmentFailed, TrajectoryFailed
-from env_service.graders import as_reward
+from env_service.graders.runner import as_reward
 from env_service.requests import Written, first_request, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state
 

@@ -87,7 +87,7 @@ IMPORTERS = {
 CATCHES_ALL = {
     "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
     "env_service/handler.py": "an environment's error is a failed trajectory",
-    "env_service/sandbox_child.py": "whatever a tenant's code raises is its result",
+    "env_service/sandbox/child.py": "whatever a tenant's code raises is its result",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
     "manager_service/api/sampling/requests.py": "a stream's client must hear that it ended in an error",
@@ -100,7 +100,7 @@ CATCHES_ALL = {
     "rollout_service/embedded/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 
-PRINTS = {"env_service/grade_math.py"}
+PRINTS = {"env_service/graders/math.py"}
 """Its helper process answers on standard output."""
 
 READS_ENVIRONMENT = {

@@ -8,7 +8,7 @@ import pytest
 
 from common.graders import EndpointGrader
 from env_service.failures import GraderFailed
-from env_service.grade_endpoint import Endpoints
+from env_service.graders.endpoint import Endpoints
 
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\nConnection: close\r\n\r\n{"reward": 0.5}'
 

@@ -37,13 +37,13 @@ from common.messages import (
 )
 from common.streams import Cell
 from common.tokens import ChatTokenizer
-from env_service.environments import Catalogue
-from env_service.grade_endpoint import Endpoints
-from env_service.grade_math import MathChecker
-from env_service.graders import GraderRunner
+from env_service.environments.catalogue import Catalogue
+from env_service.environments.search import Index, load_collection
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.math import MathChecker
+from env_service.graders.runner import GraderRunner
 from env_service.handler import EnvHandler
-from env_service.sandbox import Sandbox
-from env_service.search import Index, load_collection
+from env_service.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from env_service.sandbox import LAYERS, Limits, Outcome, Sandbox
+from env_service.sandbox.sandbox import LAYERS, Limits, Outcome, Sandbox
 
 pytestmark = pytest.mark.timeout(60)
 

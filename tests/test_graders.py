@@ -14,10 +14,10 @@ import pytest
 from common.errors import InvalidInput
 from common.graders import check_item, item_fields, validate_grader
 from env_service.failures import GraderFailed
-from env_service.grade_endpoint import Endpoints
-from env_service.grade_math import MathChecker, final_answer
-from env_service.graders import Grade, GraderRunner, make_sample
-from env_service.sandbox import Sandbox
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.math import MathChecker, final_answer
+from env_service.graders.runner import Grade, GraderRunner, make_sample
+from env_service.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.timeout(60)
 

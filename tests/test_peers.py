@@ -31,7 +31,7 @@ from benchmarks.peers.settings import (
 )
 from benchmarks.peers.systems import SYSTEMS, environment
 from common.skills import generate
-from env_service.grade_text import string_check
+from env_service.graders.text import string_check
 from harness.live import GRADER
 from manager_service.api.hyperparameters import parse_hyperparameters, resolve
 from manager_service.jobs.items import Items

@@ -6,10 +6,10 @@ from typing import Any
 from common.environments import PythonArgs
 from common.graders import Grader
 from env_service.environment import Step, Turn, item_messages
+from env_service.environments.tool_loop import Tool, ToolLoop
 from env_service.failures import ToolFailed
-from env_service.graders import GraderRunner
-from env_service.sandbox import Sandbox
-from env_service.tool_loop import Tool, ToolLoop
+from env_service.graders.runner import GraderRunner
+from env_service.sandbox.sandbox import Sandbox
 
 QUEUE_S = 600.0
 """How long a call may wait for a place in the sandbox; its own limit begins after that."""

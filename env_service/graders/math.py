@@ -5,7 +5,7 @@ Two plain numbers are compared here, exactly. Everything else goes to math-verif
 sympy, which can take forever, and guards itself with signals that work in a main thread only. The helper starts when
 it is first needed, answers one question after the other, and is killed when one takes too long.
 
-As a program (`python -m env_service.grade_math`) this file is the helper.
+As a program (`python -m env_service.graders.math`) this file is the helper.
 """
 
 import asyncio
@@ -149,7 +149,7 @@ class MathChecker:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._helper is None:
             self._helper = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "env_service.grade_math",
+                sys.executable, "-m", "env_service.graders.math",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
                 env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},
             )  # fmt: skip

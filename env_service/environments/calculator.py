@@ -8,8 +8,8 @@ from common.environments import CalculatorArgs
 from common.errors import InvalidInput
 from common.graders import Grader
 from env_service.environment import Step, Turn, item_messages
-from env_service.graders import GraderRunner
-from env_service.tool_loop import Tool, ToolLoop
+from env_service.environments.tool_loop import Tool, ToolLoop
+from env_service.graders.runner import GraderRunner
 
 MAX_REPLY_CHARACTERS = 200
 

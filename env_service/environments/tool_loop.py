@@ -11,7 +11,7 @@ from common.tokens import ToolCall
 from env_service import work
 from env_service.environment import Step, Turn
 from env_service.failures import ToolFailed
-from env_service.graders import GraderRunner, make_sample
+from env_service.graders.runner import GraderRunner, make_sample
 
 MAX_CALLS = 8
 """Of one turn; further calls are answered with an error message."""

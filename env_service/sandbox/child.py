@@ -1,4 +1,4 @@
-"""The inside of the sandbox: started by `sandbox.py` as `python -I -S sandbox_child.py`, in an empty environment.
+"""The inside of the sandbox: started by `sandbox.py` as `python -I -S child.py`, in an empty environment.
 
 Reads one job as JSON from stdin, shuts itself in, runs the tenant's source, and writes one line of JSON to what was
 stdout. Before the tenant's code runs, descriptors 1 and 2 both lead to the output pipe, so a print cannot look like a

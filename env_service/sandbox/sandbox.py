@@ -42,7 +42,7 @@ import msgspec
 
 from env_service import work
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+CHILD = Path(__file__).with_name("child.py")
 LAYERS = ("namespaces", "landlock", "seccomp")
 
 Ending = Literal["ok", "raised", "output", "timeout", "crashed"]
@@ -73,7 +73,7 @@ class Outcome:
     reason: str = ""
     """One line, unless it ended well."""
     layers: tuple[str, ...] = ()
-    """What held: see the table in `sandbox_child.py`."""
+    """What held: see the table in `child.py`."""
     seconds: float = 0.0
     """Wall-clock seconds, waiting for a free place not included."""
 

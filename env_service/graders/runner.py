@@ -23,10 +23,10 @@ from common.messages import MAX_REWARD
 from common.tokens import ToolCall
 from env_service import work
 from env_service.failures import GraderFailed
-from env_service.grade_endpoint import Endpoints
-from env_service.grade_math import MathChecker
-from env_service.grade_text import similarity, string_check
-from env_service.sandbox import Sandbox
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.math import MathChecker
+from env_service.graders.text import similarity, string_check
+from env_service.sandbox.sandbox import Sandbox
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from common.environments import Document, SearchArgs
 from common.errors import InvalidInput
 from common.graders import Grader
 from env_service.environment import Step, Turn, item_messages
-from env_service.graders import GraderRunner
-from env_service.tool_loop import Tool, ToolLoop
+from env_service.environments.tool_loop import Tool, ToolLoop
+from env_service.graders.runner import GraderRunner
 
 MAX_COLLECTION_BYTES = 256 * 1024 * 1024
 MAX_QUERY_WORDS = 64

@@ -16,13 +16,13 @@ from common.environments import (
 )
 from common.errors import InvalidInput
 from common.messages import EnvSpec
-from env_service.calculator import Calculator
 from env_service.environment import Environment
-from env_service.graders import GraderRunner
-from env_service.python_tool import Python
-from env_service.sandbox import Sandbox
-from env_service.search import Search
-from env_service.single_turn import SingleTurn
+from env_service.environments.calculator import Calculator
+from env_service.environments.python_tool import Python
+from env_service.environments.search import Search
+from env_service.environments.single_turn import SingleTurn
+from env_service.graders.runner import GraderRunner
+from env_service.sandbox.sandbox import Sandbox
 
 MAX_CACHED = 64
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.graders import Grader
 from env_service.environment import Step, Turn, item_messages
-from env_service.graders import GraderRunner, make_sample
+from env_service.graders.runner import GraderRunner, make_sample
 
 
 class SingleTurn:

@@ -1,0 +1,1 @@
+"""The built-in environments, and how a message's environment is made."""

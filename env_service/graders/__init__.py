@@ -1,0 +1,1 @@
+"""Graders: rewards for answers."""

@@ -1,0 +1,1 @@
+"""Runs tenants' Python code, each call in a process of its own."""
