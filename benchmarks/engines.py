@@ -25,7 +25,7 @@ from benchmarks._report import Goal, Report, in_turns_async, make_table, run
 from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts, request
 from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, Step, TurnRequest, f32, i32, u8
 from common.skills import SKILLS, generate
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
 from rollout_service.process.vllm_engine import VllmOptions, vllm_engine

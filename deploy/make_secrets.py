@@ -14,7 +14,7 @@ import os
 import secrets
 from pathlib import Path
 
-from common.acl import USERS, acl_file
+from deploy.acl import USERS, acl_file
 
 ENV_FILE, FOLDER = Path(".env.cluster"), Path(".cluster")
 TEMPLATE = """\

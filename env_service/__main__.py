@@ -5,7 +5,7 @@ import structlog
 from common.service import Parts, Service, run
 from common.settings import resolve_model
 from common.streams import GROUP_ENV
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.graders.endpoint import Endpoints

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from common.errors import InvalidInput
 from common.messages import StopReason
-from common.tokens import ToolCall
+from common.text.tokens import ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ from common.messages import (
     u8,
 )
 from common.streams import Cell
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.environment import Environment, Step, Turn
 from env_service.environments.catalogue import Catalogue

@@ -12,7 +12,7 @@ from common.messages import TurnDelta
 from common.service import Parts, Service, run
 from common.settings import resolve_model
 from common.streams import GROUP_ROLLOUT
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.batch import Limits

@@ -45,7 +45,7 @@ class CorruptAdapter(Exception):
 
 
 class Tokenizer(Protocol):
-    """What an engine needs of `common.tokens.ChatTokenizer`."""
+    """What an engine needs of `common.text.tokens.ChatTokenizer`."""
 
     end_of_turn_ids: tuple[int, ...]
 

@@ -11,7 +11,7 @@ import torch
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from rollout_service.embedded.batch import Limits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from common.acl import SERVICES, USERS, acl_file
 from common.streams import Cell
+from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced, running
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from manager_service.api.file_store import check_content
 
 CHATTY = ChatTokenizer.load(TINY)

@@ -36,7 +36,7 @@ from common.messages import (
     i32,
 )
 from common.streams import Cell
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.search import Index, load_collection
 from env_service.graders.endpoint import Endpoints

@@ -27,7 +27,7 @@ from benchmarks.paper.results import (
 from benchmarks.paper.workloads import WORKLOADS
 from benchmarks.simulator.calibration import write
 from common.messages import TrajectoryRef
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from env_service.environment import Turn
 
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common.skills import SKILLS, generate
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.skills import SKILLS, generate, is_held_out
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -91,7 +91,7 @@ def _special_ids(tokenizer: ChatTokenizer, folder: Path = TINY) -> set[int]:
 
 
 def test_importing_the_renderer_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, common.tokens, common.skills;sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, common.text.tokens, common.skills;sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

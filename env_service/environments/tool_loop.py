@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.graders import Grader
-from common.tokens import ToolCall
+from common.text.tokens import ToolCall
 from env_service import work
 from env_service.environment import Step, Turn
 from env_service.failures import ToolFailed

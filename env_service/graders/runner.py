@@ -20,7 +20,7 @@ from common.graders import (
     TextSimilarity,
 )
 from common.messages import MAX_REWARD
-from common.tokens import ToolCall
+from common.text.tokens import ToolCall
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.endpoint import Endpoints

@@ -17,7 +17,7 @@ from common.objects import Objects
 from common.redis_connection import make_client
 from common.streams import Cell
 from common.tasks import running
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from manager_service.api.errors import ApiError
 from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files, parse_json

@@ -17,7 +17,7 @@ import msgspec
 
 from common.errors import InvalidInput, NotFound
 from common.objects import Objects
-from common.tokens import ChatTokenizer, check_messages
+from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.records import GLOBAL, JSON, FileRecord
 
 ENDING_ROLES = ("user", "system", "developer", "tool")

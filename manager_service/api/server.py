@@ -17,7 +17,7 @@ from common.bus import Bus
 from common.objects import Objects, patiently
 from common.settings import resolve_model
 from common.streams import Cell
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from manager_service.api.app import create_app
 from manager_service.api.context import Api, Base, connect_impatiently
 from manager_service.api.feed import Feed

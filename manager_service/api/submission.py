@@ -16,7 +16,7 @@ from common.errors import InvalidInput, NotFound
 from common.graders import Grader, check_fields, item_fields, validate_grader
 from common.messages import EnvSpec
 from common.spelling import did_you_mean
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
 from manager_service.api.file_store import numbered_lines
 from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve

@@ -54,7 +54,7 @@ class VllmOptions:
 
 
 class BaseTokenizer(Tokenizer, Protocol):
-    """What must be known of the base model; `common.tokens.ChatTokenizer` is one."""
+    """What must be known of the base model; `common.text.tokens.ChatTokenizer` is one."""
 
     context: int
     vocab_size: int

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.model_names import Named, find_model

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from common.messages import TurnResult
-from common.tokens import ChatTokenizer, ToolCall
+from common.text.tokens import ChatTokenizer, ToolCall
 
 TOOL_TAG = "<tool_call>"
 

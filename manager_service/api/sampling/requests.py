@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 
 from common.errors import InvalidInput
 from common.messages import TEMPERATURE, Sampling, Usage
-from common.tokens import ChatTokenizer
+from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api
 from manager_service.api.errors import error_body, json_bytes, translated
 from manager_service.api.model_names import Named

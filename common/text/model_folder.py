@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.tool_calls import ToolFormat
+from common.text.tool_calls import ToolFormat
 
 
 def read_text(file: Path) -> str:

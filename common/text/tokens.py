@@ -27,7 +27,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
-from common.chat_messages import (
+from common.text.chat_messages import (
     DUMMY_TOOL,
     Message,
     check_messages,
@@ -36,10 +36,10 @@ from common.chat_messages import (
     normal_tool,
     valid_text,
 )
-from common.chat_template import compile_template, token_variables
-from common.model_folder import positive, read_json, read_template, read_text, tool_format
-from common.special_tokens import Specials, unused_mark, without_added_tokens
-from common.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
+from common.text.chat_template import compile_template, token_variables
+from common.text.model_folder import positive, read_json, read_template, read_text, tool_format
+from common.text.special_tokens import Specials, unused_mark, without_added_tokens
+from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
 __all__ = ["DEFAULT_LEARNING_RATE", "ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from common.chat_messages import Message
+from common.text.chat_messages import Message
 
 ToolFormat = Literal["hermes", "compact"]
 
