@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from benchmarks.simulator import report
-from benchmarks.simulator.calibration import write as write_json
-from benchmarks.simulator.report import Goal, Report, console, make_table, natural, number, positive, show
+from simulator import report
+from simulator.calibration import write as write_json
+from simulator.report import Goal, Report, console, make_table, natural, number, positive, show
 
 __all__ = ["Goal", "Report", "console", "make_table", "natural", "number", "positive", "show", "write_json"]
 

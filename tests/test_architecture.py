@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "harness": {"harness", "common", "manager_service"},
     "examples": {"examples", "common", "manager_service"},
     "benchmarks": {"benchmarks", "harness", *PRODUCT},
-    "benchmarks/simulator": {"benchmarks", "common", "manager_service"},
+    "simulator": {"benchmarks", "common", "manager_service"},
 }
 
 IMPORTERS = {
@@ -172,8 +172,8 @@ def test_services_that_compute_nothing_start_without_torch() -> None:
 
 
 def test_the_simulator_imports_no_other_benchmark() -> None:
-    found = {name for file in files("benchmarks/simulator") for name in imports(file) if name.startswith("benchmarks")}
-    assert {name for name in found if not name.startswith("benchmarks.simulator")} == set()
+    found = {name for file in files("simulator") for name in imports(file) if name.startswith("benchmarks")}
+    assert {name for name in found if not name.startswith("simulator")} == set()
 
 
 # ---- one place each -------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from benchmarks.isolation.findings import MARGIN, REWARD, Pair
 from benchmarks.isolation.jobs import BROKEN, WATCHED, background
 from benchmarks.isolation.report import Evidence, goals, table
 from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Settings, Sharing
-from benchmarks.simulator.calibration import jain
 from common.errors import InvalidInput
 from common.graders import validate_grader
 from common.skills import SKILLS
 from manager_service.api.hyperparameters import parse_hyperparameters, resolve
+from simulator.calibration import jain
 
 SETTINGS = Settings(num_watched=2, num_jobs=8, deterministic_steps=3, default_steps=3, num_seeds=4)
 

@@ -25,10 +25,10 @@ from benchmarks.paper.results import (
     with_sums,
 )
 from benchmarks.paper.workloads import WORKLOADS
-from benchmarks.simulator.calibration import write
 from common.messages import TrajectoryRef
 from common.text.tokens import ChatTokenizer
 from env_service.environment import Turn
+from simulator.calibration import write
 
 
 def job(start_s: float, step_s: float, *, steps: int = 2, tokens: int = 100) -> JobFigures:

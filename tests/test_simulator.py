@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulator.__main__ import absent, options
-from benchmarks.simulator.calibration import (
+from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
+from manager_service.records import Hyper
+from manager_service.scheduling.policies import POLICIES, parse_policy
+from manager_service.scheduling.training_queue import DISCIPLINES
+from simulator.__main__ import absent, options
+from simulator.calibration import (
     Calibration,
     LogNormal,
     Machine,
@@ -18,13 +22,9 @@ from benchmarks.simulator.calibration import (
     Workload,
     jain,
 )
-from benchmarks.simulator.clock import Clock, Host, Process
-from benchmarks.simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training, read_recording
-from benchmarks.simulator.world import World, simulate
-from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
-from manager_service.records import Hyper
-from manager_service.scheduling.policies import POLICIES, parse_policy
-from manager_service.scheduling.training_queue import DISCIPLINES
+from simulator.clock import Clock, Host, Process
+from simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training, read_recording
+from simulator.world import World, simulate
 
 MACHINE = Machine(
     decode_step_s=0.004,

@@ -13,7 +13,7 @@ from benchmarks.isolation.findings import LEVEL, MARGIN, Bytes, Compared, Pair, 
 from benchmarks.isolation.jobs import BROKEN, Job
 from benchmarks.isolation.runs import MODES, STATISTICAL, Mode, Neighbour, Run, Settings
 from benchmarks.isolation.statistics import holm
-from benchmarks.simulator.calibration import jain
+from simulator.calibration import jain
 
 
 @dataclass(frozen=True, slots=True)

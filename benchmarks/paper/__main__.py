@@ -9,7 +9,7 @@ One rollout worker and one trainer of one thread each, one env worker; engine, b
 the same under every policy. For each N the policies take turns, so that a change of the machine's load meets all of them.
 Each run writes FOLDER/run-WORKLOAD-POLICY-N.json; figures as PNG beside them.
 
-What the columns mean is printed beneath the tables. `simul.` is what `benchmarks.simulator` predicts, calibrated for each N on the
+What the columns mean is printed beneath the tables. `simul.` is what `simulator` predicts, calibrated for each N on the
 telemetry of the `marlaas` run of as many jobs, at most 8.
 """
 
@@ -28,8 +28,8 @@ from benchmarks.paper.measure import measure
 from benchmarks.paper.predict import calibrates, predictions, recording_file
 from benchmarks.paper.results import read, with_sums
 from benchmarks.paper.workloads import WORKLOADS, Workload
-from benchmarks.simulator.fit import write_recording
 from manager_service.scheduling.policies import POLICIES
+from simulator.fit import write_recording
 
 OUT = Path(".paper")
 FULL, QUICK = (1, 2, 4, 8, 16, 32), (1, 4)
@@ -87,7 +87,7 @@ def options() -> argparse.Namespace:
     given.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     given.add_argument("--steps", type=positive, default=STEPS, help=f"of each job; default {STEPS}")
     given.add_argument(
-        "--cores", type=natural, default=os.cpu_count(), help="for the simulator; see benchmarks.simulator.calibrate"
+        "--cores", type=natural, default=os.cpu_count(), help="for the simulator; see simulator.calibrate"
     )
     return given.parse_args()
 

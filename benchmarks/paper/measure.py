@@ -18,7 +18,6 @@ import msgspec
 
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
-from benchmarks.simulator.fit import Recording, record
 from benchmarks.step_share import processor_s
 from common.adapters import AdapterStore, Manifest
 from common.bus import Bus
@@ -28,6 +27,7 @@ from common.streams import Cell
 from harness.live import Api
 from harness.processes import core_wait_s, machine_cpu_s
 from manager_service.local.supervisor import LocalCluster, Service, service_commands
+from simulator.fit import Recording, record
 
 LIMIT_S = 1800.0
 REPORTED_S = 1.5

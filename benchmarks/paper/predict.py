@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.paper.results import Measured
-from benchmarks.simulator.calibration import Calibration, Run
-from benchmarks.simulator.fit import Recording, calibrate, deltas, read_recording, total
-from benchmarks.simulator.world import simulate
 from manager_service.scheduling.policies import parse_policy
+from simulator.calibration import Calibration, Run
+from simulator.fit import Recording, calibrate, deltas, read_recording, total
+from simulator.world import simulate
 
 CALIBRATED_ON = "marlaas"
 MOST_JOBS = 8

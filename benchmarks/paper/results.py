@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.simulator.calibration import Run, Spread, jain, read_runs
+from simulator.calibration import Run, Spread, jain, read_runs
 
 Counters = Mapping[str, float]
 

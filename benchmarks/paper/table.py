@@ -6,8 +6,8 @@ from typing import Any
 from benchmarks._report import Goal, number
 from benchmarks.paper.predict import Key, key_of
 from benchmarks.paper.results import Measured
-from benchmarks.simulator.calibration import Run
 from manager_service.scheduling.policies import POLICIES
+from simulator.calibration import Run
 
 ERROR = 0.15
 GOAL_JOBS = 32
@@ -24,7 +24,7 @@ ENGINE_COLUMNS = (
 )  # fmt: skip
 LEGEND = {
     "(sum)": "`sequential` is not run for every N: there it is the sum of a measured run of fewer jobs",
-    "simul.": "the makespan that `benchmarks.simulator` predicts; `err. %` is how far it is from the measured one",
+    "simul.": "the makespan that `simulator` predicts; `err. %` is how far it is from the measured one",
     "TTFS": "from submission to the job's first turn at the rollout engine, mean",
     "TPTS": "from version to version, mean",
     "slowed": "a job's turnaround over that of the same job alone, mean",

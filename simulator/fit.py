@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.simulator.calibration import Calibration, LogNormal, Machine, Size, Workload
 from common.bus import Bus
 from common.messages import WorkerReport
 from manager_service.records import Hyper, JobSpec
+from simulator.calibration import Calibration, LogNormal, Machine, Size, Workload
 
 Deltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
@@ -26,7 +26,7 @@ SAME_SIZE = 0.05
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What a calibration needs of a run; `python -m benchmarks.simulator.calibrate --keep FILE` writes it."""
+    """What a calibration needs of a run; `python -m simulator.calibrate --keep FILE` writes it."""
 
     reports: list[WorkerReport]
     hyper: Hyper  # of the jobs, which should be alike

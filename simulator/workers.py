@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.simulator.calibration import Machine, Workload
-from benchmarks.simulator.clock import Clock, Host, Process
 from common.messages import Init, Start, Step
+from simulator.calibration import Machine, Workload
+from simulator.clock import Clock, Host, Process
 
 _MASK = (1 << 64) - 1
 

@@ -82,7 +82,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that `python -m benchmarks.simulator.calibrate` writes."""
+    """The file that `python -m simulator.calibrate` writes."""
 
     machine: Machine
     workload: Workload

@@ -1,10 +1,10 @@
 """What a run would take: the owner's own decisions under a virtual clock, with measured service times.
 
-    python -m benchmarks.simulator --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
+    python -m simulator --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
 
 Prints one line for each policy and N, and on stderr how far it is. With `--measured`, a folder of measured runs (`run-*.json`, see
-`benchmarks.simulator.calibration.Run`), the measured makespan stands beside the simulated one. The goal is 15 %.
+`simulator.calibration.Run`), the measured makespan stands beside the simulated one. The goal is 15 %.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.simulator.calibration import Calibration, Run, read_calibration, read_runs, write
-from benchmarks.simulator.report import Goal, Report, make_table, parser, positive, show
-from benchmarks.simulator.world import simulate
 from manager_service.scheduling.policies import POLICIES, Policy, parse_policy
 from manager_service.scheduling.training_queue import DISCIPLINES, Discipline
+from simulator.calibration import Calibration, Run, read_calibration, read_runs, write
+from simulator.report import Goal, Report, make_table, parser, positive, show
+from simulator.world import simulate
 
 GOAL = 0.15
 """Relative error of the makespan."""
@@ -80,7 +80,7 @@ def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
         return []
     return [
         f"{folder} has no run of the workload {workload!r}, only of {', '.join(names)}: `--name` of "
-        "benchmarks.simulator.calibrate sets the name in a calibration"
+        "simulator.calibrate sets the name in a calibration"
     ]
 
 
@@ -91,7 +91,7 @@ def numbers(text: str) -> list[int]:
 
 def options() -> argparse.ArgumentParser:
     result = parser(__doc__)
-    result.add_argument("--calibration", type=Path, required=True, help="as benchmarks.simulator.calibrate writes it")
+    result.add_argument("--calibration", type=Path, required=True, help="as simulator.calibrate writes it")
     result.add_argument("--measured", type=Path, metavar="DIR", help="of measured runs to compare with; default none")
     result.add_argument("--policy", default=",".join(POLICIES), help="comma-separated; default all: %(default)s")
     result.add_argument("--queue", choices=DISCIPLINES, default="fused", help="of training; default %(default)s")

@@ -1,6 +1,6 @@
 """What the simulator needs to know of this machine and workload, from the telemetry of a run.
 
-    python -m benchmarks.simulator.calibrate --run DIR-or-URL [--keep FILE] > calibration.json
+    python -m simulator.calibrate --run DIR-or-URL [--keep FILE] > calibration.json
 
 `--run`: the data folder of a running cluster, a `redis://` URL with `--base-model`, or a file that `--keep` wrote. Run jobs
 first, best a few at once: what a forward costs for a row is seen only where the number of rows varies. Redis keeps the
@@ -22,11 +22,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.simulator.fit import Recording, calibrate, read_recording, record, write_recording
-from benchmarks.simulator.report import natural, program
 from common.bus import Bus
 from common.streams import Cell
 from manager_service.local.cluster_file import read_cluster_file
+from simulator.fit import Recording, calibrate, read_recording, record, write_recording
+from simulator.report import natural, program
 
 
 async def recording_of(run: str, base_model: str) -> Recording:

@@ -7,9 +7,6 @@ from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
-from benchmarks.simulator.calibration import Calibration, Run, Spread, Workload, jain
-from benchmarks.simulator.clock import Clock, Host, Process
-from benchmarks.simulator.workers import REWARD, Engine, Environment, Flight, TrainerWorker, Turns
 from common.messages import (
     AdapterNew,
     AdapterRef,
@@ -38,6 +35,9 @@ from manager_service.records import Hyper, JobSpec, JobState, TenantRecord
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
+from simulator.calibration import Calibration, Run, Spread, Workload, jain
+from simulator.clock import Clock, Host, Process
+from simulator.workers import REWARD, Engine, Environment, Flight, TrainerWorker, Turns
 
 CELL = Cell("simulated")
 
