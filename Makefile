@@ -77,7 +77,7 @@ cluster: docker
 	@echo "the API is at http://$$($(CLUSTER) port manager 8000), keys are in .cluster/keys; stop with: make cluster-down"
 
 cluster-test: cluster .venv/.ready-dev
-	@COMPOSE="$(COMPOSE)" PYTHONPATH=.:tests $(BIN)/python tests/cluster_test.py
+	@COMPOSE="$(COMPOSE)" $(BIN)/python -m tests.system.cluster_test
 
 cluster-down: docker
 	$(CLUSTER) down $(ARGS)

@@ -2,7 +2,7 @@
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
 take their default, so that old and new workers can run side by side; a change of meaning needs a new class name.
-Arrays travel as raw little-endian bytes with dtype and shape. `tests/test_messages.py` pins the wire format.
+Arrays travel as raw little-endian bytes with dtype and shape. `tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | Step ─► trainer ─► AdapterUpdate ─► manager

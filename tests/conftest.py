@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 import redis
-from exact import Exact, prepare
 from hypothesis import settings
 
 from common.bus import Bus
 from common.objects import Objects
 from common.streams import Cell
 from harness.redis_server import RedisServer
+from tests.support.exact_mode import Exact, prepare
 
 if TYPE_CHECKING:  # they import torch, which most tests do not need
-    from tests.engines import Running, SharedVllm
+    from tests.support.engines_under_test import Running, SharedVllm
 
 exact = pytest.StashKey[Exact]()
 
@@ -93,7 +93,7 @@ async def bus(redis_url: str, objects: Objects) -> AsyncIterator[Bus]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm() -> "AsyncIterator[SharedVllm]":
     """A real vLLM, started when first used, once for all tests; and again after a test has killed it."""
-    from tests.engines import SharedVllm
+    from tests.support.engines_under_test import SharedVllm
 
     shared = SharedVllm()
     yield shared
@@ -103,7 +103,7 @@ async def vllm() -> "AsyncIterator[SharedVllm]":
 @pytest.fixture
 def running(request: pytest.FixtureRequest) -> "Running":
     """Runs an engine of the kind that the test's parameter names."""
-    from tests.engines import ProcessRunning, SharedCore, TorchRunning, fake_core
+    from tests.support.engines_under_test import ProcessRunning, SharedCore, TorchRunning, fake_core
 
     if request.param == "torch":
         return TorchRunning()

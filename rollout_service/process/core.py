@@ -2,7 +2,7 @@
 
     process_engine ─ add, remove, sample ─► Core ─ Steps ─► process_engine
 
-Two implementations: `vllm_engine.VllmCore`, and `tests/fake_core.py`, which dies and loads as told.
+Two implementations: `vllm_engine.VllmCore`, and `tests/support/fake_core.py`, which dies and loads as told.
 """
 
 from collections.abc import AsyncGenerator

@@ -1,0 +1,249 @@
+"""The bus against a real Redis: delivery, settling, taking over, claim checks, reconnection."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from common.bus import CLAIM_CHECK_BYTES, Bus, Settlement, Undecodable, connect
+from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, Step, decode, encode
+from common.objects import Objects
+from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
+from harness.redis_server import RedisServer
+
+CELL = Cell("tiny")
+
+
+def start(number: int = 0, item: dict[str, object] | None = None) -> Start:
+    return Start(
+        id=f"job/{number}",
+        tenant="acme",
+        job="job",
+        partition=3,
+        adapter=BASE,
+        purpose="train",
+        seed=1,
+        group=number,
+        samples=(0, 1),
+        item=item,
+        env=EnvSpec("single_turn"),
+        sampling=Sampling(),
+    )
+
+
+async def test_a_message_arrives_as_it_was_sent(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(item={"q": "1+1"}))])
+    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
+    assert delivery.message == start(item={"q": "1+1"})
+    assert delivery.deliveries == 1
+
+
+async def test_settling_publishes_and_deletes_in_one_go(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(3)])
+    deliveries = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
+    done = await bus.settle([Settlement(d, [(CELL.rollout, start(9))]) for d in deliveries])
+    assert done == [True, True, True]
+    assert await bus.client.xlen(CELL.env) == 0
+    assert await bus.client.xlen(CELL.rollout) == 3
+
+
+async def test_the_second_to_settle_publishes_nothing(bus: Bus) -> None:
+    # Given an entry that two workers hold, because the first was thought dead
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (first,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    (second,) = await bus.claim(CELL.env, GROUP_ENV, "b", min_idle_ms=0)
+    assert second.deliveries == 2
+    # When both settle it
+    assert await bus.settle([Settlement(second, [(CELL.rollout, start())])]) == [True]
+    assert await bus.settle([Settlement(first, [(CELL.rollout, start())])]) == [False]
+    # Then its result stands once
+    assert await bus.client.xlen(CELL.rollout) == 1
+
+
+async def test_only_the_holder_renews(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 1
+    assert await bus.renew(CELL.env, GROUP_ENV, "b", [held.entry]) == 0
+    await bus.claim(CELL.env, GROUP_ENV, "b", min_idle_ms=0)
+    assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 0
+
+
+async def test_renewing_is_no_delivery(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    for _ in range(5):
+        await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry])
+    (again,) = await bus.claim(CELL.env, GROUP_ENV, "b", min_idle_ms=0)
+    assert again.deliveries == 2
+
+
+async def test_what_a_dead_worker_left_is_found_behind_any_number_of_living_entries(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(40)])
+    living = await bus.read([CELL.env], GROUP_ENV, "living", count=39)
+    (left,) = await bus.read([CELL.env], GROUP_ENV, "dead", count=1)
+    await asyncio.sleep(0.3)
+    await bus.renew(CELL.env, GROUP_ENV, "living", [d.entry for d in living])
+    (taken,) = await bus.claim(CELL.env, GROUP_ENV, "other", min_idle_ms=200)
+    assert taken.entry == left.entry
+
+
+async def test_a_flushed_redis_is_an_empty_one_not_an_error(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    await bus.client.flushall()
+    assert await bus.renew(CELL.env, GROUP_ENV, "w", [held.entry]) == 0
+    assert await bus.settle([Settlement(held, [(CELL.rollout, start())])]) == [False]
+
+
+async def test_full_memory_is_waited_for(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    await bus.client.config_set("maxmemory", 1)
+    calls = [asyncio.create_task(bus.settle([Settlement(held, [(CELL.rollout, start())])]))]
+    calls.append(asyncio.create_task(bus.publish([(CELL.env, start(1))])))  # type: ignore[arg-type]
+    await asyncio.sleep(0.3)
+    assert not any(call.done() for call in calls)
+    await bus.client.config_set("maxmemory", 0)
+    await asyncio.wait_for(asyncio.gather(*calls), 10)
+
+
+async def test_a_large_payload_travels_as_a_claim_check(bus: Bus, objects: Objects) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    large = start(item={"text": "x" * (CLAIM_CHECK_BYTES + 1)})
+    await bus.publish([(CELL.env, large)])
+    [(_, fields)] = await bus.client.xrange(CELL.env)
+    assert b"payload" not in fields and b"ref" in fields
+    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    assert delivery.message == large
+    assert len(await objects.paths("payloads/job")) == 1
+
+
+async def test_what_is_no_message_is_delivered_as_such(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.client.xadd(CELL.env, {"payload": b"\x93garbage"})
+    await bus.client.xadd(CELL.env, {"ref": "payloads/none"})
+    found = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
+    assert [type(d.message) for d in found] == [Undecodable, Undecodable]
+
+
+async def test_reply_streams_are_written_only_while_they_exist(bus: Bus) -> None:
+    reply = CELL.reply("api-1")
+    request = GradeRequest(
+        id="g", tenant="t", job="", partition=0, env=EnvSpec("x"), item={}, output_text="", reply_to=reply
+    )
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(0)), (CELL.env, start(1))])
+    one, two = await bus.read([CELL.env], GROUP_ENV, "w", count=2)
+    await bus.settle([Settlement(one, [(reply, request)])])
+    assert await bus.client.exists(reply) == 0
+    await bus.client.xadd(reply, {"made": "by the API replica"})
+    await bus.settle([Settlement(two, [(reply, request)])])
+    assert await bus.client.xlen(reply) == 2
+
+
+async def test_broadcasts_are_read_from_the_oldest_and_trimmed_by_age(bus: Bus) -> None:
+    for epoch in range(3):
+        message = Cancel(id=f"c{epoch}", tenant="t", job="j", partition=0, epoch=epoch)
+        await bus.broadcast(CELL.control, message, keep_s=60)
+    found = await bus.follow(CELL.control, "0", block_ms=None)
+    assert [m.epoch for _, m in found] == [0, 1, 2]
+    assert await bus.follow(CELL.control, found[-1][0], block_ms=None) == []
+
+
+async def test_calls_wait_for_a_redis_that_comes_back(redis_server: RedisServer, tmp_path: Path) -> None:
+    # Given a bus on a Redis of its own, with an entry in it
+    server = RedisServer.start(tmp_path)
+    bus = Bus.connect(server.url, CELL)
+    try:
+        await bus.ensure_group(CELL.env, GROUP_ENV)
+        await bus.publish([(CELL.env, start(1))])
+        # When Redis is killed, and a call is made meanwhile
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+        reading = asyncio.create_task(bus.read([CELL.env], GROUP_ENV, "w", count=1))
+        await asyncio.sleep(0.2)
+        assert not reading.done()
+        # Then it is answered once Redis is back, from the append-only file
+        server.restart()
+        (delivery,) = await asyncio.wait_for(reading, 20)
+        assert isinstance(delivery.message, Start)
+        assert await bus.settle([Settlement(delivery)]) == [True]
+    finally:
+        await bus.close()
+        server.stop()
+
+
+async def test_a_lost_group_is_made_again(bus: Bus) -> None:
+    await bus.client.flushall()
+    assert await bus.read([CELL.env], GROUP_ENV, "w", count=1) == []
+    await bus.publish([(CELL.env, start())])
+    assert len(await bus.read([CELL.env], GROUP_ENV, "w", count=1)) == 1
+
+
+async def test_errors_of_the_callers_making_come_out(bus: Bus) -> None:
+    await bus.client.set(CELL.env, "not a stream")
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        await bus.publish([(CELL.env, start())])
+
+
+async def test_a_failing_output_leaves_the_input_pending(bus: Bus) -> None:
+    # Given an output that Redis refuses
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    await bus.client.set(CELL.rollout, "not a stream")
+    # When the input is settled with it
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        await bus.settle([Settlement(delivery, [(CELL.rollout, start())])])
+    # Then the input is not lost
+    assert len(await bus.read_pending(CELL.env, GROUP_ENV, "w")) == 1
+
+
+async def test_a_script_cache_that_was_flushed_is_no_error(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    await bus.client.script_flush()
+    assert await bus.settle([Settlement(delivery)]) == [True]
+
+
+def test_a_password_never_prints(redis_server: RedisServer) -> None:
+    from common.settings import Settings
+
+    settings = Settings(redis_url="redis://:hunter2@127.0.0.1:1/0")
+    assert "hunter2" not in repr(settings)
+
+
+def test_steps_survive_the_wire() -> None:
+    from tests.common.test_messages import EXAMPLES
+
+    for message in EXAMPLES:
+        assert decode(encode(message)) == message
+    assert any(isinstance(m, Step) for m in EXAMPLES)
+
+
+def test_connecting_is_lazy() -> None:
+    connect("redis://127.0.0.1:1/0", Cell("tiny"))
+
+
+async def test_of_two_streams_the_first_is_read_empty_first(bus: Bus) -> None:
+    streams = [CELL.rollout_first, CELL.rollout]
+    assert await bus.read_in_order(streams, GROUP_ROLLOUT, "w", count=3) == []  # which makes the groups
+    for stream in streams[::-1]:
+        await bus.publish([(stream, start(number)) for number in range(2)])
+    first = await bus.read_in_order(streams, GROUP_ROLLOUT, "w", count=3)
+    rest = await bus.read_in_order(streams, GROUP_ROLLOUT, "w", count=3)
+    assert [d.stream for d in first] == [CELL.rollout_first, CELL.rollout_first, CELL.rollout]
+    assert [d.stream for d in rest] == [CELL.rollout]
+    assert [d.message.id for d in (*first, *rest)] == [start(n).id for n in (0, 1, 0, 1)]  # type: ignore[union-attr]

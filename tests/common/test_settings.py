@@ -1,0 +1,108 @@
+"""Settings: one list of all names, and a misspelt one is refused by every service."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import REFUSED, InvalidInput
+from common.settings import KNOWN, Settings, explained, parse_base_models, refuse_unknown
+from env_service.settings import EnvSettings
+from manager_service.cli.options import CliSettings
+from manager_service.settings import ManagerSettings
+from rollout_service.settings import RolloutSettings
+from trainer_service.settings import TrainerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = (Settings, ManagerSettings, EnvSettings, RolloutSettings, TrainerSettings, CliSettings)
+
+
+def test_the_known_names_are_the_fields_of_all_services() -> None:
+    assert {name for settings in ALL for name in settings.model_fields} == KNOWN
+
+
+def test_no_two_services_mean_different_things_by_one_name() -> None:
+    # What two services need stands in the common part; a class that cannot inherit it repeats its type and default.
+    meanings: dict[str, list[str]] = {}
+    for settings in ALL:
+        for name in settings.model_fields.keys() & settings.__annotations__.keys():
+            meanings.setdefault(name, []).append(repr(settings.model_fields[name]))
+    for name, found in meanings.items():
+        assert len(found) == 1 or (name in Settings.model_fields and len(set(found)) == 1), name
+
+
+def test_every_kind_of_settings_is_in_this_test() -> None:
+    assert set(Settings.__subclasses__()) <= set(ALL)
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARLAAS_ROLOUT_SLOTS", "8")
+    with pytest.raises(InvalidInput, match="MARLAAS_ROLOUT_SLOTS; did you mean MARLAAS_ROLLOUT_SLOTS"):
+        refuse_unknown()
+
+
+def test_an_unknown_variable_unlike_all_known_ones_is_refused_without_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARLAAS_ZZZ", "8")
+    with pytest.raises(InvalidInput, match=r"MARLAAS_ZZZ$"):
+        refuse_unknown()
+
+
+def test_known_variables_of_other_services_foreign_ones_and_those_of_tests_are_let_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MARLAAS_TRAINER_THREADS", "marlaas_env_slots", "MARLAAS_API_KEY", "MARLAAS_TEST_S3", "OTHER_THING"):
+        monkeypatch.setenv(name, "1")
+    refuse_unknown()
+
+
+@pytest.mark.parametrize("module", ["env_service", "manager_service", "manager_service.cli.main"])
+def test_a_process_with_a_misspelt_setting_does_not_start_and_says_so_in_one_line(module: str) -> None:
+    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
+    if module.endswith("cli.main"):
+        code = "import sys; sys.argv = ['marlaas', 'jobs']; from manager_service.cli.main import main; main()"
+    environment = {**os.environ, "MARLAAS_REDIS_URI": "redis://127.0.0.1:1/0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (1 if module.endswith("main") else REFUSED)
+    assert "did you mean MARLAAS_REDIS_URL?" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_values_are_told_by_the_names_of_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARLAAS_ENGINE", "vlm")
+    monkeypatch.setenv("MARLAAS_VLLM_MAX_LORA_RANK", "24")
+    with pytest.raises(ValueError) as caught:
+        RolloutSettings()
+    one, other = explained(caught.value).split("; ")
+    assert one == "MARLAAS_ENGINE=vlm: Input should be 'torch' or 'vllm'"
+    assert other.startswith("MARLAAS_VLLM_MAX_LORA_RANK=24: vLLM takes 1, 8,")
+
+
+@pytest.mark.parametrize(("service", "name"), [("rollout", "tpu"), ("trainer", "cuda:99")])
+def test_a_device_that_is_not_there_ends_a_worker_with_one_line(service: str, name: str, tmp_path: Path) -> None:
+    setting = f"MARLAAS_{service.upper()}_DEVICE"
+    environment = {**os.environ, setting: name, "MARLAAS_DATA_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", f"{service}_service"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == REFUSED
+    assert done.stderr.splitlines()[-1].startswith(f"{service}: {setting}={name}: torch finds no such device here")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", " , "])
+def test_base_models_that_cannot_be_served_are_refused(wrong: str) -> None:
+    with pytest.raises(ValueError):
+        parse_base_models(wrong)
+
+
+def test_a_password_in_the_redis_url_never_prints() -> None:
+    assert "secret" not in repr(Settings(redis_url="redis://:secret@127.0.0.1/0"))

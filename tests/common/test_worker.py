@@ -1,0 +1,279 @@
+"""The worker loop over a real Redis: settling, taking over, dead letters, pause, hand-back."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from common.bus import Bus, Out
+from common.errors import Unavailable
+from common.messages import Cancel, DeadLetter, Failure, Start, decode
+from common.streams import GROUP_ENV, Cell
+from common.telemetry import Reporter
+from common.worker import Beat, Inbox, Worker
+from tests.common.test_bus import start
+
+CELL = Cell("tiny")
+LEASE_S = 0.4
+
+
+@dataclass
+class Recorder:
+    """A handler whose behaviour a test gives; it notes what it saw."""
+
+    act: Callable[[Start, Beat], Any]
+    seen: list[str] = field(default_factory=list)
+    most_at_once: int = 0
+    running: int = 0
+
+    async def __call__(self, message: Start, beat: Beat) -> list[Out]:
+        self.seen.append(message.id)
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        try:
+            await self.act(message, beat)
+        finally:
+            self.running -= 1
+        return [(CELL.rollout, message)]
+
+    def hand_back(self, message: Start) -> list[Out] | None:
+        return None
+
+    def failed(self, message: Start, failure: Failure) -> list[Out]:
+        return [(CELL.scored(1), message)]
+
+
+@dataclass
+class ParkingRecorder(Recorder):
+    def park(self, message: Start) -> list[Out]:
+        return [(CELL.scored(0), message)]
+
+    def drop(self, message: Start) -> list[Out]:
+        return [(CELL.scored(2), message)]
+
+
+async def at_once(message: Start, beat: Beat) -> None:
+    return None
+
+
+async def for_ever(message: Start, beat: Beat) -> None:
+    while True:
+        beat()
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def working(
+    bus: Bus, handler: Recorder, *, slots: int = 4, name: str = "w", a_read: int | None = None, **options: Any
+) -> AsyncIterator[Worker]:
+    reporter = Reporter(name, "env", "tiny", slots=slots)
+    inboxes = [Inbox(CELL.env, GROUP_ENV, a_read)]
+    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=LEASE_S, **options)
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield worker
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 10)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while True:
+            value = condition()
+            if await value if asyncio.iscoroutine(value) else value:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def length(bus: Bus, stream: str, number: int) -> bool:
+    return await bus.client.xlen(stream) == number
+
+
+async def test_what_is_read_is_worked_on_and_settled(bus: Bus) -> None:
+    async with working(bus, Recorder(at_once)):
+        await bus.publish([(CELL.env, start(n)) for n in range(50)])
+        await until(lambda: length(bus, CELL.rollout, 50))
+        await until(lambda: length(bus, CELL.env, 0))
+
+
+async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=3):
+        await bus.publish([(CELL.env, start(n)) for n in range(10)])
+        await until(lambda: handler.running == 3)
+        await asyncio.sleep(0.1)
+        assert handler.most_at_once == 3
+        assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 3
+
+
+async def test_a_worker_without_room_leaves_work_to_others(bus: Bus) -> None:
+    held: set[str] = set()
+
+    async def hold(message: Start, beat: Beat) -> None:
+        held.add(message.id)
+        await for_ever(message, beat)
+
+    full, other = Recorder(hold), Recorder(at_once)
+    async with working(bus, full, name="full", a_read=1, has_room=lambda: False):
+        await bus.publish([(CELL.env, start(n)) for n in range(6)])
+        await until(lambda: held)
+        async with working(bus, other, name="other"):
+            await until(lambda: len(other.seen) == 5)
+        assert len(full.seen) == 1
+
+
+async def test_work_that_advances_is_not_taken_over(bus: Bus) -> None:
+    handler, other = Recorder(for_ever), Recorder(at_once)
+    async with working(bus, handler, name="a"):
+        await bus.publish([(CELL.env, start())])
+        await until(lambda: handler.seen)
+        async with working(bus, other, name="b"):
+            await asyncio.sleep(3 * LEASE_S)
+            assert other.seen == []
+
+
+async def test_work_that_hangs_is_taken_over_and_its_result_stands_once(bus: Bus) -> None:
+    released = asyncio.Event()
+    hung = Recorder(lambda message, beat: released.wait())
+    async with working(bus, hung, name="a"):
+        await bus.publish([(CELL.env, start())])
+        await until(lambda: hung.seen)
+        other = Recorder(at_once)
+        async with working(bus, other, name="b"):
+            await until(lambda: length(bus, CELL.rollout, 1))
+            assert other.seen == ["job/0"]
+            released.set()
+            await asyncio.sleep(0.1)
+            assert await bus.client.xlen(CELL.rollout) == 1
+
+
+async def test_what_a_dead_worker_held_is_run_one_at_a_time(bus: Bus) -> None:
+    # Given entries that a worker read before it died
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(5)])
+    await bus.read([CELL.env], GROUP_ENV, "dead", count=5)
+    # When another takes them over
+    handler = Recorder(lambda message, beat: asyncio.sleep(0.02))
+    async with working(bus, handler):
+        await until(lambda: length(bus, CELL.rollout, 5))
+    # Then no two of them ran together
+    assert handler.most_at_once == 1
+
+
+async def test_an_entry_delivered_too_often_is_a_dead_letter_and_its_owner_hears_of_it(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    await bus.read([CELL.env], GROUP_ENV, "x", count=1)
+    for _ in range(3):
+        await bus.claim(CELL.env, GROUP_ENV, "x", min_idle_ms=0)
+    handler = Recorder(at_once)
+    async with working(bus, handler, max_deliveries=3):
+        await until(lambda: length(bus, CELL.dead, 1))
+        await until(lambda: length(bus, CELL.scored(1), 1))
+    assert handler.seen == []
+
+
+async def test_a_handler_that_raises_is_tried_again_and_then_a_dead_letter(bus: Bus) -> None:
+    async def fail(message: Start, beat: Beat) -> None:
+        raise ValueError("no")
+
+    handler = Recorder(fail)
+    async with working(bus, handler):
+        await bus.publish([(CELL.env, start())])
+        await until(lambda: length(bus, CELL.dead, 1))
+    [(_, fields)] = await bus.client.xrange(CELL.dead)
+    letter = decode(fields[b"payload"])
+    assert isinstance(letter, DeadLetter)
+    assert letter.reason == "ValueError: no"
+    assert decode(letter.payload) == start()
+    assert len(handler.seen) == 3
+
+
+async def test_unavailable_is_waited_for_and_counts_as_nothing(bus: Bus) -> None:
+    attempts = 0
+
+    async def twice_away(message: Start, beat: Beat) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= 2:
+            raise Unavailable("the store is away")
+
+    async with working(bus, Recorder(twice_away)):
+        await bus.publish([(CELL.env, start())])
+        await until(lambda: length(bus, CELL.rollout, 1))
+    assert await bus.client.xlen(CELL.dead) == 0
+
+
+async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
+    async with working(bus, Recorder(at_once)):
+        await bus.client.xadd(CELL.env, {"payload": b"garbage"})
+        await until(lambda: length(bus, CELL.dead, 1))
+        await until(lambda: length(bus, CELL.env, 0))
+    [(_, fields)] = await bus.client.xrange(CELL.dead)
+    letter = decode(fields[b"payload"])
+    assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
+
+
+@pytest.mark.parametrize("park", [True, False])
+async def test_a_cancel_frees_the_worker_at_once(bus: Bus, park: bool) -> None:
+    handler = ParkingRecorder(for_ever)
+    async with working(bus, handler, slots=2):
+        await bus.publish([(CELL.env, start(n)) for n in range(4)])
+        await until(lambda: handler.running == 2)
+        cancel = Cancel(id="c", tenant="acme", job="job", partition=3, epoch=0, park=park)
+        await bus.broadcast(CELL.control, cancel, keep_s=60)
+        await until(lambda: length(bus, CELL.env, 0))
+        assert handler.running == 0
+        assert await bus.client.xlen(CELL.scored(0 if park else 2)) == 4
+        assert len(handler.seen) == 2  # what had not begun never ran
+
+
+async def test_work_that_cannot_be_parked_is_done_though_its_job_was_cancelled(bus: Bus) -> None:
+    # Given a handler without `park` and `drop`, at work
+    go_on = asyncio.Event()
+
+    async def wait(message: Start, beat: Beat) -> None:
+        await go_on.wait()
+
+    handler = Recorder(wait)
+    async with working(bus, handler, slots=1):
+        await bus.publish([(CELL.env, start(n)) for n in range(2)])
+        await until(lambda: handler.running == 1)
+        # When its job is cancelled
+        cancel = Cancel(id="c", tenant="acme", job="job", partition=3, epoch=0)
+        await bus.broadcast(CELL.control, cancel, keep_s=60)
+        await asyncio.sleep(0.2)
+        go_on.set()
+        # Then what had begun and what had not is done
+        await until(lambda: length(bus, CELL.rollout, 2))
+
+
+async def test_stopping_hands_work_back(bus: Bus) -> None:
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=2):
+        await bus.publish([(CELL.env, start(n)) for n in range(2)])
+        await until(lambda: handler.running == 2)
+    # Then nothing is pending, and all of it can be read by another at once
+    assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 0
+    assert len(await bus.read([CELL.env], GROUP_ENV, "other", count=10)) == 2
+
+
+async def test_stopping_lets_short_work_finish(bus: Bus) -> None:
+    handler = Recorder(lambda message, beat: asyncio.sleep(0.2))
+    async with working(bus, handler, drain_s=5.0):
+        await bus.publish([(CELL.env, start())])
+        await until(lambda: handler.running == 1)
+    assert await bus.client.xlen(CELL.rollout) == 1
+
+
+async def test_a_worker_says_who_it_is_and_that_it_leaves(bus: Bus) -> None:
+    async with working(bus, Recorder(at_once)):
+        await until(lambda: bus.client.exists(CELL.telemetry))
+    reports = [message for _, message in await bus.follow(CELL.telemetry, "0", block_ms=None)]
+    assert [r.state for r in reports][-1] == "stopped"
+    assert reports[0].slots == 4 and reports[0].service == "env"

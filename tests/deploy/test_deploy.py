@@ -1,0 +1,328 @@
+"""What operators run, as far as it can be checked without a cluster: manifests, compose file, images, secrets, proxy."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from common.streams import Cell
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
+VERSION = "1.32"
+
+TRIGGER = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["type", "metadata", "authenticationRef"],
+    "properties": {
+        "type": {"const": "redis-streams"},
+        "metadata": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["address", "stream", "streamLength"],
+            "properties": {
+                "address": {"type": "string", "pattern": "^[a-z0-9.-]+:[0-9]+$"},
+                "stream": {"type": "string"},
+                "streamLength": {"type": "string", "pattern": "^[1-9][0-9]*$"},
+            },
+        },
+        "authenticationRef": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+SPECS: dict[str, Any] = {
+    "ScaledObject": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["scaleTargetRef", "triggers"],
+        "properties": {
+            "scaleTargetRef": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+            "minReplicaCount": {"type": "integer", "minimum": 0},
+            "maxReplicaCount": {"type": "integer", "minimum": 1},
+            "pollingInterval": {"type": "integer", "minimum": 1},
+            "cooldownPeriod": {"type": "integer", "minimum": 0},
+            "advanced": {"type": "object", "required": ["horizontalPodAutoscalerConfig"]},
+            "triggers": {"type": "array", "minItems": 1, "items": TRIGGER},
+        },
+    },
+    "TriggerAuthentication": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["secretTargetRef"],
+        "properties": {
+            "secretTargetRef": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["parameter", "name", "key"],
+                    "properties": {name: {"type": "string"} for name in ("parameter", "name", "key")},
+                },
+            }
+        },
+    },
+}
+"""What we use of KEDA's custom resources; its own schemas come in no package."""
+
+
+def documents() -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted(KUBERNETES.glob("*.yaml")):
+        for number, document in enumerate(yaml.safe_load_all(file.read_text())):
+            yield f"{file.name}:{number}", document
+
+
+MANIFESTS = {name: document for name, document in documents() if not name.startswith("kustomization")}
+
+
+def named(kind: str) -> dict[str, Any]:
+    return {d["metadata"]["name"]: d for d in MANIFESTS.values() if d["kind"] == kind}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_each_manifest_is_valid(name: str) -> None:
+    document = MANIFESTS[name]
+    if document["apiVersion"].startswith("keda.sh/"):
+        jsonschema.validate(document["spec"], SPECS[document["kind"]])
+    else:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+def test_the_kustomization_names_every_file() -> None:
+    listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
+    assert set(listed["resources"]) == {f.name for f in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
+    for generator in listed["configMapGenerator"]:
+        for file in [*generator.get("envs", []), *generator.get("files", [])]:
+            assert (KUBERNETES / file.rpartition("=")[2]).is_file()
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """A strategic merge, as kustomize does it: lists of named things by their names."""
+    if isinstance(document, dict) and isinstance(patch, dict):
+        return {**document, **{key: merged(document.get(key), value) for key, value in patch.items()}}
+    if isinstance(document, list) and patch and isinstance(patch[0], dict):
+        key = "mountPath" if "mountPath" in patch[0] else "name"
+        changes = {item[key]: item for item in patch}
+        kept = [merged(item, changes.pop(item[key], {})) for item in document]
+        return kept + list(changes.values())
+    return patch
+
+
+@pytest.mark.parametrize("name", ["rollout", "trainer"])
+def test_the_patches_for_gpus_give_valid_manifests_alike_compose(name: str) -> None:
+    patch = yaml.safe_load((KUBERNETES_GPU / f"{name}.yaml").read_text())
+    document = merged(named("Deployment")[name], patch)
+    kubernetes_validate.validate(document, VERSION, strict=True)
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    environment = {row["name"]: row.get("value") for row in container["env"]}
+    in_compose = COMPOSE["services"][f"{name}-gpu"]
+    fixed = {key: value for key, value in in_compose["environment"].items() if re.fullmatch("[a-z0-9]+", value or "")}
+    own = {key: value for key, value in fixed.items() if key.startswith("MARLAAS_")}
+    assert len(own) == 2 and own.items() <= environment.items()
+    assert (container["image"], container["resources"]["limits"]["nvidia.com/gpu"]) == (in_compose["image"], "1")
+    assert {"tmp"} <= {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
+    listed = yaml.safe_load((KUBERNETES_GPU / "kustomization.yaml").read_text())
+    assert {"path": f"{name}.yaml"} in listed["patches"] and listed["resources"] == ["../kubernetes"]
+
+
+def test_the_manifests_and_compose_configure_redis_alike() -> None:
+    assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "docker" / "redis.conf").read_text()
+
+
+def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
+    cell, scaled = Cell("tiny"), named("ScaledObject")
+    streams = {name: [t["metadata"]["stream"] for t in d["spec"]["triggers"]] for name, d in scaled.items()}
+    assert streams == {"rollout": [cell.rollout, cell.rollout_first], "env": [cell.env], "trainer": [cell.train]}
+    for name, document in scaled.items():
+        assert document["spec"]["scaleTargetRef"]["name"] == name
+        assert "replicas" not in named("Deployment")[name]["spec"], "the autoscaler and the manifest would disagree"
+
+
+def test_every_pod_runs_without_rights() -> None:
+    for document in [*named("Deployment").values(), *named("StatefulSet").values()]:
+        pod = document["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"] is True
+        for container in pod["containers"]:
+            rights = container["securityContext"]
+            assert rights == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_env_workers_reach_redis_the_store_and_the_proxy_alone() -> None:
+    def applies(policy: dict[str, Any]) -> bool:
+        selector = policy["spec"]["podSelector"]
+        labels, rows = selector.get("matchLabels", {}), selector.get("matchExpressions", [])
+        return labels.get("app", "env") == "env" and all("env" in row["values"] for row in rows)
+
+    policies = [p for p in named("NetworkPolicy").values() if "Egress" in p["spec"]["policyTypes"] and applies(p)]
+    assert {p["metadata"]["name"] for p in policies} == {"nothing", "names", "to-redis", "to-store", "env-to-egress"}
+
+
+# ---- compose --------------------------------------------------------------------------------------------------------
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+def test_compose_keeps_the_env_workers_in() -> None:
+    services, networks = COMPOSE["services"], COMPOSE["networks"]
+    members = {name: {s for s, d in services.items() if name in d["networks"]} for name in networks}
+    assert services["env"]["networks"] == ["sandbox"] and networks["sandbox"]["internal"]
+    assert members["sandbox"] == {"redis", "store", "egress", "env"}
+    for service in services.values():
+        assert service["cap_drop"] == ["ALL"] and service["read_only"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_compose_gives_each_service_its_own_redis_user_and_no_other_secret() -> None:
+    for name in ("manager", "env", "rollout", "trainer"):
+        environment = COMPOSE["services"][name]["environment"]
+        assert environment["MARLAAS_REDIS_URL"].startswith(f"redis://{name}:${{REDIS_{name.upper()}_PASSWORD")
+        others = [user.upper() for user in ("manager", "env", "rollout", "trainer", "operator") if user != name]
+        assert not [
+            value
+            for value in filter(None, environment.values())
+            for user in others
+            if f"{user}_AWS" in value or f"REDIS_{user}" in value
+        ]
+
+
+def test_the_gpu_profile_runs_vllm_on_reserved_devices() -> None:
+    service = COMPOSE["services"]["rollout-gpu"]
+    assert (service["profiles"], service["environment"]["MARLAAS_ENGINE"]) == (["gpu"], "vllm")
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL"}
+"""Set in services that an operator adds."""
+
+
+def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:
+    passed = {name for service in COMPOSE["services"].values() for name in service.get("environment", {})}
+    told = {
+        name
+        for page in ("operations.md", "vllm.md")
+        for line in (ROOT / "docs" / page).read_text().splitlines()
+        for name in re.findall(r"`(MARLAAS_[A-Z_]+[A-Z])\b", line)
+    }
+    assert told - passed - NOT_IN_COMPOSE == set()
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DISTRIBUTION = {"multipart": "python-multipart", "prometheus_client": "prometheus-client"}
+MAY_BE_ABSENT = {"huggingface_hub"}  # comes with tokenizers
+IMAGES = {
+    "manager": ["common", "manager_service"],
+    "env": ["common", "env_service"],
+    "torch": ["common", "base_model", "rollout_service", "trainer_service"],
+}
+ON_THE_USERS_MACHINE = ("cli", "supervisor.py", "embedded_redis.py", "processes.py", "cluster_file.py", "vllm")
+
+
+def requirements(group: str) -> set[str]:
+    lines = subprocess.run(
+        [sys.executable, ROOT / "docker" / "requirements.py", group], check=True, capture_output=True, text=True
+    ).stdout.split("\n")
+    return {line for line in lines if line}
+
+
+def test_the_images_want_what_the_project_wants() -> None:
+    everything = set(PYPROJECT["project"]["dependencies"])
+    for image in IMAGES:
+        assert requirements(image) <= everything
+    assert not any(name.startswith("torch") for image in ("manager", "env") for name in requirements(image))
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_each_image_installs_what_its_code_imports(image: str) -> None:
+    installed = {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in requirements(image)}
+    ours = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    for folder in IMAGES[image]:
+        for file in (ROOT / folder).rglob("*.py"):
+            if not any(part in str(file.relative_to(ROOT)) for part in ON_THE_USERS_MACHINE):
+                missing = imported(file) - installed - set(sys.stdlib_module_names) - ours - MAY_BE_ABSENT
+                assert missing <= {"starlette", "hiredis"}, (file, missing)
+
+
+def imported(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+# ---- secrets --------------------------------------------------------------------------------------------------------
+
+
+def make_secrets(folder: Path) -> dict[str, str]:
+    subprocess.run(
+        [sys.executable, "-m", "deploy.make_secrets"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_secrets_are_made_once_and_nobody_else_reads_them(tmp_path: Path) -> None:
+    first = make_secrets(tmp_path)
+    assert make_secrets(tmp_path) == first
+    assert (tmp_path / ".env.cluster").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / ".cluster").stat().st_mode & 0o777 == 0o700
+    values = [line.partition("=")[2] for line in first[".env.cluster"].splitlines() if "PASSWORD=" in line]
+    assert len(set(values)) == len(values) == 7 and all(len(value) == 48 for value in values)
+    assert not any(value in first[".cluster/redis/users.acl"] for value in values), "hashes alone"
+
+
+def test_while_a_password_is_rotated_both_are_valid(tmp_path: Path) -> None:
+    before = make_secrets(tmp_path)[".cluster/redis/users.acl"]
+    with (tmp_path / ".env.cluster").open("a") as file:
+        file.write("REDIS_ENV_OLD_PASSWORD=old\n")
+    after = make_secrets(tmp_path)[".cluster/redis/users.acl"]
+    assert (before.count("#"), after.count("#")) == (7, 8)
+
+
+# ---- the proxy ------------------------------------------------------------------------------------------------------
+
+
+def egress(hosts: str) -> list[str]:
+    sys.path.insert(0, str(ROOT / "docker"))
+    try:
+        from egress import configuration
+    finally:
+        sys.path.pop(0)
+    return configuration(hosts).splitlines()
+
+
+def test_the_proxy_lets_listed_names_out_and_private_addresses_only_if_they_are_listed_too() -> None:
+    lines = egress("api.example.org, *.example.com, 10.1.0.0/16")
+    rules = [line for line in lines if line.startswith("http_access")]
+    assert "acl named dstdomain api.example.org" in lines and "acl named dstdomain .example.com" in lines
+    assert rules == [
+        "http_access allow listed",
+        "http_access deny private",
+        "http_access deny encrypted !tls",
+        "http_access allow named",
+        "http_access deny all",
+    ]
+
+
+def test_the_proxy_without_a_list_lets_nothing_out() -> None:
+    assert [line for line in egress("") if line.startswith("http_access allow")] == []

@@ -1,0 +1,732 @@
+"""Trajectories from Start to ScoredTrajectory, with scripted model turns on the tiny tokenizer."""
+
+import asyncio
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.environments import makes_items, validate_environment
+from common.errors import InvalidInput
+from common.messages import (
+    AdapterRef,
+    EnvSpec,
+    Failure,
+    GradeRequest,
+    GradeResult,
+    Message,
+    Parked,
+    Sampling,
+    ScoredTrajectory,
+    Start,
+    StopReason,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    decode,
+    encode,
+    f32,
+    i32,
+)
+from common.streams import Cell
+from common.text.tokens import ChatTokenizer
+from env_service.environments.catalogue import Catalogue
+from env_service.environments.search import Index, load_collection
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.math import MathChecker
+from env_service.graders.runner import GraderRunner
+from env_service.handler import EnvHandler
+from env_service.sandbox.sandbox import Sandbox
+
+pytestmark = pytest.mark.timeout(60)
+
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+TOKENIZER = ChatTokenizer.load(TINY)
+CELL = Cell("tiny")
+EXACT = {
+    "type": "string_check",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+ITEM = {"messages": [{"role": "user", "content": "calc 347*86"}], "answer": "29842"}
+CALL = "<tool_call>calculator:347*86</tool_call><|end|>"
+
+
+def python(source: str) -> dict[str, Any]:
+    return {"type": "python", "source": source}
+
+
+class Run:
+    """A handler, and the model's turns that a test writes."""
+
+    def __init__(self, collections_dir: Path | None = None) -> None:
+        sandbox = Sandbox()
+        graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), math_checker=MathChecker(), timeout_s=2.0)
+        environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=collections_dir)
+        self.handler = EnvHandler(cell=CELL, tokenizer=TOKENIZER, environments=environments)
+        self.beats = 0
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    async def handle(self, message: Message) -> list[tuple[str, Message]]:
+        """As a worker would: over the wire and back."""
+        out = await self.handler(decode(encode(message)), self.beat)
+        return [(stream, decode(encode(each))) for stream, each in out]
+
+    async def first(self, start: Start) -> TurnRequest:
+        [(stream, request)] = await self.handle(start)
+        assert stream == CELL.rollout, request
+        assert isinstance(request, TurnRequest)
+        return request
+
+    async def turn(self, request: TurnRequest, text: str, stop: StopReason = "stop") -> tuple[str, Any]:
+        [out] = await self.handle(result_of(request, text, stop))
+        return out
+
+    async def play(self, start: Start, *texts: str, stop: StopReason = "stop") -> ScoredTrajectory:
+        """All turns but the last lead to another; `stop` is how the last ends."""
+        request = await self.first(start)
+        for text in texts[:-1]:
+            stream, request = await self.turn(request, text)
+            assert stream == CELL.rollout_first, request
+        stream, scored = await self.turn(request, texts[-1], stop)
+        assert stream == CELL.scored(start.partition)
+        assert isinstance(scored, ScoredTrajectory), scored
+        return scored
+
+
+def start_of(name: str, args: dict[str, Any] | None = None, **changes: Any) -> Start:
+    start = Start(
+        id="start",
+        tenant="acme",
+        job="job1",
+        partition=3,
+        epoch=2,
+        adapter=AdapterRef("acme", "job1", 4),
+        purpose="train",
+        seed=7,
+        group=11,
+        samples=(5,),
+        item=ITEM,
+        env=EnvSpec(name, args or {}),
+        sampling=Sampling(max_tokens=64),
+        tool_timeout_s=2.0,
+    )
+    return msgspec.structs.replace(start, **changes)
+
+
+def ids_of(text: str) -> list[int]:
+    """The ids of a model turn; special tokens are written as their text."""
+    rendered = TOKENIZER._full.encode(text, add_special_tokens=False).ids  # pyright: ignore[reportPrivateUsage]
+    assert TOKENIZER.decode(rendered, skip_special=False) == text
+    return rendered
+
+
+def result_of(request: TurnRequest, text: str, stop: StopReason = "stop", **changes: Any) -> TurnResult:
+    tokens = ids_of(text)
+    result = TurnResult(
+        id=request.id,
+        tenant=request.tenant,
+        job=request.job,
+        partition=request.partition,
+        epoch=request.epoch,
+        request=request,
+        adapter=request.adapter,
+        tokens=i32(tokens),
+        logprobs=f32([-0.5] * len(tokens)),
+        stop_reason=stop,
+        usage=request.usage + Usage(sampled_tokens=len(tokens)),
+    )
+    return msgspec.structs.replace(result, **changes)
+
+
+def play(start: Start, *texts: str, stop: StopReason = "stop", collections_dir: Path | None = None) -> ScoredTrajectory:
+    return asyncio.run(Run(collections_dir).play(start, *texts, stop=stop))
+
+
+def single(**changes: Any) -> Start:
+    return start_of("single_turn", {"grader": EXACT}, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------- beginning
+
+
+def test_a_start_gives_one_request_a_sample_with_the_same_tokens() -> None:
+    out = asyncio.run(Run().handle(single(samples=(0, 1, 2), attempt=1)))
+    requests = [r for _, r in out if isinstance(r, TurnRequest)]
+    assert [stream for stream, _ in out] == [CELL.rollout] * 3
+    assert [r.id for r in requests] == ["job1/11/0/0/1", "job1/11/1/0/1", "job1/11/2/0/1"]
+    assert len({r.tokens.data for r in requests}) == 1
+    assert requests[0].tokens.numpy().tolist() == TOKENIZER.render(ITEM["messages"])  # pyright: ignore[reportArgumentType]
+    assert not requests[0].written.numpy().any()
+    assert (requests[0].epoch, requests[0].partition, requests[0].tenant) == (2, 3, "acme")
+
+
+def test_the_same_start_gives_the_same_messages() -> None:
+    async def twice() -> list[list[Any]]:
+        outs = [await Run().handle(start_of("calculator", item=None)) for _ in range(2)]
+        return [
+            [msgspec.structs.replace(m, usage=Usage()) for _, m in out if isinstance(m, TurnRequest)] for out in outs
+        ]
+
+    first, second = asyncio.run(twice())
+    assert first == second
+
+
+def test_the_groups_that_began_and_the_time_that_their_prompts_took_are_counted() -> None:
+    run = Run()
+    for start in (single(samples=(0, 1, 2)), single(item={"answer": "1"})):
+        asyncio.run(run.handle(start))
+    counters = run.handler.counters()
+    assert counters["starts"] == 1 and counters["start_s"] > 0, "a group without a prompt has not begun"
+
+
+def test_a_prompt_that_leaves_no_room_fails_each_sample_with_the_reason() -> None:
+    item = {"messages": [{"role": "user", "content": "x" * 2045}], "answer": ""}
+    out = asyncio.run(Run().handle(single(item=item, samples=(0, 1))))
+    assert [stream for stream, _ in out] == [CELL.scored(3)] * 2
+    for _, scored in out:
+        assert isinstance(scored, ScoredTrajectory)
+        assert scored.failure and scored.failure.kind == "invalid"
+        assert "2048 tokens" in scored.failure.reason
+        assert (scored.reward, scored.stop_reason) == (None, "failed")
+
+
+@pytest.mark.parametrize(
+    ("start", "kind", "reason"),
+    [
+        (single(item={"answer": "1"}), "invalid", "no messages"),
+        (single(item={"messages": [{"role": "robot", "content": ""}]}), "invalid", "role"),
+        (single(item=None), "invalid", "training file"),
+        (start_of("calculater"), "invalid", "did you mean 'calculator'"),
+    ],
+)
+def test_a_start_that_cannot_be_done_fails_with_the_reason(start: Start, kind: str, reason: str) -> None:
+    [(_, scored)] = asyncio.run(Run().handle(start))
+    assert isinstance(scored, ScoredTrajectory)
+    assert scored.failure and scored.failure.kind == kind
+    assert reason in scored.failure.reason
+
+
+# -------------------------------------------------------------------------------------------------- single turn
+
+
+def test_a_right_answer_is_scored_with_all_that_training_needs() -> None:
+    scored = play(single(), "29842<|end|>")
+    prompt = TOKENIZER.render(ITEM["messages"])  # pyright: ignore[reportArgumentType]
+    assert (scored.reward, scored.failure, scored.stop_reason, scored.num_turns) == (1.0, None, "stop", 1)
+    assert scored.output_text == "29842"
+    assert scored.num_prompt == len(prompt)
+    assert scored.tokens.numpy().tolist() == [*prompt, *ids_of("29842<|end|>")]
+    assert scored.written.numpy().tolist() == [0] * len(prompt) + [1] * 6
+    assert scored.logprobs.numpy().tolist() == [0.0] * len(prompt) + [-0.5] * 6
+    assert scored.usage.sampled_tokens == 6
+    assert 0 < scored.usage.env_s < 1
+
+
+def test_a_wrong_answer_is_scored_zero() -> None:
+    assert play(single(), "1<|end|>").reward == 0.0
+
+
+@pytest.mark.parametrize("stop", ["length", "context"])
+def test_a_truncated_answer_is_graded_as_it_stands(stop: StopReason) -> None:
+    scored = play(single(), "29842", stop=stop)
+    assert (scored.reward, scored.stop_reason) == (1.0, stop)
+
+
+def test_a_stop_string_is_cut_from_the_text_but_not_from_the_tokens() -> None:
+    async def go() -> ScoredTrajectory:
+        run = Run()
+        request = await run.first(single())
+        [(_, scored)] = await run.handle(result_of(request, "29842\n\n", stop_string="\n\n"))
+        assert isinstance(scored, ScoredTrajectory)
+        return scored
+
+    scored = asyncio.run(go())
+    assert (scored.output_text, scored.reward) == ("29842", 1.0)
+    assert int(scored.written.numpy().sum()) == 7
+
+
+def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
+    async def go() -> ScoredTrajectory:
+        run = Run()
+        request = await run.first(single())
+        partial = ids_of("298")
+        request = msgspec.structs.replace(
+            request,
+            tokens=i32([*request.tokens.numpy(), *partial]),
+            logprobs=f32([*request.logprobs.numpy(), -1, -1, -1]),
+            written=msgspec.structs.replace(
+                request.written, shape=(len(request.tokens) + 3,), data=request.written.data + b"\1\1\1"
+            ),
+            num_partial=3,
+        )
+        _, scored = await run.turn(request, "29842<|end|>")
+        return scored
+
+    scored = asyncio.run(go())
+    assert int(scored.written.numpy().sum()) == 6
+    assert scored.logprobs.numpy()[-6:].tolist() == [-0.5] * 6
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise ValueError('no')",
+        "return float('nan')",
+        "while True: pass",
+        "while True: print('x' * 10**6)",
+        "return 'x'",
+    ],
+)
+def test_a_grader_that_fails_masks_the_trajectory(body: str) -> None:
+    scored = play(start_of("single_turn", {"grader": python(f"def grade(sample, item):\n    {body}")}), "1<|end|>")
+    assert scored.reward is None
+    assert scored.failure and scored.failure.kind == "grader"
+    assert scored.stop_reason == "failed"
+    assert scored.num_prompt == 14
+    assert len(scored.tokens) == 16
+
+
+def test_a_turn_that_failed_becomes_a_failed_trajectory() -> None:
+    async def go(**changes: Any) -> ScoredTrajectory:
+        run = Run()
+        [(_, scored)] = await run.handle(result_of(await run.first(single()), "", **changes))
+        assert isinstance(scored, ScoredTrajectory)
+        return scored
+
+    failure = Failure("corrupt_adapter", "sha256 differs")
+    assert asyncio.run(go(stop_reason="failed", failure=failure)).failure == failure
+    cancelled = asyncio.run(go(stop_reason="cancelled"))
+    assert cancelled.stop_reason == "cancelled"
+    assert cancelled.failure and cancelled.failure.kind == "cancelled"
+
+
+def test_a_turn_of_another_version_is_an_error() -> None:
+    async def go() -> Any:
+        run = Run()
+        request = await run.first(single())
+        result = result_of(request, "29842<|end|>", adapter=AdapterRef("acme", "job1", 5))
+        [(_, scored)] = await run.handle(result)
+        return scored
+
+    assert "job1@5 instead of job1@4" in asyncio.run(go()).failure.reason
+
+
+# --------------------------------------------------------------------------------------------------- calculator
+
+
+def test_a_calculator_trajectory_fits_into_sixty_four_tokens() -> None:
+    scored = play(start_of("calculator"), CALL, "29842<|end|>")
+    assert (scored.reward, scored.stop_reason, scored.num_turns, scored.output_text) == (
+        1.0,
+        "stop",
+        2,
+        "29842",
+    )
+    assert len(scored.tokens) <= 64
+    text = TOKENIZER.decode(scored.tokens.numpy().tolist(), skip_special=False)
+    assert text.endswith(f"<|user|>calc 347*86<|end|><|assistant|>{CALL}<|tool|>29842<|end|><|assistant|>29842<|end|>")
+    own = [bool(w) for w in scored.written.numpy()]
+    model = [int(t) for t, w in zip(scored.tokens.numpy(), own, strict=True) if w]
+    assert model == ids_of(CALL) + ids_of("29842<|end|>")
+    assert (scored.logprobs.numpy()[np.array(own)] == -0.5).all()
+    assert (scored.logprobs.numpy()[~np.array(own)] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "reply"),
+    [
+        ("calculator:1/0", "error: division by zero"),
+        ("calculator:x", "error: unknown name x"),
+        ("calculator:__import__('os')", "error: no function __import__"),
+        ("calculater:1", "error: no tool calculater"),
+        ("nonsense", "error: "),
+    ],
+)
+def test_a_tool_that_answers_with_an_error_has_not_failed(call: str, reply: str) -> None:
+    async def go() -> str:
+        run = Run()
+        stream, request = await run.turn(
+            await run.first(start_of("calculator")), f"<tool_call>{call}</tool_call><|end|>"
+        )
+        assert stream == CELL.rollout_first
+        assert request.id == "job1/11/5/1/0"
+        assert request.turn == 1
+        return TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
+
+    assert f"<|tool|>{reply}" in asyncio.run(go())
+
+
+def test_several_calls_of_one_turn_are_answered_in_order() -> None:
+    async def go() -> str:
+        run = Run()
+        text = "<tool_call>calculator:1+1</tool_call><tool_call>calculator:2+2</tool_call><|end|>"
+        _, request = await run.turn(await run.first(start_of("calculator")), text)
+        return TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
+
+    assert "<|tool|>2<|end|><|tool|>4<|end|><|assistant|>" in asyncio.run(go())
+
+
+def test_after_length_there_is_no_further_turn() -> None:
+    scored = play(start_of("calculator"), "<tool_call>calculator:347*8", stop="length")
+    assert (scored.stop_reason, scored.reward, scored.num_turns) == ("length", 0.0, 1)
+
+
+def test_a_whole_call_that_was_cut_off_after_it_is_not_run() -> None:
+    scored = play(start_of("calculator"), "<tool_call>calculator:347*86</tool_call>", stop="length")
+    assert (scored.stop_reason, scored.num_turns) == ("length", 1)
+
+
+def test_the_last_turn_allowed_calls_no_tool() -> None:
+    scored = play(start_of("calculator", max_turns=2), CALL, CALL)
+    assert (scored.stop_reason, scored.reward, scored.num_turns) == ("max_turns", 0.0, 2)
+
+
+def test_an_answer_on_the_last_turn_allowed_is_a_stop() -> None:
+    scored = play(start_of("calculator", max_turns=2), CALL, "29842<|end|>")
+    assert (scored.stop_reason, scored.reward) == ("stop", 1.0)
+
+
+def test_a_reply_that_does_not_fit_into_the_context_ends_the_trajectory() -> None:
+    item = {"messages": [{"role": "user", "content": "x" * 2003}], "answer": "1"}
+    scored = play(start_of("calculator", item=item), "<tool_call>calculator:10^9</tool_call><|end|>")
+    assert (scored.stop_reason, scored.reward, scored.num_turns) == ("context", 0.0, 1)
+    assert len(scored.tokens) <= 2048
+
+
+def test_made_items_depend_on_seed_and_group_and_evaluations_use_held_out_ones() -> None:
+    async def prompt(**changes: Any) -> bytes:
+        request = await Run().first(start_of("calculator", item=None, **changes))
+        return request.tokens.data
+
+    async def go() -> list[bytes]:
+        return [
+            await prompt(),
+            await prompt(samples=(1,), attempt=2),
+            await prompt(group=12),
+            await prompt(seed=8),
+            await prompt(purpose="eval"),
+            await prompt(purpose="eval_greedy"),
+        ]
+
+    same, again, group, seed, held_out, greedy = asyncio.run(go())
+    assert same == again
+    assert len({same, group, seed, held_out}) == 4
+    assert held_out == greedy
+
+
+def test_a_made_item_is_graded_against_its_own_answer() -> None:
+    async def go() -> ScoredTrajectory:
+        run = Run()
+        request = await run.first(start_of("calculator", item=None))
+        text = TOKENIZER.decode(request.tokens.numpy().tolist())
+        a, b = text.partition("calc ")[2].strip().split("*")
+        _, scored = await run.turn(request, f"{int(a) * int(b)}<|end|>")
+        return scored
+
+    assert asyncio.run(go()).reward == 1.0
+
+
+# ------------------------------------------------------------------------------------------------- search, python
+
+
+DOCUMENTS = [
+    {"id": "fr", "text": "Paris is the capital of France."},
+    {"id": "it", "text": "Rome is the capital of Italy."},
+]
+
+
+def test_search_finds_and_the_answer_is_graded() -> None:
+    async def go() -> ScoredTrajectory:
+        run = Run()
+        item = {"messages": [{"role": "user", "content": "capital of Italy?"}], "answer": "Rome"}
+        request = await run.first(start_of("search", {"documents": DOCUMENTS, "top_k": 1}, item=item))
+        _, request = await run.turn(request, "<tool_call>search:Italy capital</tool_call><|end|>")
+        assert "[it] Rome is the capital of Italy." in TOKENIZER.decode(request.tokens.numpy().tolist())
+        _, request = await run.turn(request, "<tool_call>search:zebra</tool_call><|end|>")
+        assert "nothing found" in TOKENIZER.decode(request.tokens.numpy().tolist())
+        _, scored = await run.turn(request, "Rome<|end|>")
+        return scored
+
+    scored = asyncio.run(go())
+    assert (scored.reward, scored.num_turns) == (1.0, 3)
+
+
+def test_a_collection_is_read_from_the_operators_folder_only(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "wiki").mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "texts" / "wiki" / "a.jsonl").write_text("\n".join(json.dumps(d) for d in DOCUMENTS))
+    (tmp_path / "texts" / "wiki" / "b.txt").write_text("Berlin is the capital of Germany.")
+    (tmp_path / "texts" / "wiki" / "link.txt").symlink_to(tmp_path / "secret.txt")
+    documents = load_collection("wiki", tmp_path / "texts")
+    assert [d.id for d in documents] == ["fr", "it", "b"]
+    assert Index(documents).search("Germany", 3)[0].id == "b"
+    for name in ("../secret.txt", str(tmp_path / "secret.txt"), "wiki/link.txt", "", ".", "none"):
+        with pytest.raises(InvalidInput):
+            load_collection(name, tmp_path / "texts")
+    with pytest.raises(InvalidInput, match="no text collections"):
+        load_collection("wiki", None)
+
+
+def test_python_runs_in_the_sandbox_and_its_errors_are_answers() -> None:
+    async def go() -> str:
+        run = Run()
+        request = await run.first(start_of("python"))
+        _, request = await run.turn(request, "<tool_call>python:print(347*86)</tool_call><|end|>")
+        _, request = await run.turn(request, "<tool_call>python:import socket; socket.socket()</tool_call><|end|>")
+        _, request = await run.turn(request, "<tool_call>python:1/0</tool_call><|end|>")
+        _, scored = await run.turn(request, "It is 29842.<|end|>")
+        assert scored.reward == 1.0
+        return TOKENIZER.decode(scored.tokens.numpy().tolist(), skip_special=False)
+
+    text = asyncio.run(go())
+    assert "<|tool|>29842<|end|>" in text
+    assert "error: line 1: ZeroDivisionError" in text
+    assert "PermissionError" in text
+
+
+def test_a_tool_that_hangs_is_a_tool_error_and_never_an_answer() -> None:
+    scored = play(start_of("python", tool_timeout_s=0.5), "<tool_call>python:while True: pass</tool_call><|end|>")
+    assert (scored.reward, scored.stop_reason) == (None, "tool_error")
+    assert scored.failure and scored.failure.kind == "tool"
+
+
+def test_calls_of_a_turn_run_at_the_same_time() -> None:
+    async def go() -> str:
+        run = Run()
+        code = "import time; began = time.time(); time.sleep(1.5); print(began, time.time(), ';')"
+        request = await run.first(start_of("python", tool_timeout_s=30))
+        _, after = await run.turn(request, f"<tool_call>python:{code}</tool_call>" * 2 + "<|end|>")
+        return TOKENIZER.decode(after.tokens.numpy()[request.num_prompt :].tolist())
+
+    (began, ended), (other_began, other_ended) = re.findall(r"(\d+\.\d+) (\d+\.\d+)", asyncio.run(go()))
+    assert max(float(began), float(other_began)) < min(float(ended), float(other_ended))
+
+
+def test_work_that_advances_beats() -> None:
+    run = Run()
+    asyncio.run(run.play(start_of("calculator"), CALL, "29842<|end|>"))
+    assert run.beats >= 4
+
+
+def test_waiting_for_a_tool_is_not_busy_time_twice() -> None:
+    scored = play(start_of("python"), "<tool_call>python:import time; time.sleep(0.3)</tool_call><|end|>", "1<|end|>")
+    assert 0.3 < scored.usage.env_s < 0.8
+
+
+# ------------------------------------------------------------------------------------- environments of operators
+
+PACKAGE = """
+from pydantic import BaseModel, ConfigDict
+
+
+class Args(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    target: int = 3
+    mode: str = ""
+
+
+class Countdown:
+    Args = Args
+
+    def __init__(self, target=3, mode=""):
+        if target < 1:
+            raise ValueError("target must be positive")
+        self.target, self.mode = target, mode
+
+    def make_item(self, seed, held_out):
+        return {"start": seed % 5}
+
+    def reset(self, item, seed):
+        if self.mode == "raise":
+            raise RuntimeError("broken\\nindeed")
+        state = {"left": self.target}
+        if self.mode == "large":
+            state["x"] = "x" * 70000
+        if self.mode == "object":
+            state["x"] = object()
+        return state, [{"role": "user", "content": f"count down from {self.target}"}]
+
+    async def step(self, state, turn):
+        from env_service.environment import Step
+        left = state["left"] - 1
+        if self.mode == "nothing":
+            return Step(state=state, done=True)
+        if self.mode == "nan":
+            return Step(state=state, done=True, reward=float("nan"))
+        reward = float(turn.text == str(state["left"]))
+        messages = [{"role": "tool", "content": "go on"}]
+        return Step(state={"left": left}, messages=messages, done=left == 0, reward=reward, parts={f"turn{turn.index}": reward})
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "countdown_env.py").write_text(textwrap.dedent(PACKAGE))
+    info = tmp_path / "countdown_env-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: countdown-env\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[marlaas.environments]\ncountdown = countdown_env:Countdown\nmissing = none:X\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("countdown_env", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
+    scored = play(start_of("countdown", item=None), "3<|end|>", "2<|end|>", "0<|end|>")
+    assert (scored.reward, scored.stop_reason, scored.num_turns) == (2.0, "stop", 3)
+    assert scored.reward_parts == {"turn0": 1.0, "turn1": 1.0, "turn2": 0.0}
+    assert makes_items(EnvSpec("countdown"))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("mode", "kind", "reason"),
+    [
+        ("large", "environment", "more than 65536"),
+        ("object", "environment", "cannot be packed"),
+        ("raise", "environment", "RuntimeError: broken indeed"),
+        ("nothing", "environment", "without a reward"),
+        ("nan", "grader", "nan"),
+    ],
+)
+def test_an_environment_that_fails_masks_the_trajectory(mode: str, kind: str, reason: str) -> None:
+    async def go() -> Any:
+        run = Run()
+        [(stream, message)] = await run.handle(start_of("countdown", {"mode": mode}))
+        if isinstance(message, TurnRequest):
+            stream, message = await run.turn(message, "3<|end|>")
+        assert stream == CELL.scored(3)
+        return message
+
+    scored = asyncio.run(go())
+    assert scored.reward is None
+    assert scored.failure.kind == kind
+    assert reason in scored.failure.reason
+
+
+@pytest.mark.usefixtures("installed")
+def test_installed_environments_are_validated_by_their_own_model() -> None:
+    validate_environment(EnvSpec("countdown", {"target": 2}))
+    with pytest.raises(InvalidInput, match="did you mean 'target'"):
+        validate_environment(EnvSpec("countdown", {"targt": 2}))
+    with pytest.raises(InvalidInput, match="did you mean 'countdown'"):
+        validate_environment(EnvSpec("countdwn"))
+    with pytest.raises(InvalidInput, match="cannot be loaded"):
+        validate_environment(EnvSpec("missing"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message", "param"),
+    [
+        (EnvSpec("serch"), "did you mean 'search'", "environment.name"),
+        (EnvSpec("calculator", {"skil": "calc"}), "did you mean 'skill'", "environment.args.skil"),
+        (EnvSpec("calculator", {"skill": "sort"}), "'calc'", "environment.args.skill"),
+        (EnvSpec("single_turn"), "grader is missing", "environment.args.grader"),
+        (
+            EnvSpec("single_turn", {"grader": {"type": "maths"}}),
+            "did you mean 'math'",
+            "environment.args.grader.type",
+        ),
+        (EnvSpec("search"), "either collection or documents", "environment.args"),
+        (EnvSpec("search", {"documents": [{"text": "x" * 70000}]}), "use a collection", "environment.args"),
+        (
+            EnvSpec("search", {"documents": [{"txt": "x"}]}),
+            "did you mean 'text'",
+            "environment.args.documents.0.txt",
+        ),
+    ],
+)
+def test_a_wrong_environment_is_refused_by_name(spec: EnvSpec, message: str, param: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        validate_environment(spec)
+    assert message in str(caught.value)
+    assert (caught.value.param or "").startswith(param)
+
+
+# ------------------------------------------------------------------------------------------ grading, park, failed
+
+
+def request_to_grade(grader: dict[str, Any]) -> GradeRequest:
+    return GradeRequest(
+        id="g1",
+        tenant="acme",
+        job="",
+        partition=3,
+        env=EnvSpec("single_turn", {"grader": grader}),
+        item={"answer": "95"},
+        output_text="95",
+        reply_to=CELL.reply("api1"),
+    )
+
+
+def test_a_grade_request_is_answered_to_whom_it_names() -> None:
+    [(stream, result)] = asyncio.run(Run().handle(request_to_grade(EXACT)))
+    assert isinstance(result, GradeResult)
+    assert (stream, result.id, result.reward, result.failure) == (CELL.reply("api1"), "g1", 1.0, None)
+
+
+@pytest.mark.parametrize("grader", [python("def grade(sample, item): raise ValueError('no')"), {"type": "mth"}])
+def test_a_grade_request_that_fails_is_answered_with_the_reason(grader: dict[str, Any]) -> None:
+    [(_, result)] = asyncio.run(Run().handle(request_to_grade(grader)))
+    assert isinstance(result, GradeResult)
+    assert result.reward is None
+    assert result.failure and result.failure.kind in ("grader", "invalid")
+
+
+def test_a_parked_turn_is_its_request_and_a_parked_start_is_nothing() -> None:
+    async def go() -> None:
+        run = Run()
+        request = await run.first(start_of("calculator"))
+        _, second = await run.turn(request, CALL)
+        [(stream, parked)] = run.handler.park(result_of(second, "29842<|end|>"))
+        assert stream == CELL.scored(3)
+        assert isinstance(parked, Parked)
+        assert parked.request.tokens == second.tokens
+        assert parked.request.usage.sampled_tokens == len(ids_of(CALL)) + 6
+        assert run.handler.park(single()) == []
+        assert run.handler.hand_back(single()) is None
+
+    asyncio.run(go())
+
+
+def test_a_dead_letter_tells_the_owner_of_each_trajectory() -> None:
+    async def go() -> None:
+        run = Run()
+        failure = Failure("dead_letter", "delivered 11 times")
+        out = run.handler.failed(single(samples=(0, 1)), failure)
+        assert [(s, m.trajectory.sample, m.failure, m.reward) for s, m in out if isinstance(m, ScoredTrajectory)] == [
+            (CELL.scored(3), 0, failure, None),
+            (CELL.scored(3), 1, failure, None),
+        ]
+        request = await run.first(single())
+        [(_, scored)] = run.handler.failed(result_of(request, "1<|end|>"), failure)
+        assert isinstance(scored, ScoredTrajectory)
+        assert (scored.failure, scored.stop_reason, scored.num_turns) == (failure, "failed", 1)
+        [(stream, result)] = run.handler.failed(request_to_grade(EXACT), failure)
+        assert isinstance(result, GradeResult)
+        assert (stream, result.failure) == (CELL.reply("api1"), failure)
+
+    asyncio.run(go())
+
+
+def test_an_unreadable_context_fails_the_trajectory() -> None:
+    async def go() -> Any:
+        run = Run()
+        request = msgspec.structs.replace(await run.first(single()), context=b"\xc1")
+        return await run.turn(request, "1<|end|>")
+
+    assert "cannot be read" in asyncio.run(go())[1].failure.reason

@@ -1,0 +1,411 @@
+"""Graders: their shapes, their rewards, and what happens when one fails."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidInput
+from common.graders import check_item, item_fields, validate_grader
+from env_service.failures import GraderFailed
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.math import MathChecker, final_answer
+from env_service.graders.runner import Grade, GraderRunner, make_sample
+from env_service.sandbox.sandbox import Sandbox
+
+pytestmark = pytest.mark.timeout(60)
+
+ANSWERS = Path(__file__).resolve().parents[1] / "data" / "gsm8k_answers.jsonl"
+
+
+async def grade_async(
+    grader: dict[str, Any],
+    output: str,
+    item: dict[str, Any] | None = None,
+    *,
+    hosts: str = "",
+    timeout_s: float = 5.0,
+) -> Grade:
+    endpoints, checker = Endpoints(hosts), MathChecker()
+    runner = GraderRunner(sandbox=Sandbox(), endpoints=endpoints, math_checker=checker, timeout_s=timeout_s)
+    try:
+        return await runner.grade(validate_grader(grader), item or {}, make_sample(output), key="job/0/0/0/0")
+    finally:
+        await checker.close()
+        await endpoints.close()
+
+
+def grade(grader: dict[str, Any], output: str, item: dict[str, Any] | None = None, **options: Any) -> float:
+    return asyncio.run(grade_async(grader, output, item, **options)).reward
+
+
+def check(operation: str) -> dict[str, Any]:
+    return {
+        "type": "string_check",
+        "name": "c",
+        "input": "{{sample.output_text}}",
+        "reference": "{{ item.answer }}",
+        "operation": operation,
+    }
+
+
+def alike(metric: str) -> dict[str, Any]:
+    return {
+        "type": "text_similarity",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}}",
+        "evaluation_metric": metric,
+    }
+
+
+def python(source: str) -> dict[str, Any]:
+    return {"type": "python", "source": source}
+
+
+# ------------------------------------------------------------------------------------------------- string_check
+
+
+@pytest.mark.parametrize(
+    ("operation", "output", "answer", "reward"),
+    [
+        ("eq", "95", "95", 1.0),
+        ("eq", "95 ", "95", 0.0),
+        ("ne", "95", "96", 1.0),
+        ("like", "it is Blue", "Blue", 1.0),
+        ("like", "it is Blue", "blue", 0.0),
+        ("ilike", "it is Blue", "bLUE", 1.0),
+    ],
+)
+def test_string_check_compares(operation: str, output: str, answer: str, reward: float) -> None:
+    assert grade(check(operation), output, {"answer": answer}) == reward
+
+
+def test_templates_reach_into_items_and_outputs() -> None:
+    nested = {
+        "type": "string_check",
+        "input": "{{sample.output_json.a.0}}",
+        "reference": "<{{item.meta.x}}>",
+        "operation": "eq",
+    }
+    assert grade(nested, '{"a": ["<7>"]}', {"meta": {"x": 7}}) == 1.0
+
+
+def test_a_variable_that_the_item_lacks_fails_the_grader() -> None:
+    with pytest.raises(GraderFailed, match=r"item\.answer"):
+        grade(check("eq"), "95", {"question": "x"})
+
+
+def test_an_output_that_is_not_json_fails_only_a_grader_that_needs_json() -> None:
+    with pytest.raises(GraderFailed, match="not JSON"):
+        grade(check("eq") | {"input": "{{sample.output_json.a}}"}, "no", {"answer": "1"})
+
+
+def test_a_reference_with_braces_is_not_a_template() -> None:
+    assert grade(check("eq"), "{{item.secret}}", {"answer": "{{item.secret}}"}) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------- text_similarity
+
+METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_similarity_is_one_for_the_same_text_and_less_for_another(metric: str) -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    assert grade(alike(metric), text, {"answer": text}) == pytest.approx(1.0)
+    some = grade(alike(metric), "the quick brown fox sleeps under the lazy dog", {"answer": text})
+    assert 0 <= some < 1
+    assert grade(alike(metric), "", {"answer": text}) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_rouge_1_is_the_f_measure_of_words() -> None:
+    assert grade(alike("rouge_1"), "a b", {"answer": "a b c d"}) == pytest.approx(2 * 1 * 0.5 / 1.5)
+
+
+def test_a_threshold_is_reported_beside_the_reward() -> None:
+    result = asyncio.run(grade_async(alike("rouge_1") | {"pass_threshold": 0.5}, "a b", {"answer": "a b c d"}))
+    assert result.parts == {"passed": 1.0}
+    assert result.reward < 1
+
+
+# ------------------------------------------------------------------------------------------------------- python
+
+
+def test_a_python_grader_sees_sample_and_item() -> None:
+    source = "def grade(sample, item):\n    return 0.5 * (sample['output_text'] == item['answer'])"
+    assert grade(python(source), "95", {"answer": "95"}) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ValueError('no')", "line 2: ValueError: no"),
+        ("while True: pass", "longer than"),
+        ("while True: print('x' * 10**6)", "printed more than"),
+        ("return float('nan')", "nan"),
+        ("return float('inf')", "inf"),
+        ("return 10**400", "whole number of"),
+        ("return 'one'", "'one'"),
+        ("return None", "nothing"),
+        ("return True", r"write float"),
+        ("return [1]", "list"),
+        ("import os; os._exit(0)", "without a result"),
+        ("import os; os.fork()", "PermissionError|BlockingIOError"),
+    ],
+)
+def test_a_python_grader_that_fails_gives_a_reason_and_no_reward(body: str, reason: str) -> None:
+    with pytest.raises(GraderFailed, match=reason):
+        grade(python(f"def grade(sample, item):\n    {body}"), "", timeout_s=1.0)
+
+
+# -------------------------------------------------------------------------------------------------------- multi
+
+
+def multi(formula: str) -> dict[str, Any]:
+    parts = {"exact": check("eq"), "near": alike("rouge_1")}
+    return {"type": "multi", "name": "m", "graders": parts, "calculate_output": formula}
+
+
+def test_multi_combines_by_its_formula_and_reports_its_parts() -> None:
+    result = asyncio.run(grade_async(multi("0.75 * exact + min(near, 1) / 4"), "95", {"answer": "95"}))
+    assert result == Grade(1.0, {"exact": 1.0, "near": 1.0})
+
+
+def test_a_formula_without_a_value_fails_the_grader() -> None:
+    with pytest.raises(GraderFailed, match="division by zero"):
+        grade(multi("near / exact"), "96", {"answer": "95"})
+
+
+# --------------------------------------------------------------------------------------------------------- math
+
+
+def test_each_gsm8k_answer_is_right_for_its_row_and_wrong_for_the_next_where_it_differs() -> None:
+    answers = [json.loads(line)["answer"] for line in ANSWERS.read_text().splitlines()]
+    assert len(answers) == 1319
+    following = [*answers[1:], answers[0]]
+
+    async def rewards() -> list[tuple[bool, bool]]:
+        checker = MathChecker()
+        return [
+            (await checker.equal(own, own, timeout_s=5), await checker.equal(other, own, timeout_s=5))
+            for own, other in zip(answers, following, strict=True)
+        ]
+
+    for own, other, (right, wrong) in zip(answers, following, asyncio.run(rewards()), strict=True):
+        assert right
+        same = (
+            own.rpartition("####")[2].replace(",", "").strip() == other.rpartition("####")[2].replace(",", "").strip()
+        )
+        assert wrong == same
+
+
+@pytest.mark.parametrize(
+    ("output", "answer", "equal"),
+    [
+        ("The answer is 3/4.", "0.75", True),
+        (r"\boxed{\frac{3}{4}}", "0.75", True),
+        (r"so \boxed{2\sqrt{3}}", r"\sqrt{12}", True),
+        ("x = 2*(3+4)", "14", True),
+        ("Blue", "blue", True),
+        ("red", "blue", False),
+        ("It costs $1,234.00.", "1234", True),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+        (r"\boxed{x^2+2x+2}", "(x+1)^2", False),
+        ("about 0.333333", "1/3", True),
+        ("about 0.33", "1/3", False),
+        ("it is -5", "5", False),
+        ("18 - 3 = 15", "15", True),
+        ("between 3 and 5", "5", True),
+        (r"\boxed{\text{north}}", "north", True),
+        ("", "5", False),
+        ("no idea", "5", False),
+        ("5 #### 6", "6", True),
+        ("9" * 5000, "5", False),
+        ("\\boxed{" * 50, "5", False),
+        ("1/0", "5", False),
+    ],
+)
+def test_final_answers_are_compared_mathematically(output: str, answer: str, equal: bool) -> None:
+    assert grade({"type": "math"}, output, {"answer": answer}) == float(equal)
+
+
+def test_the_final_answer_is_the_last_of_its_kind() -> None:
+    assert final_answer(r"\boxed{1} then \boxed{2}") == "2"
+    assert final_answer("3 apples, 4 pears") == "4"
+    assert final_answer("#### 1\n#### 2\nmore") == "2"
+
+
+def test_an_answer_on_which_the_comparison_hangs_fails_the_grader_and_the_next_one_works() -> None:
+    async def both() -> bool:
+        checker = MathChecker()
+        await checker.equal(r"\frac{1}{2}", "0.5", timeout_s=20)
+        with pytest.raises(GraderFailed, match="took"):
+            await checker.equal(r"\int_0^1 x^x \sin(x^{x^x}) dx", "7^{7^{7^{7}}}+1", timeout_s=0.01)
+        equal = await checker.equal(r"\frac{1}{2}", "0.5", timeout_s=20)
+        await checker.close()
+        return equal
+
+    assert asyncio.run(both())
+
+
+def test_a_reference_without_an_answer_fails_the_grader() -> None:
+    with pytest.raises(GraderFailed, match="reference"):
+        grade({"type": "math"}, "5", {"answer": "  "})
+
+
+# ----------------------------------------------------------------------------------------------------- endpoint
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A user's endpoint; the path says how it behaves."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind = self.path.strip("/")
+        if kind == "slow":
+            threading.Event().wait(3)
+        if kind == "redirect":
+            self.send_response(302)
+            self.send_header("Location", "/good")
+            self.end_headers()
+            return
+        self.send_response(500 if kind == "broken" else 200)
+        self.end_headers()
+        content = {
+            "good": {"reward": float(body["sample"]["output_text"] == body["item"].get("answer"))},
+            "header": {
+                "reward": float(self.headers["X-Key"] == "k" and self.headers["Idempotency-Key"] == "job/0/0/0/0")
+            },
+            "text": {"reward": "1"},
+            "nothing": {},
+            "nan": {"reward": float("nan")},
+        }.get(kind, {"reward": 1, "x": "x" * 10**6 if kind == "large" else ""})
+        with contextlib.suppress(ConnectionError):  # the grader has hung up
+            self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def endpoint(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "endpoint", "url": url, **more}
+
+
+def test_an_endpoint_gives_the_reward(server: str) -> None:
+    assert grade(endpoint(f"{server}/good"), "95", {"answer": "95"}, hosts="127.0.0.1") == 1.0
+    assert grade(endpoint(f"{server}/good"), "96", {"answer": "95"}, hosts="127.0.0.0/8") == 0.0
+    assert grade(endpoint(f"{server}/header", headers={"X-Key": "k"}), "", {}, hosts="127.0.0.1") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("redirect", "status 302"),
+        ("broken", "status 500"),
+        ("text", "'1'"),
+        ("nothing", 'no "reward"'),
+        ("large", "bytes"),
+    ]
+    + [("nan", "nan"), ("slow", "no answer within")],
+)
+def test_an_endpoint_that_misbehaves_fails_the_grader(server: str, path: str, reason: str) -> None:
+    with pytest.raises(GraderFailed, match=reason):
+        grade(endpoint(f"{server}/{path}"), "", {}, hosts="127.0.0.1", timeout_s=0.5)
+
+
+@pytest.mark.parametrize("hosts", ["", "example.org", "10.0.0.0/8", "*.0.0.1", "localhost"])
+def test_an_address_that_the_operator_does_not_list_is_not_called(server: str, hosts: str) -> None:
+    with pytest.raises(GraderFailed, match="operator does not allow"):
+        grade(endpoint(f"{server}/good"), "", {"answer": ""}, hosts=hosts)
+
+
+def test_a_listed_name_that_leads_to_a_private_address_is_not_called(server: str) -> None:
+    port = server.rpartition(":")[2]
+    for host in (f"localhost:{port}",):
+        with pytest.raises(GraderFailed, match="address of localhost"):
+            grade(endpoint(f"http://{host}/good"), "", {"answer": ""}, hosts="localhost")
+        assert grade(endpoint(f"http://{host}/good"), "", {"answer": ""}, hosts="localhost, 127.0.0.1, ::1") == 1.0
+
+
+@pytest.mark.parametrize("host", ["[::ffff:127.0.0.1]", "[::1]", "169.254.169.254", "0.0.0.0"])
+def test_other_spellings_of_private_addresses_are_not_called(host: str) -> None:
+    with pytest.raises(GraderFailed, match="operator does not allow"):
+        grade(endpoint(f"http://{host}/good"), "", {}, hosts="example.org")
+
+
+def test_an_endpoint_that_is_not_there_fails_the_grader() -> None:
+    with pytest.raises(GraderFailed, match="Connect"):
+        grade(endpoint("http://127.0.0.1:9/"), "", {}, hosts="127.0.0.1")
+
+
+# --------------------------------------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize(
+    ("grader", "message", "param"),
+    [
+        ({"type": "string_chek"}, "did you mean 'string_check'", "grader.type"),
+        ({}, "unknown grader type None", "grader.type"),
+        ({"type": ["math"]}, "unknown grader type", "grader.type"),
+        ({"type": "score_model"}, "second model", "grader.type"),
+        (alike("cosine"), "cosine needs a download", "grader.evaluation_metric"),
+        (alike("meteor"), "meteor needs a download", "grader.evaluation_metric"),
+        (alike("rouge_9"), "rouge_1", "grader.evaluation_metric"),
+        ({"type": "math", "inpt": "x"}, "did you mean 'input'", "grader.inpt"),
+        (
+            {"type": "math", "input": "{{sample.output_txt}}"},
+            "did you mean {{sample.output_text}}",
+            "grader.input",
+        ),
+        ({"type": "math", "input": "{{items.x}}"}, "begins with item or sample", "grader.input"),
+        ({"type": "math", "input": "{{item}}"}, "names no field", "grader.input"),
+        (check("equals"), "'eq'", "grader.operation"),
+        (
+            {"type": "string_check", "input": "", "operation": "eq"},
+            "reference is missing",
+            "grader.reference",
+        ),
+        (python("x = 1"), "must define grade", "grader.source"),
+        (endpoint("ftp://host/"), "http://", "grader.url"),
+        (endpoint("http://u:p@host/"), "password", "grader.url"),
+        (endpoint("http://host/", headers={"Host": "x"}), "cannot be set", "grader.headers"),
+        (multi("exact + nea"), "did you mean 'near'", "grader"),
+        (multi("exact +"), "not an arithmetic expression", "grader"),
+        (multi("__import__('os')"), "no function", "grader"),
+        ({"type": "multi", "graders": {"m": multi("1")}, "calculate_output": "m"}, "m", "grader.graders.m"),
+        (
+            {"type": "multi", "graders": {"a": {"type": "math", "refernce": ""}}, "calculate_output": "a"},
+            "'reference'",
+            "grader.graders.a.refernce",
+        ),
+    ],
+)
+def test_a_wrong_grader_is_refused_by_name(grader: dict[str, Any], message: str, param: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        validate_grader(grader)
+    assert message in str(caught.value)
+    assert caught.value.param == param
+
+
+def test_the_fields_that_a_grader_needs_are_checked_against_a_row() -> None:
+    grader = validate_grader(multi("exact"))
+    assert item_fields(grader) == {"answer"}
+    check_item(grader, {"answer": "95"})
+    with pytest.raises(InvalidInput, match="did you mean 'answr'"):
+        check_item(grader, {"answr": "95"})

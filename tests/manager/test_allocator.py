@@ -1,0 +1,105 @@
+"""What the owner decides within a tenant and about the engines' memory; the policies have a test of their own."""
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.standin import FixedSlots, job_spec
+from manager_service.records import TenantRecord
+from tests.support.owner_world import World
+
+SEEDS = st.integers(0, 10**9)
+
+
+def test_the_job_with_the_higher_priority_then_the_earlier_deadline_is_sampled_first() -> None:
+    world = World(random.Random(1), cluster=FixedSlots(rollout=2, trainer=1, env=0))
+    hyper = {"batch_size": 8, "group_size": 3, "num_steps": 1}
+    world.add(job_spec("none", created_at=1, **hyper))
+    world.add(job_spec("later", created_at=1, deadline_s=900.0, **hyper))
+    world.add(job_spec("soon", created_at=1, deadline_s=60.0, **hyper))
+    world.add(job_spec("first", created_at=1, priority=1, deadline_s=9000.0, **hyper))
+    ends: list[str] = []
+    while world.jobs:
+        before = set(world.jobs)
+        world.turn()
+        ends += before - set(world.jobs)
+    assert ends == ["first", "soon", "later", "none"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(SEEDS)
+def test_urgent_jobs_do_not_starve_their_tenants_others(seed: int) -> None:
+    world = World(random.Random(seed), cluster=FixedSlots(rollout=4, trainer=1, env=0))
+    hyper = {"batch_size": 2, "group_size": 3}
+    world.add(job_spec("modest", created_at=1, num_steps=4, **hyper))
+    for n in range(3):
+        world.add(job_spec(f"urgent-{n}", created_at=1, num_steps=400, priority=9, deadline_s=1.0, **hyper))
+    for _ in range(3000):
+        world.turn()
+        if "modest" not in world.jobs:
+            break
+    assert "modest" not in world.jobs and len(world.jobs) == 3
+
+
+def test_queued_jobs_start_by_urgency_and_every_fourth_time_by_age() -> None:
+    world = World(random.Random(1))
+    world.allocator.tenants = {"acme": TenantRecord(id="acme", created_at=0, max_jobs=1)}
+    for n in range(8):
+        world.add(job_spec(f"job-{n}", created_at=1 + n, batch_size=1, group_size=2, num_steps=1, priority=n))
+    world.run()
+    assert world.started == [f"job-{n}" for n in (7, 6, 5, 0, 4, 3, 2, 1)]
+
+
+@dataclass(frozen=True)
+class SmallMemory(FixedSlots):
+    held: int = 0
+
+    def kv_tokens(self) -> int | None:
+        return self.held
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS)
+def test_the_engines_memory_is_respected_and_a_long_job_is_not_kept_out_by_short_ones(seed: int) -> None:
+    """Room for 1.5 x 400 tokens; a group of the long job needs 3 x 100, one of a short job 3 x 10."""
+    world = World(random.Random(seed), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=400))
+    hyper = {"batch_size": 2, "group_size": 3}
+    world.add(job_spec("long", "tenant-long", created_at=1, num_steps=2, max_tokens=100, **hyper))
+    for n in range(6):
+        world.add(job_spec(f"short-{n}", f"tenant-{n}", created_at=1, num_steps=60, max_tokens=10, **hyper))
+    while "long" in world.jobs:
+        world.turn()
+        needed = sum(job.num_waiting * job.lengths.kv_tokens for job in world.jobs.values())
+        # Estimates grow by the prompt's token while a job learns
+        assert needed <= 600 + 64
+        assert len(world.jobs) > 1, "the long job was kept out"
+
+
+def test_a_group_that_needs_more_memory_than_there_is_still_runs_alone() -> None:
+    world = World(random.Random(1), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=10))
+    world.add(job_spec("large", created_at=1, batch_size=2, group_size=3, num_steps=2, max_tokens=100))
+    while world.jobs:
+        world.turn()
+        assert world.open_work <= 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.integers(1, 40))
+def test_a_job_begins_at_once_though_others_fill_the_slots_but_not_without_limit(seed: int, num_late: int) -> None:
+    """8 slots, so 12 trajectories under way but for first groups, and 32 with them."""
+    world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=1, env=0))
+    hyper = {"batch_size": 16, "group_size": 2, "num_steps": 2}
+    world.add(job_spec("early", "tenant-early", created_at=1, **hyper))
+    while not world.issued["early"]:
+        world.turn()
+    assert world.open_work == 12
+    for n in range(num_late):
+        world.add(job_spec(f"late-{n}", f"tenant-{n}", created_at=2, **hyper))
+    for _ in range(300):
+        world.turn()
+        has_room = world.open_work < 32
+        waiting = [name for name, job in world.jobs.items() if job.state.version == 0 and not world.issued[name]]
+        assert not (has_room and waiting)
+        assert world.open_work <= 33, "one group may begin where one trajectory has room"

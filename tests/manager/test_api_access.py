@@ -1,0 +1,155 @@
+"""Who may do what: keys, tenants, first start, errors in OpenAI's shape, Redis away."""
+
+import asyncio
+import stat
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import openai
+import pytest
+import redis.asyncio as aioredis
+
+from common.errors import InvalidInput
+from harness.redis_server import RedisServer
+from manager_service.tenants import KEYS, Tenants, bootstrap, read_or_make_key
+from tests.support.api_server import ApiServer, running_api
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+async def test_without_a_known_key_nothing_is_answered(server: ApiServer) -> None:
+    for headers in ({"Authorization": ""}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": "Basic x"}):
+        answer = await server.http.get("/v1/models", headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    answer = await server.http.get("/v1/models", headers={"Authorization": b"Bearer sk-\xe9\xff"})
+    assert answer.status_code == 401
+
+
+async def test_the_admin_key_administers_and_a_tenants_key_does_not(server: ApiServer) -> None:
+    assert (await server.http.get("/v1/admin/tenants")).status_code == 403
+    assert (await server.http.get("/v1/files", headers=server.as_admin())).status_code == 403
+    tenants = (await server.http.get("/v1/admin/tenants", headers=server.as_admin())).json()["data"]
+    assert [tenant["id"] for tenant in tenants] == ["default"]
+
+
+async def test_a_tenant_is_made_changed_and_given_keys(server: ApiServer) -> None:
+    admin = server.as_admin()
+    client = await server.new_tenant("acme", name="Acme", weight=2.0, max_jobs=3)
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    again = await server.http.post("/v1/admin/tenants", json={"id": "acme"}, headers=admin)
+    assert again.status_code == 409
+    misspelt = await server.http.post("/v1/admin/tenants/acme", json={"wieght": 5}, headers=admin)
+    assert misspelt.status_code == 400 and "did you mean 'weight'?" in misspelt.json()["error"]["message"]
+    changed = await server.http.post("/v1/admin/tenants/acme", json={"max_tokens_per_day": 5}, headers=admin)
+    assert (changed.json()["weight"], changed.json()["max_tokens_per_day"]) == (2.0, 5)
+    (key,) = (await server.http.get("/v1/admin/tenants/acme/keys", headers=admin)).json()["data"]
+    assert key["key"] is None
+    gone = await server.http.delete(f"/v1/admin/tenants/acme/keys/{key['id']}", headers=admin)
+    assert gone.json()["deleted"]
+    with pytest.raises(openai.AuthenticationError):
+        await client.models.list()
+
+
+async def test_a_tenants_id_must_be_plain(server: ApiServer) -> None:
+    for tenant in ["", "A", "a:b", "a/b", "admin", "other", "-", "x" * 64, "\u00e9", "../x", "a\0"]:
+        answer = await server.http.post("/v1/admin/tenants", json={"id": tenant}, headers=server.as_admin())
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "id")
+
+
+async def test_keys_are_kept_as_hashes_and_files_are_private(server: ApiServer) -> None:
+    stored = await server.api.redis.hgetall(KEYS)
+    assert server.key.encode() not in b"".join([*stored.keys(), *stored.values()])
+    for name in ("api_key", "admin_key"):
+        mode = (server.api.settings.data_dir / name).stat().st_mode
+        assert stat.S_IMODE(mode) == 0o600
+
+
+async def test_a_second_start_keeps_the_keys_and_restores_what_redis_lost(redis_url: str, tmp_path: Path) -> None:
+    async with aioredis.Redis.from_url(redis_url) as client:
+        tenants = Tenants(client)
+        await asyncio.gather(*(bootstrap(tenants, tmp_path) for _ in range(5)))
+        key = (tmp_path / "api_key").read_text().strip()
+        await client.flushall()
+        await bootstrap(tenants, tmp_path)
+        assert (tmp_path / "api_key").read_text().strip() == key
+        record = await tenants.authenticate(key)
+        assert record is not None and (record.tenant, record.admin) == ("default", False)
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["admin_key", "api_key"]
+
+
+def test_a_file_that_holds_no_key_is_named(tmp_path: Path) -> None:
+    (tmp_path / "api_key").write_text("\n")
+    with pytest.raises(InvalidInput, match="does not hold an API key"):
+        read_or_make_key(tmp_path / "api_key")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("PUT", "/v1/files", 405), ("GET", "/v1/files/%00", 404)],
+)
+async def test_every_error_has_openais_shape(server: ApiServer, method: str, path: str, status: int) -> None:
+    answer = await server.http.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+NO_JSON_FOR_US = [
+    b"{",
+    b"",
+    b"[]",
+    b'{"model": NaN}',
+    b'{"model": "\\ud800"}',
+    b'{"\\ud800": 1}',
+    b"[" * 100_000,
+    b"\xff",
+    b'{"a":1,"a":2}',
+    b'{"model": ' + b"9" * 10_000 + b"}",
+]
+
+
+async def test_a_body_that_is_no_json_for_us_is_refused(server: ApiServer) -> None:
+    for body in NO_JSON_FOR_US:
+        for path in ("/v1/fine_tuning/jobs", "/v1/chat/completions", "/v1/fine_tuning/alpha/graders/validate"):
+            answer = await server.http.post(path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["message"]
+
+
+async def test_a_huge_body_is_refused_unread(server: ApiServer) -> None:
+    async def chunks() -> AsyncGenerator[bytes]:
+        for _ in range(80):
+            yield b" " * 65536
+
+    for content in (b" " * (5 << 20), chunks()):
+        answer = await server.http.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 413, answer.text
+
+
+async def test_readiness_says_what_is_missing(server: ApiServer) -> None:
+    answer = await server.http.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["waiting_for"] == ["rollout (tiny)", "env (tiny)", "trainer (tiny)"]
+
+
+@pytest.mark.slow
+async def test_without_redis_requests_are_answered_within_seconds(tmp_path: Path) -> None:
+    redis_server = RedisServer.start(tmp_path)
+    try:
+        async with running_api(redis_server.url, tmp_path / "data") as server:
+            redis_server.stop()
+            async with asyncio.timeout(15):
+                answer = await server.http.get("/v1/files")
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) > 0
+            assert (await server.http.get("/readyz")).json()["waiting_for"][0] == "redis"
+            redis_server.restart()
+            assert (await server.http.get("/v1/files")).status_code == 200
+    finally:
+        redis_server.stop()

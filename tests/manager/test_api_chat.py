@@ -1,0 +1,340 @@
+"""Completions through the `openai` client; a played rollout worker answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, decode
+from manager_service.api.sampling.replies import AnswerText
+from manager_service.records import JSON, JobState
+from tests.support.api_server import (
+    GRADER,
+    ApiServer,
+    Script,
+    method,
+    played,
+    played_grader,
+    running_api,
+    upload,
+)
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+HELLO: Any = [{"role": "user", "content": "add 37+58"}]
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    settings = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0, "grader_run_timeout_s": 1.0}
+    async with running_api(redis_url, tmp_path / "data", **settings) as running:
+        yield running
+
+
+async def text_of(answer: Any) -> str:
+    """Of the first choice, streamed or not."""
+    if hasattr(answer, "choices"):
+        return answer.choices[0].message.content
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+
+
+async def test_a_question_is_answered_with_usage_and_version(server: ApiServer) -> None:
+    async with played(Script(server.bus)) as script:
+        raw = await server.openai.chat.completions.with_raw_response.create(
+            model="tiny", messages=HELLO, temperature=0.5, top_p=0.9, max_tokens=8, seed=3, stop=["x"]
+        )
+    answer = raw.parse()
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("95", "stop")
+    assert (answer.system_fingerprint, raw.headers["x-marlaas-version"], answer.model) == ("base", "base", "tiny")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (12, 3, 15)
+    (request,) = script.seen
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.stop) == (0.5, 0.9, 8, ("x",))
+    assert (request.trajectory.seed, request.trajectory.purpose, request.job[:5]) == (3, "chat", "chat-")
+    report = (await server.http.get("/v1/usage")).json()
+    assert (report["total"]["prompt_tokens"], report["total"]["sampled_tokens"], report["tokens_today"]) == (12, 3, 15)
+    assert (report["data"][0]["job"], report["data"][0]["rollout_s"]) == ("inference", 0.25)
+
+
+async def test_a_stream_gives_the_same_text_in_pieces(server: ApiServer) -> None:
+    async with played(Script(server.bus, text="ein schöner Tag 🙂", chunk=3)):
+        stream = await server.openai.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}, n=2
+        )
+        chunks = [chunk async for chunk in stream]
+    texts = ["", ""]
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["ein schöner Tag 🙂"] * 2
+    assert len(chunks) > 8
+    assert (
+        chunks[-1].usage is not None
+        and chunks[-1].usage.completion_tokens == 2 * len("ein schöner Tag 🙂".encode()) + 2
+    )
+    assert {chunk.system_fingerprint for chunk in chunks} == {"base"}
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons.count("stop") == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_ends_before_a_stop_string(server: ApiServer, stream: bool) -> None:
+    async with played(Script(server.bus, text="one two three", chunk=2)):
+        answer: Any = await server.openai.chat.completions.create(
+            model="tiny", messages=HELLO, stop=[" thr", "zzz"], stream=stream
+        )
+        text = await text_of(answer)
+    assert text == "one two"
+
+
+async def test_logprobs_are_given_with_their_alternatives(server: ApiServer) -> None:
+    async with played(Script(server.bus)):
+        for stream in (False, True):
+            answer: Any = await server.openai.chat.completions.create(
+                model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, stream=stream
+            )
+            if stream:
+                found = [c.choices[0].logprobs async for c in answer]
+                rows = [row for logprobs in found if logprobs for row in logprobs.content or []]
+            else:
+                rows = answer.choices[0].logprobs.content
+            assert [(row.token, row.logprob, row.bytes) for row in rows] == [("9", -0.5, [57]), ("5", -0.5, [53])]
+            assert [top.token for top in rows[0].top_logprobs] == ["9", "A"]
+        chunks: Any = await server.openai.chat.completions.create(
+            model="tiny", messages=HELLO, logprobs=True, stream=True
+        )
+        found = [c.choices[0].logprobs async for c in chunks]
+        assert [row.token for logprobs in found if logprobs for row in logprobs.content or []] == ["9", "5"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_calls_are_parsed(server: ApiServer, stream: bool) -> None:
+    tools: Any = [CALCULATOR]
+    async with played(Script(server.bus, text="Well<tool_call>calculator:3*4</tool_call>")) as script:
+        answer: Any = await server.openai.chat.completions.create(
+            model="tiny", messages=HELLO, tools=tools, stream=stream
+        )
+        if stream:
+            choices = [chunk.choices[0] async for chunk in answer]
+            content = "".join(choice.delta.content or "" for choice in choices)
+            (call,) = [call for choice in choices for call in choice.delta.tool_calls or []]
+            reason = choices[-1].finish_reason
+        else:
+            message = answer.choices[0].message
+            content, (call,), reason = message.content, message.tool_calls, answer.choices[0].finish_reason
+        plain = await server.openai.chat.completions.create(model="tiny", messages=HELLO)
+    assert (content, call.function.name, json.loads(call.function.arguments)) == (
+        "Well",
+        "calculator",
+        {"expression": "3*4"},
+    )
+    assert reason == "tool_calls"
+    prompt = server.api.bases["tiny"].tokenizer.decode(list(script.seen[0].tokens.numpy()), skip_special=False)
+    assert prompt.startswith("<|tools|>calculator<|end|>")
+    assert plain.choices[0].message.content == script.text
+
+
+async def test_a_malformed_call_stays_text(server: ApiServer) -> None:
+    tools: Any = [CALCULATOR]
+    async with played(Script(server.bus, text="<tool_call>calculator 3", stop_reason="length")):
+        answer = await server.openai.chat.completions.create(model="tiny", messages=HELLO, tools=tools)
+        stream = await server.openai.chat.completions.create(model="tiny", messages=HELLO, tools=tools, stream=True)
+        streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert answer.choices[0].message.content == streamed == "<tool_call>calculator 3"
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_text_completions_take_strings_and_ids(server: ApiServer) -> None:
+    async with played(Script(server.bus)) as script:
+        for prompt in ("ab", [97, 98], ["ab", "c"], [[97], [98, 99]]):
+            answer = await server.openai.completions.create(model="tiny", prompt=prompt, logprobs=1, n=1)
+            assert {choice.text for choice in answer.choices} == {"95"}
+            assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens == ["9", "5"]
+        stream = await server.openai.completions.create(model="tiny", prompt="ab", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "95"
+    lengths = [len(request.tokens) for request in script.seen]
+    assert lengths == [2, 2, 2, 1, 1, 2, 2]
+    with pytest.raises(openai.BadRequestError, match="token ids are between 0 and 271"):
+        await server.openai.completions.create(model="tiny", prompt=[272])
+
+
+async def test_a_tuned_model_answers_with_its_newest_or_a_pinned_version(server: ApiServer) -> None:
+    job = await server.openai.fine_tuning.jobs.create(
+        model="tiny", training_file=await upload(server.openai), extra_body={"method": method()}, suffix="s"
+    )
+    name = f"ft:tiny:default:s:{job.id}"
+    with pytest.raises(openai.NotFoundError, match="no version yet"):
+        await server.openai.chat.completions.create(model=name, messages=HELLO)
+    state = JSON.encode(JobState(status="running", version=3))
+    await server.api.redis.hset(server.bus.cell.job(job.id), "state", state)
+    async with played(Script(server.bus)) as script:
+        for model, version in ((name, 3), (f"{name}@1", 1), (f"{name}@0", 0)):
+            answer = await server.openai.chat.completions.create(model=model, messages=HELLO)
+            assert (answer.system_fingerprint, answer.model) == (f"{job.id}@{version}", model)
+            assert (script.seen[-1].adapter.version, script.seen[-1].adapter.tenant) == (version, "default")
+    for wrong in (f"{name}@4", f"{name}@", f"{name}@-1", f"{name}@x", f"ft:tiny:default:t:{job.id}", "ft:::", "tinny"):
+        with pytest.raises(openai.NotFoundError):
+            await server.openai.chat.completions.create(model=wrong, messages=HELLO)
+    other = await server.new_tenant("acme")
+    with pytest.raises(openai.NotFoundError):
+        await other.chat.completions.create(model=name, messages=HELLO)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
+    ({"messages": [{"role": "user", "content": "x" * 2048}]}, "2051 tokens and the model's context 2048"),
+    ({"temperature": 3}, "temperature"),
+    ({"n": 0}, "n: input should be"),
+    ({"n": 17}, "n: input should be"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"top_p": 0}, "top_p"),
+    ({"stop": [""]}, "stop"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty: not offered"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"top_logprobs": 2}, "needs logprobs=true"),
+    ({"tools": [{"type": "function"}]}, r"tools\[0\]"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"extra_body": {"top_k": 3}}, "unknown parameter 'top_k'"),
+    ({"stream_options": {"include_usage": True}}, "needs stream=true"),
+]
+
+
+async def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None:
+    for changes, complaint in REFUSED:
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            await server.openai.chat.completions.create(**{"model": "tiny", "messages": HELLO, **changes})
+    assert await server.api.redis.xlen(server.bus.cell.rollout_first) == 0
+
+
+# Workers that die, clients that leave -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_whose_worker_dies_is_asked_for_again_from_what_was_seen(server: ApiServer, stream: bool) -> None:
+    text = "a long answer"
+    async with played(Script(server.bus, text=text, dies_after=4)) as script:
+        answer: Any = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        told = await text_of(answer)
+    assert told == text
+    first, second = script.seen
+    assert (first.trajectory.attempt, second.trajectory.attempt) == (0, 1)
+    assert (second.num_partial, second.epoch, second.job) == (4 if stream else 0, 1, first.job)
+    assert second.logprobs.numpy()[-2:].tolist() == ([-0.5, -0.5] if stream else [0, 0])
+    while not (told := await cancels(server)):  # they are sent beside the answer
+        await asyncio.sleep(0.01)
+    assert [(c.job, c.epoch) for c in told] == [(first.job, 0)]
+
+
+async def cancels(server: ApiServer) -> list[Cancel]:
+    entries = await server.api.redis.xrange(server.bus.cell.control)
+    found = [decode(fields[b"payload"]) for _, fields in entries]
+    return [message for message in found if isinstance(message, Cancel)]
+
+
+async def test_a_request_that_waits_in_the_queue_is_not_asked_twice(server: ApiServer) -> None:
+    asking = asyncio.create_task(server.openai.chat.completions.create(model="tiny", messages=HELLO))
+    await asyncio.sleep(1.2)
+    async with played(Script(server.bus)) as script:
+        assert (await asking).choices[0].message.content == "95"
+    assert len(script.seen) == 1
+
+
+async def test_without_workers_the_answer_is_503_after_the_time_limit(server: ApiServer) -> None:
+    with pytest.raises(openai.APIStatusError, match="no rollout worker answered") as refused:
+        await server.openai.chat.completions.create(model="tiny", messages=HELLO)
+    assert refused.value.status_code == 503
+    stream = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+    with pytest.raises(openai.APIError, match="no rollout worker answered"):
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_the_workers(server: ApiServer, stream: bool) -> None:
+    body = {"model": "tiny", "messages": HELLO, "stream": stream}
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            async with server.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                await answer.aread()
+    async with asyncio.timeout(3):
+        while not (found := await cancels(server)):
+            await asyncio.sleep(0.02)
+    ((_, fields),) = await server.api.redis.xrange(server.bus.cell.rollout_first)
+    request = decode(fields[b"payload"])
+    assert isinstance(request, TurnRequest)
+    assert (found[0].job, found[0].epoch >= request.epoch) == (request.job, True)
+
+
+async def test_a_failed_turn_is_an_error_with_its_reason(server: ApiServer) -> None:
+    class Failing(Script):
+        def _result(self, request: TurnRequest, tokens: Any) -> Any:
+            stream, result = super()._result(request, [])
+            assert isinstance(result, TurnResult)
+            failure = Failure("corrupt_adapter", "its sha256 is wrong")
+            values = {name: getattr(result, name) for name in result.__struct_fields__}
+            return stream, TurnResult(**values | {"failure": failure, "stop_reason": "failed"})
+
+    async with played(Failing(server.bus)):
+        with pytest.raises(openai.APIStatusError, match=r"corrupt_adapter.*sha256 is wrong"):
+            await server.openai.chat.completions.create(model="tiny", messages=HELLO)
+
+
+async def test_the_reply_stream_stays_empty_and_has_a_time_to_live(server: ApiServer) -> None:
+    async with played(Script(server.bus, text="x" * 50)):
+        for _ in range(3):
+            await (await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)).close()
+            await server.openai.chat.completions.create(model="tiny", messages=HELLO)
+        await asyncio.sleep(0.2)
+    (key,) = await server.api.redis.keys("*reply:*")
+    assert await server.api.redis.xlen(key) == 0
+    assert 0 < await server.api.redis.ttl(key) <= 60
+
+
+# Graders -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_grader_is_validated_and_run(server: ApiServer) -> None:
+    grader: Any = GRADER
+    validated = await server.openai.fine_tuning.alpha.graders.validate(grader=grader)
+    assert validated.grader is not None
+    seen: list[GradeRequest] = []
+
+    def reward(request: GradeRequest) -> GradeResult:
+        seen.append(request)
+        fields = {"id": request.id, "tenant": request.tenant, "job": request.job, "partition": request.partition}
+        failure = None if request.output_text == "3" else Failure("grader", "it raised")
+        return GradeResult(**fields, reward=None if failure else 1.0, seconds=0.5, failure=failure)  # type: ignore[arg-type]
+
+    async with played_grader(server.bus, reward):
+        graders = server.openai.fine_tuning.alpha.graders
+        result = await graders.run(grader=grader, model_sample="3", item={"answer": "3"})
+        assert (result.reward, result.metadata.execution_time, result.metadata.name) == (1.0, 0.5, "exact")
+        failed = await graders.run(grader=grader, model_sample="4", item={"answer": "3"})
+        assert failed.metadata.errors.other_error
+        assert failed.to_dict()["failure"] == {"kind": "grader", "reason": "it raised"}
+    assert (seen[0].env.name, seen[0].env.args["grader"], seen[0].item) == ("single_turn", GRADER, {"answer": "3"})
+    with pytest.raises(openai.BadRequestError, match="no such field"):
+        await graders.run(grader=grader, model_sample="3")
+    with pytest.raises(openai.BadRequestError, match="operation"):
+        await graders.validate(grader=grader | {"operation": "is"})
+    with pytest.raises(openai.APIStatusError, match="no environment worker answered"):
+        await graders.run(grader=grader, model_sample="3", item={"answer": "3"})
+
+
+def test_held_back_text_is_never_lost(server: ApiServer) -> None:
+    tokenizer = server.api.bases["tiny"].tokenizer
+    for stop in ((), ("abc",), ("ab", "b"), ("zz",)):
+        for text in ("xxabx", "ab", "aabab", "zabz", "z"):
+            answer = AnswerText(tokenizer, stop, None)
+            pieces = [answer.feed([token], [0.0]) for token in tokenizer.encode(text)]
+            assert "".join([*pieces, answer.finish()]) == answer.text()

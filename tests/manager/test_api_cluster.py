@@ -1,0 +1,141 @@
+"""Workers, timeline, dead letters and metrics, from real telemetry messages."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from common.bus import Bus
+from common.messages import Cancel, DeadLetter, Span, WorkerReport, encode
+from common.telemetry import KEEP_S
+from manager_service.cluster import Cluster
+from tests.support.api_server import ApiServer, method, running_api, upload
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+def report(worker: str, service: str, **changes: Any) -> WorkerReport:
+    values = {"state": "busy", "busy": 0.5, "slots": 8, "in_use": 3, "base_model": "tiny", "pid": 7, "host": "h"}
+    return WorkerReport(id=worker, tenant="", job="", partition=0, service=service, **values | changes)  # type: ignore[arg-type]
+
+
+async def tell(bus: Bus, *reports: WorkerReport) -> None:
+    for one in reports:
+        await bus.broadcast(bus.cell.telemetry, one, keep_s=KEEP_S)
+
+
+async def until(server: ApiServer, count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(server.api.bases["tiny"].cluster.workers()) != count:
+            await asyncio.sleep(0.02)
+
+
+async def test_the_alive_are_listed_and_the_stopped_are_not(bus: Bus) -> None:
+    cluster = Cluster(bus)
+    await tell(bus, report("r1", "rollout"), report("r2", "rollout", slots=4, max_lora_rank=16), report("t", "trainer"))
+    await tell(bus, report("t", "trainer", state="stopped"))
+    await cluster.follow_once()
+    assert [worker.id for worker in cluster.workers()] == ["r1", "r2"]
+    assert (cluster.slots("rollout"), cluster.slots("trainer"), cluster.max_lora_rank()) == (12, 0, 16)
+    assert cluster.kv_tokens() is None, "one of them does not say"
+
+
+async def test_old_reports_count_for_the_timeline_but_not_as_alive(bus: Bus) -> None:
+    now_s = time.time()
+    spans = (Span(now_s - 30, now_s - 29, "acme", "job", "rollout"),)
+    fields = await bus.fields(report("old", "rollout", spans=spans))
+    entry = dict(zip(fields[::2], fields[1::2], strict=True))
+    await bus.client.xadd(bus.cell.telemetry, entry, id=f"{int((now_s - 29) * 1000)}-0")
+    cluster = Cluster(bus)
+    await cluster.follow_once()
+    assert cluster.workers() == []
+    assert [one.worker for one in cluster.timeline(now_s - 60)] == ["old"]
+    assert cluster.timeline(now_s) == []
+
+
+async def test_other_tenants_share_reads_other(server: ApiServer) -> None:
+    file = await upload(server.openai)
+    job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
+    now_s = time.time()
+    spans = (Span(now_s, now_s + 1, "default", job.id, "rollout"), Span(now_s, now_s + 2, "acme", "ftjob-x", "rollout"))
+    await tell(server.bus, report("r", "rollout", resident=(f"{job.id}@1", "ftjob-x@2", "base"), spans=spans))
+    await until(server, 1)
+    (mine,) = (await server.http.get("/v1/cluster/workers")).json()["data"]
+    assert mine["resident"] == [f"{job.id}@1", "other", "base"]
+    assert {(work["tenant"], work["job"]) for work in mine["working_for"]} == {("default", job.id), ("other", "other")}
+    timeline = (await server.http.get("/v1/cluster/timeline")).json()["data"]
+    assert {(span["tenant"], span["job"]) for span in timeline} == {("default", job.id), ("other", "other")}
+    assert (await server.http.get("/v1/cluster/timeline", params={"since": now_s + 9})).json()["data"] == []
+    (everything,) = (await server.http.get("/v1/cluster/workers", headers=server.as_admin())).json()["data"]
+    assert everything["resident"][1] == "ftjob-x@2"
+    timeline = (await server.http.get("/v1/cluster/timeline", headers=server.as_admin())).json()["data"]
+    assert {span["tenant"] for span in timeline} == {"default", "acme"}
+
+
+async def test_with_a_worker_of_each_service_the_cluster_is_ready(server: ApiServer) -> None:
+    await tell(server.bus, *(report(service, service) for service in ("rollout", "env", "trainer")))
+    await until(server, 3)
+    answer = await server.http.get("/readyz")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ready")
+
+
+async def test_a_rank_that_a_rollout_worker_cannot_take_is_refused(server: ApiServer) -> None:
+    await tell(server.bus, report("r", "rollout", max_lora_rank=16))
+    await until(server, 1)
+    file = await upload(server.openai)
+    body: Any = {"model": "tiny", "training_file": file, "extra_body": {"method": method(lora_rank=17)}}
+    with pytest.raises(openai.BadRequestError, match="lora_rank 17 is above 16"):
+        await server.openai.fine_tuning.jobs.create(**body)
+
+
+async def test_dead_letters_are_for_the_operator(server: ApiServer) -> None:
+    for number in range(3):
+        original = encode(Cancel(id="c", tenant="acme", job=f"job-{number}", partition=0))
+        letter = DeadLetter(
+            id=f"d{number}",
+            tenant="acme",
+            job=f"job-{number}",
+            partition=0,
+            stream="s",
+            entry="1-0",
+            reason="it raised",
+            deliveries=10,
+            payload=original,
+        )
+        await server.bus.publish([(server.bus.cell.dead, letter)])
+    await server.api.redis.xadd(server.bus.cell.dead, {"payload": b"junk"})
+    assert (await server.http.get("/v1/cluster/dead")).status_code == 403
+    first = (await server.http.get("/v1/cluster/dead", params={"limit": 2}, headers=server.as_admin())).json()
+    assert (first["has_more"], first["data"][1]["job"], first["data"][1]["deliveries"]) == (True, "job-2", 10)
+    params = {"after": first["last_id"]}
+    rest = (await server.http.get("/v1/cluster/dead", params=params, headers=server.as_admin())).json()["data"]
+    assert [letter["job"] for letter in rest] == ["job-1", "job-0"]
+    for cursor in ("x", "1", "-1-0", "9" * 40 + "-0", "0-0"):
+        answer = await server.http.get("/v1/cluster/dead", params={"after": cursor}, headers=server.as_admin())
+        assert answer.status_code == (200 if cursor == "0-0" else 400)
+
+
+async def test_metrics_tell_of_streams_workers_and_jobs(server: ApiServer) -> None:
+    await tell(server.bus, report("r", "rollout", counters={"tokens": 5.0}))
+    await until(server, 1)
+    await server.openai.fine_tuning.jobs.create(
+        model="tiny", training_file=await upload(server.openai), extra_body={"method": method()}
+    )
+    assert (await server.http.get("/metrics")).status_code == 403
+    text = (await server.http.get("/metrics", headers=server.as_admin())).text
+    assert 'marlaas_worker_busy{base_model="tiny",service="rollout",worker="r"} 0.5' in text
+    assert 'marlaas_worker_events_total{base_model="tiny",name="tokens",service="rollout",worker="r"} 5.0' in text
+    assert 'marlaas_jobs{base_model="tiny",status="validating_files"} 1.0' in text
+    lengths = [
+        line for line in text.splitlines() if line.startswith('marlaas_stream_length{base_model="tiny",stream="jobs:')
+    ]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in lengths) == 1.0
+    assert 'marlaas_dead_letters{base_model="tiny"} 0.0' in text

@@ -1,0 +1,147 @@
+"""Files through the real HTTP API and the real `openai` client."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.errors import InvalidInput
+from common.settings import TINY
+from common.text.tokens import ChatTokenizer
+from manager_service.api.file_store import check_content
+from tests.support.api_server import ITEMS, ApiServer, item, jsonl, running_api, upload
+
+CHATTY = ChatTokenizer.load(TINY)
+KEYS = ["role", "content", "tool_calls", "name", "type", "text", "function", "arguments", "tool_call_id"]
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", max_file_bytes=100_000, max_line_bytes=10_000) as running:
+        yield running
+
+
+async def test_a_file_is_uploaded_listed_read_and_deleted(server: ApiServer) -> None:
+    made = await server.openai.files.create(file=("items.jsonl", ITEMS), purpose="fine-tune")
+    assert (made.filename, made.bytes, made.purpose, made.status) == (
+        "items.jsonl",
+        len(ITEMS),
+        "fine-tune",
+        "processed",
+    )
+    assert (await server.openai.files.retrieve(made.id)).id == made.id
+    assert (await server.openai.files.content(made.id)).content == ITEMS
+    assert [file.id async for file in server.openai.files.list()] == [made.id]
+    assert (await server.openai.files.delete(made.id)).deleted
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        await server.openai.files.content(made.id)
+
+
+async def test_files_are_paged_newest_first(server: ApiServer) -> None:
+    ids = [await upload(server.openai) for _ in range(5)]
+    first = await server.openai.files.list(limit=2)
+    assert ([file.id for file in first.data], first.has_more) == ([ids[4], ids[3]], True)
+    assert [file.id async for file in server.openai.files.list(limit=2)] == ids[::-1]
+    assert [file.id async for file in server.openai.files.list(order="asc")] == ids
+
+
+async def test_an_unknown_cursor_is_refused(server: ApiServer) -> None:
+    await upload(server.openai)
+    with pytest.raises(openai.BadRequestError, match="after: 'nothing' is not in this list"):
+        await server.openai.files.list(after="nothing")
+
+
+BAD = [
+    (b"", "the file is empty"),
+    (b"\n\n  \n", "the file is empty"),
+    (ITEMS + b"{", "line 11: not JSON"),
+    (ITEMS + b"\n\n[]\n", "line 13: must be a JSON object, not a list"),
+    (b"3\n", "line 1: must be a JSON object, not a number"),
+    (b"{}\n", 'line 1: the field "messages" is missing'),
+    (b'{"messages": []}\n', "line 1: messages must be a list of at least one"),
+    (b'{"messages": "x"}\n', "line 1: messages must be a list"),
+    (b'{"messages": ["x"]}\n', r"line 1: messages\[0\] must be an object"),
+    (jsonl({"messages": [{"role": "robot", "content": "x"}]}), r"line 1: messages\[0\].role"),
+    (jsonl({"messages": [{"role": "assistant", "content": "x"}]}), "line 1: the last message"),
+    (b'{"a": 1, "a": 2}\n', "line 1: the key 'a' stands twice"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": NaN}\n', "line 1: NaN is not a JSON number"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e999}\n', "line 1: the number 1e999 is too large"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": 36893488147419103232}\n', "does not fit into 64 bits"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": ' + b"9" * 5000 + b"}\n", "line 1: "),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": "\\ud800"}\n', "line 1: a string is not valid Unicode"),
+    (b"\xff\xfe\n", "line 1: not UTF-8"),
+    (b"[" * 9000 + b"\n", "line 1: nested too deeply"),
+    (jsonl(item("x" * 20_000)), "line 1: .* a line has at most 10000"),
+]
+
+
+async def test_malformed_content_is_refused_with_its_line(server: ApiServer) -> None:
+    for content, complaint in BAD:
+        with pytest.raises(openai.BadRequestError, match=complaint) as refused:
+            await upload(server.openai, content)
+        assert refused.value.param == "file"
+
+
+async def test_windows_files_and_other_fields_are_welcome(server: ApiServer) -> None:
+    rows = jsonl(item() | {"meta": {"level": [1, 2.5, None, True]}, "nul": "\0"}, item())
+    file = await upload(server.openai, b"\xef\xbb\xbf" + rows.replace(b"\n", b"\r\n"))
+    assert (await server.http.get(f"/v1/files/{file}")).json()["num_items"] == 2
+
+
+async def test_a_file_that_is_too_large_is_refused(server: ApiServer) -> None:
+    for size in (100_100, 400_000):
+        with pytest.raises(openai.APIStatusError, match="at most") as refused:
+            await upload(server.openai, b"x" * size)
+        assert refused.value.status_code == 413
+
+
+async def test_other_purposes_and_missing_parts_are_named(server: ApiServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose 'batch'"):
+        await server.openai.files.create(file=("f.jsonl", ITEMS), purpose="batch")
+    answer = await server.http.post("/v1/files", data={"purpose": "fine-tune"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "file is missing")
+
+
+async def test_another_tenant_sees_no_file(server: ApiServer) -> None:
+    file = await upload(server.openai)
+    other = await server.new_tenant("acme")
+    for call in (other.files.retrieve, other.files.delete, other.files.content):
+        with pytest.raises(openai.NotFoundError):
+            await call(file)
+    assert [f async for f in other.files.list()] == []
+
+
+# Whatever passes can be used ----------------------------------------------------------------------------------------
+
+SCALARS = st.sampled_from(
+    [None, True, 0, -1, 2**63, 1e308, "", "x", "\0", "\ud800", "tool", "assistant", "function", "{}"]
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["answer", "messages", "\ud800"]),
+        st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), max_size=3) | VALUES,
+    )
+)
+@example({"messages": [{"role": "user", "content": "x", "tool_calls": True}]})
+@example({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "x"}}]}]})
+@settings(max_examples=300)
+def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, Any]) -> None:
+    try:
+        num_items, longest = check_content(jsonl(row), 10_000, {"tiny": CHATTY})
+    except InvalidInput as error:
+        assert str(error).startswith("line 1: ")
+        return
+    msgspec.msgpack.encode(row)
+    assert msgspec.json.decode(jsonl(row)) == row
+    assert (num_items, longest) == (1, {"tiny": len(CHATTY.render(row["messages"]))})
+    assert longest["tiny"]

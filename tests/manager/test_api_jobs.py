@@ -1,0 +1,430 @@
+"""Jobs through the `openai` client: everything is checked at creation; states, events and results read back."""
+
+import asyncio
+import io
+import json
+import zipfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.fine_tuning import FineTuningJob
+
+from common.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.messages import AdapterRef, EnvSpec
+from common.streams import partition_of
+from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
+from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", command_wait_s=0.3, keep_alive_s=0.3) as running:
+        yield running
+
+
+async def create(server: ApiServer, **changes: Any) -> FineTuningJob:
+    body: dict[str, Any] = {"model": "tiny", "method": method(), **changes}
+    if "training_file" not in body:
+        body["training_file"] = await upload(server.openai)
+    return await server.openai.fine_tuning.jobs.create(**body)
+
+
+async def write_state(server: ApiServer, job: str, **changes: Any) -> None:
+    """What the owner would write."""
+    state = JSON.encode(JobState(**changes))
+    await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+
+
+async def write_events(server: ApiServer, job: str, numbers: range) -> None:
+    for number in numbers:
+        event = EventRecord(number, 1, "info", f"event {number}", "metrics", {"step": number})
+        key = server.bus.cell.events(job)
+        await server.api.redis.xadd(key, {"event": JSON.encode(event)}, id=f"{number}-0")
+
+
+# Creation ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_job_is_created_with_its_defaults_filled_in(server: ApiServer) -> None:
+    job = await create(server, suffix="mine", metadata={"team": "a"}, method=method(n_epochs="auto", batch_size=4))
+    assert (job.object, job.status, job.model, job.fine_tuned_model) == (
+        "fine_tuning.job",
+        "validating_files",
+        "tiny",
+        None,
+    )
+    assert (job.trained_tokens, job.metadata, job.result_files) == (0, {"team": "a"}, [])
+    assert 0 <= job.seed < 2**53
+    assert job.method is not None and job.method.reinforcement is not None
+    given = job.method.reinforcement.to_dict()["hyperparameters"]
+    assert isinstance(given, dict)
+    assert (given["max_steps"], given["batch_size"], given["group_size"], given["learning_rate"]) == (3, 4, 8, 1e-3)
+    assert given["loss"] == "grpo"
+    again = await server.openai.fine_tuning.jobs.retrieve(job.id)
+    assert again.to_dict() == job.to_dict()
+
+
+async def test_creation_tells_the_owner_in_the_same_moment(server: ApiServer) -> None:
+    job = await create(server)
+    cell, partition = server.bus.cell, partition_of("default")
+    ((_, fields),) = await server.api.redis.xrange(cell.jobs(partition))
+    assert (fields[b"kind"], fields[b"job"]) == (b"JobCommand", job.id.encode())
+    assert await server.api.redis.smembers(cell.active(partition)) == {job.id.encode()}
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 1),
+        ({"batch_size": 3}, 4),
+        ({"batch_size": 3, "n_epochs": 2}, 7),
+        ({"batch_size": 3, "max_steps": 50}, 50),
+        ({"batch_size": 3, "max_steps": 50, "n_epochs": 2}, 7),
+        ({"batch_size": 3, "max_steps": 5, "n_epochs": 2}, 5),
+        ({"batch_size": 3, "max_steps": "auto", "n_epochs": None}, 4),
+    ],
+)
+async def test_training_ends_at_max_steps_or_epochs_whichever_is_first(
+    server: ApiServer, given: dict[str, Any], steps: int
+) -> None:
+    job = await create(server, method=method(**given))
+    assert job.to_dict()["num_steps"] == steps
+
+
+HYPER = "method.reinforcement.hyperparameters"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": "tinny"}, "model", "unknown model 'tinny'; did you mean 'tiny'?"),
+    ({"model": "ft:tiny:default::ftjob-1"}, "model", "cannot start from a tuned model yet"),
+    ({"training_file": "file-none"}, "training_file", "there is no file 'file-none'"),
+    ({"validation_file": "file-none"}, "validation_file", "there is no file"),
+    ({"training_file": None}, "training_file", "needs a training_file"),
+    ({"seed": -1}, "seed", "greater than or equal to 0"),
+    ({"seed": 2**53}, "seed", "less than"),
+    ({"suffix": "a:b"}, "suffix", "letters, digits"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "at most 64 characters"),
+    ({"extra_body": {"sed": 1}}, "sed", "unknown parameter 'sed'; did you mean 'seed'?"),
+    (
+        {"method": {"type": "reinforcement", "reinforcement": {"gradr": {}}}},
+        "method.reinforcement.gradr",
+        "did you mean 'grader'?",
+    ),
+    ({"method": {"type": "supervised"}}, "method.type", "'supervised' is not offered"),
+    ({"method": {"type": "reinforcment"}}, "method.type", "did you mean 'reinforcement'?"),
+    ({"method": {"type": "reinforcement"}}, "method.reinforcement", "is missing"),
+    ({"method": {"type": "reinforcement", "reinforcement": {}}}, "method.reinforcement.grader", "one of them"),
+    ({"method": method(batch_sise=1)}, f"{HYPER}.batch_sise", "did you mean 'batch_size'?"),
+    ({"method": method(batch_size=0)}, f"{HYPER}.batch_size", "greater than or equal to 1, not 0"),
+    ({"method": method(batch_size="8")}, f"{HYPER}.batch_size", "valid integer, not '8'"),
+    ({"method": method(group_size=1)}, f"{HYPER}.group_size", "greater than or equal to 2"),
+    ({"method": method(temperature=0)}, f"{HYPER}.temperature", "greater than or equal to 0.01"),
+    ({"method": method(loss="grpoo")}, f"{HYPER}.loss", "'grpo'"),
+    (
+        {"method": method(learning_rate=1e-4, learning_rate_multiplier=2)},
+        f"{HYPER}.learning_rate_multiplier",
+        "not both",
+    ),
+    ({"method": method(compute_multiplier=2)}, f"{HYPER}.compute_multiplier", "only 1 is possible"),
+    ({"method": method(reasoning_effort="high")}, f"{HYPER}.reasoning_effort", 'only "default"'),
+    ({"method": method(lora_targets=["q_prj"])}, f"{HYPER}.lora_targets", "did you mean 'q_proj'?"),
+    ({"method": method(lora_targets=["lm_head"])}, f"{HYPER}.lora_targets", "not the name of a linear layer"),
+    ({"method": method(priority=1.5)}, f"{HYPER}.priority", "valid integer, not 1.5"),
+    ({"method": method(priority=101)}, f"{HYPER}.priority", "less than or equal to 100, not 101"),
+    ({"method": method(deadline=0)}, f"{HYPER}.deadline", "greater than 0, not 0"),
+    ({"method": method(dead_line=60)}, f"{HYPER}.dead_line", "did you mean 'deadline'?"),
+    ({"method": method(max_tokens=2048)}, f"{HYPER}.max_tokens", "leaves no room for a prompt"),
+]
+
+
+async def test_what_is_wrong_is_named_before_anything_is_queued(server: ApiServer) -> None:
+    file = await upload(server.openai)
+    for changes, param, complaint in REFUSED:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(server, **{"training_file": file, **changes})
+        assert refused.value.param == param, refused.value.message
+        assert complaint in refused.value.message
+    assert await server.api.redis.exists(server.bus.cell.jobs_all) == 0
+
+
+BAD_METHODS: list[tuple[dict[str, Any], str]] = [
+    ({"grader": {"type": "string_chek"}}, "did you mean 'string_check'?"),
+    ({"grader": GRADER | {"reference": "{{item.anser}}"}}, "line 1: .*did you mean 'answer'?"),
+    ({"grader": {"type": "score_model"}}, "second model"),
+    ({"environment": {"name": "calculater"}}, "did you mean 'calculator'?"),
+    ({"environment": {"name": "calculator", "args": {"skil": "calc"}}}, "did you mean 'skill'?"),
+    ({"environment": {"name": "calculator"}, "grader": GRADER}, "one of them"),
+    ({"environment": {"name": "calculator", "arg": {}}}, "unknown parameter"),
+]
+
+
+async def test_graders_and_environments_are_checked_against_the_file(server: ApiServer) -> None:
+    file = await upload(server.openai)
+    for reinforcement, complaint in BAD_METHODS:
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            await create(server, training_file=file, method={"type": "reinforcement", "reinforcement": reinforcement})
+
+
+async def test_prompts_that_do_not_fit_are_counted_and_named(server: ApiServer) -> None:
+    file = await upload(server.openai, jsonl(item(), item("x" * 2040), item("x" * 2100), item()))
+    with pytest.raises(
+        openai.BadRequestError, match=r"2 of the prompts .* \(lines 2, 3; the longest has 2103 tokens\)"
+    ):
+        await create(server, training_file=file)
+    with pytest.raises(openai.BadRequestError, match="2 of the prompts") as refused:
+        await create(server, validation_file=file)
+    assert refused.value.param == "validation_file"
+
+
+async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer) -> None:
+    file = await upload(server.openai, jsonl(item("x" * 2040), item()))
+    key = f"{GLOBAL}file:{file}"
+    record = json.loads(await server.api.redis.get(key))
+    assert record["longest"] == {"tiny": 2043}
+    for longest in (record["longest"], {}):  # {}: its base was added later
+        await server.api.redis.set(key, json.dumps(record | {"longest": longest}))
+        with pytest.raises(openai.BadRequestError, match="1 of the prompts"):
+            await create(server, training_file=file)
+        assert await create(server, training_file=file, method=method(max_tokens=4))
+
+
+async def test_an_environment_that_makes_its_items_needs_no_file(server: ApiServer) -> None:
+    calculator = {"environment": {"name": "calculator"}, "hyperparameters": {"max_steps": 4}}
+    job = await create(server, training_file=None, method={"type": "reinforcement", "reinforcement": calculator})
+    assert (job.training_file, job.to_dict()["num_steps"]) == (None, 4)
+    row = await server.api.redis.hget(server.bus.cell.job(job.id), "spec")
+    assert json.loads(row)["env"] == {"name": EnvSpec("calculator").name, "args": {}}
+    del calculator["hyperparameters"]
+    with pytest.raises(openai.BadRequestError, match="max_steps says when training ends"):
+        await create(server, training_file=None, method={"type": "reinforcement", "reinforcement": calculator})
+
+
+# Idempotency and quotas ----------------------------------------------------------------------------------------------
+
+
+async def test_the_same_idempotency_key_gives_the_same_job_even_in_a_race(server: ApiServer) -> None:
+    body = {"model": "tiny", "training_file": await upload(server.openai), "method": method()}
+    headers = {b"Idempotency-Key": "once \u00fc".encode()}
+
+    async def post() -> Any:
+        return await server.http.post("/v1/fine_tuning/jobs", json=body, headers=headers)
+
+    answers = await asyncio.gather(*(post() for _ in range(6)))
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert await server.api.redis.zcard(server.bus.cell.jobs_all) == 1
+    with pytest.raises(openai.ConflictError, match="needs this file"):
+        await server.openai.files.delete(body["training_file"])
+    await write_state(server, answers[0].json()["id"], status="succeeded")
+    await server.openai.files.delete(body["training_file"])
+    assert (await post()).json()["id"] == answers[0].json()["id"]
+    other = await server.http.post("/v1/fine_tuning/jobs", json=body | {"seed": 1}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+
+
+async def test_a_used_up_quota_refuses_new_jobs_and_chat(server: ApiServer) -> None:
+    client = await server.new_tenant("acme", max_tokens_per_day=0)
+    file = await upload(client)
+    with pytest.raises(openai.RateLimitError, match="quota of 0 tokens a day is used up"):
+        await client.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
+    with pytest.raises(openai.RateLimitError, match="quota"):
+        await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+
+
+# Lists and states ----------------------------------------------------------------------------------------------------
+
+
+async def test_jobs_are_listed_newest_first_paged_and_filtered(server: ApiServer) -> None:
+    file = await upload(server.openai)
+    jobs = [(await create(server, training_file=file, metadata={"n": str(i % 2)})).id for i in range(5)]
+    assert [job.id async for job in server.openai.fine_tuning.jobs.list(limit=2)] == jobs[::-1]
+    page = await server.openai.fine_tuning.jobs.list(limit=2, after=jobs[4])
+    assert ([job.id for job in page.data], page.has_more) == ([jobs[3], jobs[2]], True)
+    odd = await server.openai.fine_tuning.jobs.list(metadata={"n": "1"})
+    assert [job.id for job in odd.data] == [jobs[3], jobs[1]]
+
+
+async def test_another_tenant_neither_sees_nor_disturbs_a_job(server: ApiServer) -> None:
+    job = (await create(server)).id
+    other = (await server.new_tenant("acme")).fine_tuning.jobs
+    for call in (other.retrieve, other.cancel, other.pause, other.resume, other.list_events, other.checkpoints.list):
+        with pytest.raises(openai.NotFoundError):
+            await call(job)
+    assert [found async for found in other.list()] == []
+
+
+async def test_commands_in_the_wrong_state_say_what_is_possible(server: ApiServer) -> None:
+    job = (await create(server)).id
+    with pytest.raises(
+        openai.ConflictError, match="the job is validating_files: resume is possible while it is paused"
+    ):
+        await server.openai.fine_tuning.jobs.resume(job)
+    await write_state(server, job, status="succeeded", version=3)
+    for call in (server.openai.fine_tuning.jobs.cancel, server.openai.fine_tuning.jobs.pause):
+        with pytest.raises(openai.ConflictError, match="the job is succeeded"):
+            await call(job)
+
+
+async def test_with_the_real_owner_a_job_is_paused_resumed_cancelled_and_another_succeeds(server: ApiServer) -> None:
+    jobs = server.openai.fine_tuning.jobs
+    async with running_jobs(server) as env:
+        env.delay_s = 0.02
+        job = (await create(server, method=method(max_steps=10_000, batch_size=2, group_size=2))).id
+        assert (await jobs.pause(job)).to_dict()["status"] == "paused"
+        assert (await jobs.resume(job)).status in ("queued", "running")
+        assert (await jobs.cancel(job)).status == "cancelled"
+        done = await create(server, method=method(max_steps=2, batch_size=2, group_size=2))
+        streamed = [event async for event in server_sent(server, done.id)]
+        assert streamed[-1]["message"]
+        done = await jobs.retrieve(done.id)
+        assert (done.status, done.fine_tuned_model) == ("succeeded", f"ft:tiny:default::{done.id}")
+        assert [c.step_number async for c in jobs.checkpoints.list(done.id)] == [2, 1]
+        for one in (job, done.id):
+            counts = (await server.http.get(f"/v1/fine_tuning/jobs/{one}/ledger")).json()
+            names = ("trained", "filtered", "stale", "failed", "cancelled", "in_flight")
+            assert counts["issued"] == sum(counts[name] for name in names)
+
+
+# Events --------------------------------------------------------------------------------------------------------------
+
+
+async def server_sent(server: ApiServer, job: str, last: str = "") -> AsyncGenerator[dict[str, Any]]:
+    headers = {"Last-Event-ID": last} if last else {}
+    url = f"/v1/fine_tuning/jobs/{job}/events"
+    async with server.http.stream("GET", url, params={"stream": "true"}, headers=headers) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line[6:])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_events_are_listed_newest_first_and_paged(server: ApiServer, first: int) -> None:
+    job = (await create(server)).id
+    await write_events(server, job, range(max(first, 1), 6))
+    events = [event async for event in server.openai.fine_tuning.jobs.list_events(job, limit=2)]
+    assert [event.id for event in events] == ["5", "4", "3", "2", "1"]
+    assert (events[0].object, events[0].type, events[0].data) == ("fine_tuning.job.event", "metrics", {"step": 5})
+    with pytest.raises(openai.BadRequestError, match="not the id of an event"):
+        await server.openai.fine_tuning.jobs.list_events(job, after="-1")
+
+
+async def test_a_stream_tells_events_in_order_as_they_come_and_ends_with_the_job(server: ApiServer) -> None:
+    job = (await create(server)).id
+    await write_events(server, job, range(1, 3))
+    seen: list[str] = []
+
+    async def follow() -> None:
+        async for event in server_sent(server, job):
+            seen.append(event["id"])
+
+    following = asyncio.create_task(follow())
+    async with asyncio.timeout(10):
+        while seen != ["1", "2"]:
+            await asyncio.sleep(0.02)
+        await write_events(server, job, range(3, 5))
+        await write_state(server, job, status="succeeded")
+        await following
+    assert seen == ["1", "2", "3", "4"]
+    assert [event["id"] async for event in server_sent(server, job, last="3")] == ["4"]
+    assert [event["id"] async for event in server_sent(server, job, last="4")] == []
+
+
+async def test_many_streams_share_a_connection(server: ApiServer) -> None:
+    jobs = [(await create(server)).id for _ in range(3)]
+    seen: list[list[str]] = [[] for _ in range(240)]
+
+    async def follow(number: int) -> None:
+        async for event in server_sent(server, jobs[number % 3]):
+            seen[number].append(event["id"])
+
+    async def blocked() -> int:
+        return (await server.bus.client.info("clients"))["blocked_clients"]
+
+    before = await blocked()
+    following = [asyncio.create_task(follow(number)) for number in range(len(seen))]
+    for job in jobs:
+        await write_events(server, job, range(1, 3))
+    async with asyncio.timeout(60):
+        while any(ids != ["1", "2"] for ids in seen):
+            await asyncio.sleep(0.05)
+        assert await blocked() <= before + 1
+        for job in jobs:
+            await write_events(server, job, range(3, 4))
+            await write_state(server, job, status="succeeded")
+        await asyncio.gather(*following)
+    assert all(ids == ["1", "2", "3"] for ids in seen)
+
+
+async def test_a_silent_stream_is_kept_alive(server: ApiServer) -> None:
+    job = (await create(server)).id
+    url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"
+    async with asyncio.timeout(5), server.http.stream("GET", url) as answer:
+        async for line in answer.aiter_lines():
+            assert line == ": keep-alive"
+            break
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+async def test_checkpoints_are_listed_and_come_as_a_zip(server: ApiServer) -> None:
+    job = (await create(server)).id
+    files = {name: name.encode() for name in PEFT_FILES} | {"optimizer.safetensors": b"private"}
+    for version in (1, 2):
+        manifest = Manifest(
+            adapter=AdapterRef("default", job, version),
+            base_model="tiny",
+            attempt="",
+            parent=0,
+            batch="b",
+            files={},
+            seed=1,
+            next_group=0,
+        )
+        await AdapterStore(server.api.objects).commit(manifest, files)
+        record = JSON.encode(CheckpointRecord(version, 5, {"reward_mean": 0.5}))
+        await server.api.redis.hset(server.bus.cell.checkpoints(job), str(version), record)
+    await write_state(server, job, status="succeeded", version=2)
+    listed = [checkpoint async for checkpoint in server.openai.fine_tuning.jobs.checkpoints.list(job, limit=1)]
+    assert [checkpoint.step_number for checkpoint in listed] == [2, 1]
+    assert listed[0].fine_tuned_model_checkpoint == f"ft:tiny:default::{job}@2"
+    url = f"/v1/fine_tuning/jobs/{job}/checkpoints"
+    content = (await server.http.get(f"{url}/1/content")).content
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == {n: n.encode() for n in PEFT_FILES}
+    for version in ("3", "99999999"):
+        assert (await server.http.get(f"{url}/{version}/content")).status_code == 404
+    for version in ("-1", "x", "9" * 30):
+        assert (await server.http.get(f"{url}/{version}/content")).status_code == 400
+    model = f"ft:tiny:default::{job}"
+    assert [m.id async for m in server.openai.models.list()] == [model, "tiny"]
+    assert (await server.openai.models.retrieve(f"{model}@1")).id == f"{model}@1"
+    with pytest.raises(openai.NotFoundError, match="the newest version is 2"):
+        await server.openai.models.retrieve(f"{model}@3")
+    assert (await server.openai.models.delete(model)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await server.openai.models.retrieve(model)
+    assert (await server.http.get(f"{url}/1/content")).status_code == 404
+    assert await server.api.objects.paths("adapters") == []
+
+
+async def test_a_model_in_use_and_a_base_model_are_not_deleted(server: ApiServer) -> None:
+    job = (await create(server)).id
+    await write_state(server, job, status="running", version=1)
+    with pytest.raises(openai.ConflictError, match="cancel it first"):
+        await server.openai.models.delete(f"ft:tiny:default::{job}")
+    with pytest.raises(openai.BadRequestError, match="base model"):
+        await server.openai.models.delete("tiny")
+
+
+async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer) -> None:
+    job = (await create(server)).id
+    for version in (0, 1):
+        samples = [SampleRecord(version, version, 0, "95", 1.0, "stop", "add 37+58")]
+        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(samples))
+    url = f"/v1/fine_tuning/jobs/{job}/samples"
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [1]
+    (sample,) = (await server.http.get(url, params={"version": 0})).json()["data"]
+    assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 0)
+    assert (await server.http.get(url, params={"version": 7})).json()["data"] == []

@@ -1,0 +1,209 @@
+"""The OpenAPI document is true: property-based requests over all of it find no 500 and no undeclared answer."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from manager_service.records import JSON, JobState
+from tests.support.api_server import GRADER, ApiServer, method, running_api, upload
+
+MAX_EXAMPLES = 20
+MAX_MUTATIONS = 120
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.unsupported_method,
+    checks.ignored_auth,
+]
+ADMIN = ("/v1/admin", "/v1/cluster/dead", "/metrics")
+
+
+@pytest.mark.slow
+async def test_no_request_finds_a_server_error_or_an_undeclared_answer(redis_url: str, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"inference_timeout_s": 0.05, "inference_silence_s": 0.05, "grader_run_timeout_s": 0.05}
+    async with running_api(redis_url, tmp_path / "data", command_wait_s=0.0, keep_alive_s=0.1, **limits) as server:
+        file = await upload(server.openai)
+        job = await server.openai.fine_tuning.jobs.create(
+            model="tiny", training_file=file, extra_body={"method": method()}
+        )
+        state = JSON.encode(JobState(status="succeeded", version=2))
+        await server.api.redis.hset(server.bus.cell.job(job.id), "state", state)
+        known = {"file_id": file, "job_id": job.id, "tenant_id": "default", "model": f"ft:tiny:default::{job.id}"}
+        await asyncio.to_thread(explore, server, known)
+
+
+def explore(server: ApiServer, known: dict[str, str]) -> None:
+    document = requests.get(f"{server.url}/openapi.json", timeout=10).json()
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) > 35
+    with requests.Session() as session:
+        for operation in operations:
+            explore_operation(server, session, operation, known)
+
+
+def explore_operation(server: ApiServer, session: requests.Session, operation: Any, known: dict[str, str]) -> None:
+    key = server.admin_key if operation.path.startswith(ADMIN) else server.key
+    modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    cases = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in modes))
+
+    @settings(
+        max_examples=MAX_EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases, real=st.booleans())
+    def explored(case: Any, real: bool) -> None:
+        if real:
+            case.path_parameters = {**(case.path_parameters or {}), **_of(operation, known)}
+        headers = {"Authorization": f"Bearer {key}"}
+        if real or "Authorization" not in (case.headers or {}):
+            case.headers = {**(case.headers or {}), **headers}
+        answer = case.call(base_url=server.url, session=session, headers=headers)
+        left_out = [not_a_server_error] if answer.status_code == 503 else []
+        chosen = [check for check in CHECKS if check not in left_out]
+        case.validate_response(answer, checks=chosen, headers=headers, transport_kwargs={"session": session})
+
+    explored()
+
+
+# Valid bodies, one value of which is replaced -----------------------------------------------------------------------
+
+NASTY = [
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    1e308,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "a",
+    "\0",
+    "\ud800",
+]
+NASTY += [
+    "x" * 3000,
+    "{{",
+    "{{item}}",
+    "{{item.x}}",
+    "auto",
+    "../..",
+    "\u202e",
+    [],
+    [None],
+    {},
+    {"a": {}},
+    {"\ud800": 1},
+]
+nasty = st.sampled_from(NASTY) | st.recursive(
+    st.sampled_from(NASTY), lambda inner: st.lists(inner, max_size=3), max_leaves=4
+)
+MULTI = {"type": "multi", "graders": {"a": GRADER}, "calculate_output": "a * 2"}
+ENVIRONMENT = {"name": "calculator", "args": {"skill": "calc", "grader": {"type": "math"}}}
+HYPER = {
+    "batch_size": 2,
+    "n_epochs": 1,
+    "learning_rate": 1e-3,
+    "lora_targets": ["q_proj"],
+    "loss": "grpo",
+    "lora_alpha": 2.0,
+}
+
+
+def bodies(file: str) -> dict[str, list[Any]]:
+    """Valid bodies by path."""
+    job = {"model": "tiny", "training_file": file, "seed": 1, "metadata": {"a": "b"}, "suffix": "s"}
+    methods = [{"grader": MULTI, "hyperparameters": HYPER}, {"environment": ENVIRONMENT, "hyperparameters": HYPER}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "y"},
+    ]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *said]
+    chat = {"model": "tiny", "messages": messages, "tools": [tool], "stop": ["s"], "n": 2, "seed": 1, "max_tokens": 2}
+    return {
+        "/v1/fine_tuning/jobs": [job | {"method": {"type": "reinforcement", "reinforcement": m}} for m in methods],
+        "/v1/chat/completions": [chat, chat | {"stream": True, "logprobs": True, "top_logprobs": 2}],
+        "/v1/completions": [
+            {"model": "tiny", "prompt": ["a", "b"], "logprobs": 1},
+            {"model": "tiny", "prompt": [[1], [2]]},
+        ],
+        "/v1/fine_tuning/alpha/graders/run": [{"grader": MULTI, "model_sample": "x", "item": {"answer": "3"}}],
+    }
+
+
+def paths(value: Any) -> list[tuple[Any, ...]]:
+    """Where the values of a body are."""
+    pairs: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(), *((key, *path) for key, inner in pairs for path in paths(inner))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.slow
+async def test_a_valid_body_with_one_nasty_value_never_finds_a_server_error(redis_url: str, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"inference_timeout_s": 0.02, "inference_silence_s": 0.02, "grader_run_timeout_s": 0.02}
+    async with running_api(redis_url, tmp_path / "data", **limits) as server:
+        file = await upload(server.openai)
+        for path, valid in bodies(file).items():
+            await asyncio.to_thread(mutate, server, path, valid)
+
+
+def mutate(server: ApiServer, path: str, valid: list[Any]) -> None:
+    places = [(body, place) for body in valid for place in paths(body)]
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=MAX_MUTATIONS,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(place=st.sampled_from(places), new=nasty)
+    def mutated(place: Any, new: Any) -> None:
+        content = json.dumps(replaced(*place, new))
+        answer = session.post(server.url + path, data=content, headers=headers, timeout=10)
+        statuses.add(answer.status_code)
+        assert answer.status_code in (200, 400, 404, 503), f"{content}: {answer.text}"
+        if answer.status_code == 400:
+            error = answer.json()["error"]
+            assert error["message"] and "Traceback" not in error["message"]
+
+    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+    with requests.Session() as session:
+        mutated()
+    assert len(statuses) > 1  # some bodies stay valid
+
+
+def _of(operation: Any, known: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in known.items() if f"{{{name}}}" in operation.path}

@@ -1,0 +1,136 @@
+"""Fair sharing and batch assembly, as the pure functions that they are."""
+
+import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef, f32, i32, u8
+from manager_service.jobs.groups import Group, Scored, next_batch, pack
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION, Fairness, kv_room, room, serve
+from tests.common.test_messages import PLAIN
+
+
+def served(weights: dict[str, float], rounds: int, tokens: dict[str, int]) -> dict[str, float]:
+    """Tokens that each tenant got when all of them always want more."""
+    fairness, got = Fairness(), dict.fromkeys(weights, 0.0)
+
+    def grant(tenant: str) -> tuple[float, int]:
+        got[tenant] += tokens[tenant]
+        fairness.charge(tenant, tokens[tenant], weights[tenant])
+        return tokens[tenant] / weights[tenant], 1
+
+    for _ in range(rounds // 10):
+        fairness.busy(weights)
+        serve({t: fairness.virtual_time(t) for t in weights}, grant, room=10)
+    return got
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.floats(0.5, 4), st.integers(1, 50)), min_size=2))
+def test_tokens_are_shared_by_weight_whatever_a_request_costs(tenants: dict[str, tuple[float, int]]) -> None:
+    weights = {t: w for t, (w, _) in tenants.items()}
+    costs = {t: c for t, (_, c) in tenants.items()}
+    got = served(weights, 4000, costs)
+    shares = [got[t] / weights[t] for t in weights]
+    allowance = 2 * max(c / weights[t] for t, c in costs.items())
+    assert max(shares) - min(shares) <= allowance
+
+
+def test_serving_goes_on_with_the_others_when_one_wants_nothing_more() -> None:
+    wants = {"a": 2, "b": 100}
+    got: list[str] = []
+
+    def grant(tenant: str) -> tuple[float, int] | None:
+        if got.count(tenant) == wants[tenant]:
+            return None
+        got.append(tenant)
+        return 1.0, 8
+
+    serve({"a": 0.0, "b": 50.0}, grant, room=40)
+    assert got == ["a", "a", "b", "b", "b"]
+
+
+def test_a_tenant_that_was_idle_neither_hoards_nor_starves() -> None:
+    fairness = Fairness()
+    fairness.busy({"a"})
+    fairness.charge("a", 1000, 1)
+    fairness.busy({"a", "b"})
+    assert fairness.virtual_time("b") == fairness.virtual_time("a")
+
+
+def test_nothing_is_issued_beyond_the_slots_or_into_a_full_redis() -> None:
+    assert room(slots=64, open_work=0, share=1.0, memory_used=0.1) == 96
+    assert room(slots=64, open_work=96, share=1.0, memory_used=0.1) == 0
+    assert room(slots=64, open_work=0, share=0.5, memory_used=0.1) == 48
+    assert room(slots=64, open_work=0, share=1.0, memory_used=0.7) == 0
+    assert room(slots=0, open_work=0, share=1.0, memory_used=0.0) == 0
+
+
+def test_what_waits_for_tools_makes_room_but_where_it_holds_its_slot() -> None:
+    limits = {"slots": 64, "open_work": 96, "share": 1.0, "memory_used": 0.0}
+    assert room(**limits, in_env=40) == 40  # type: ignore[arg-type]
+    assert room(**limits, in_env=40, holds_slots=True) == 0  # type: ignore[arg-type]
+    assert room(slots=64, open_work=60, share=1.0, memory_used=0.0, holds_slots=True) == 4
+
+
+@given(st.integers(0, 512), st.integers(0, 1000), st.floats(0, 1), st.integers(0, 256), st.booleans())
+def test_open_work_never_comes_to_more_than_the_workers_can_hold(
+    slots: int, open_work: int, share: float, in_env: int, holds_slots: bool
+) -> None:
+    found = room(slots=slots, open_work=open_work, share=share, memory_used=0.0, in_env=in_env, holds_slots=holds_slots)
+    most = slots if holds_slots else OVERSUBSCRIPTION * slots + in_env
+    assert found >= 0 and (found == 0 or open_work + found <= most * share + 1e-6)
+
+
+def test_keys_and_values_are_limited_where_the_engines_say_how_many_they_hold() -> None:
+    assert kv_room(kv_tokens=None, open_tokens=1e12, share=1.0) == math.inf
+    assert kv_room(kv_tokens=1000, open_tokens=900, share=1.0) == 600
+    assert kv_room(kv_tokens=1000, open_tokens=900, share=0.5) == -150
+
+
+def scored(group: int, sample: int, reward: float = 1.0, version: int = 0) -> Scored:
+    message = ScoredTrajectory(
+        **PLAIN,
+        adapter=AdapterRef("t", "j", version),
+        trajectory=TrajectoryRef("train", 1, group, sample),
+        tokens=i32([1, group, sample]),
+        logprobs=f32([0, -1, -1]),
+        written=u8([0, 1, 1]),
+        reward=reward,
+        stop_reason="stop",
+    )
+    return Scored(f"{group}-{sample}", message)
+
+
+def decided(number: int, size: int = 2) -> Group:
+    return Group(0, {}, {s: scored(number, s) for s in range(size)})
+
+
+def test_a_batch_is_the_first_usable_groups_in_order_not_in_order_of_arrival() -> None:
+    groups = {0: decided(0), 1: Group(0, {0: 0}), 2: decided(2), 3: decided(3)}
+    # While group 1 is open there is no batch, though three others are there
+    assert next_batch(groups, window=0, end=4, batch_size=2) is None
+    groups[1] = decided(1)
+    assert next_batch(groups, window=0, end=4, batch_size=2) == [0, 1]
+    # A dropped group is passed over
+    del groups[1]
+    assert next_batch(groups, window=0, end=4, batch_size=2) == [0, 2]
+
+
+@given(st.permutations([(g, s) for g in range(3) for s in range(4)]))
+def test_rows_do_not_depend_on_the_order_of_arrival(order: list[tuple[int, int]]) -> None:
+    groups = {g: Group(0) for g in range(3)}
+    for g, s in order:
+        groups[g].scored[s] = scored(g, s)
+    items = list(groups.items())
+    random.Random(str(order)).shuffle(items)
+    rows = pack(items)
+    assert rows.groups.numpy().tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert rows.samples.numpy().tolist() == [0, 1, 2, 3] * 3
+    assert rows.tokens.numpy().reshape(-1, 3)[:, 1].tolist() == rows.groups.numpy().tolist()
+
+
+def test_an_empty_batch_has_empty_rows() -> None:
+    rows = pack([])
+    assert len(rows.tokens) == len(rows.lengths) == 0

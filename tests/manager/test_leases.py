@@ -1,0 +1,174 @@
+"""Partitions are shared evenly by the live owners of a cell, and by the weight of their tenants' work."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.bus import Bus
+from common.streams import NUM_PARTITIONS
+from common.tasks import cancel_all
+from harness.redis_server import free_port
+from manager_service.owner.leases import Held, Leases, Round
+from tests.common.test_worker import until
+
+LEASE_S = 3.0
+
+
+def mine(found: Round) -> set[int]:
+    return {partition for partition, held in found.leases.items() if held is not Held.BY_ANOTHER}
+
+
+async def test_one_owner_takes_everything_and_renews_it(bus: Bus) -> None:
+    owner = Leases(bus, "one", 60)
+    assert set((await owner.round({})).leases.values()) == {Held.TAKEN}
+    again = await owner.round({})
+    assert set(again.leases.values()) == {Held.RENEWED} and again.surplus == 0
+
+
+async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: Bus) -> None:
+    # Given three owners, of which the first was there before the others
+    owners = [Leases(bus, name, 60) for name in ("one", "two", "three")]
+    await owners[0].round({})
+    for _ in range(3):
+        for owner in owners:
+            found = await owner.round({})
+            for partition in sorted(mine(found))[found.share :]:
+                await owner.release(partition)
+    # Then each partition has one owner, and none has more than its share
+    shares = [mine(await owner.round({})) for owner in owners]
+    assert sorted(map(len, shares)) == [4, 6, 6]
+    assert set.union(*shares) == set(range(NUM_PARTITIONS))
+    # When one leaves, the others have its part at once
+    await owners[1].leave()
+    shares = [mine(await owner.round({})) for owner in (owners[0], owners[2])]
+    assert sorted(map(len, shares)) == [8, 8]
+
+
+async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:
+    # Given two owners, one with a tenant of weight 3, the other with one of weight 1
+    one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
+    for owner in (one, two, one):
+        found = await owner.round({})
+        for partition in sorted(mine(found))[found.share :]:
+            await owner.release(partition)
+    await two.round({})
+    await one.round({0: 3.0, 1: 0.0})
+    assert (await two.round({15: 1.0})).other_weight == 3.0
+    assert (await one.round({0: 3.0, 1: 0.0})).other_weight == 1.0
+    assert (await one.round({0: 0.0})).other_weight == 1.0
+    assert (await two.round({15: 1.0})).other_weight == 0.0
+
+
+async def test_a_lease_that_was_not_renewed_is_anothers(bus: Bus) -> None:
+    # Given an owner that sleeps longer than its lease
+    one, two = Leases(bus, "one", 0.05), Leases(bus, "two", 60)
+    await one.round({})
+    await until(lambda: _free(bus))
+    # Then another has all of them, and the first holds nothing
+    assert set((await two.round({})).leases.values()) == {Held.TAKEN}
+    assert not one.surely_held(0)
+    assert mine(await one.round({})) == set()
+
+
+async def _free(bus: Bus) -> bool:
+    return not await bus.client.exists(*(bus.cell.lease(p) for p in range(NUM_PARTITIONS)))
+
+
+# ---- real processes -------------------------------------------------------------------------------------------------
+
+
+class Managers:
+    """Processes of the manager service on one Redis and one store."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self._redis_url, self._folder = redis_url, folder
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        environment = {
+            **os.environ,
+            "MARLAAS_REDIS_URL": self._redis_url,
+            "MARLAAS_DATA_DIR": str(self._folder),
+            "MARLAAS_PORT": str(free_port()),
+            "MARLAAS_LEASE_S": str(LEASE_S),
+            "MARLAAS_LOG_LEVEL": "warning",
+        }
+        self.children.append(subprocess.Popen([sys.executable, "-m", "manager_service"], env=environment))
+        return self.children[-1]
+
+    def stop(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.wait()
+
+
+@pytest.fixture
+def managers(redis_url: str, tmp_path: Path) -> Iterator[Managers]:
+    managers = Managers(redis_url, tmp_path)
+    yield managers
+    managers.stop()
+
+
+async def owners_of(bus: Bus) -> list[bytes | None]:
+    """The token in each partition's lease."""
+    return await bus.client.mget([bus.cell.lease(p) for p in range(NUM_PARTITIONS)])
+
+
+async def shared_by(bus: Bus, number: int) -> bool:
+    tokens = await owners_of(bus)
+    return None not in tokens and len(set(tokens)) == number
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """A lease that was taken or renewed."""
+
+    at_s: float  # by Redis' clock
+    partition: int
+    token: str
+
+    @property
+    def expires_s(self) -> float:
+        return self.at_s + LEASE_S
+
+
+async def watch_leases(bus: Bus, seen: list[Renewal]) -> None:
+    """Everything that is written to leases, scripts included, as Redis' MONITOR tells it."""
+    prefix = bus.cell.lease(0).removesuffix("0")
+    async with bus.client.monitor() as monitor:
+        async for line in monitor.listen():
+            words = str(line["command"]).split()
+            if words[0] == "SET" and words[1].startswith(prefix):
+                seen.append(Renewal(line["time"], int(words[1].removeprefix(prefix)), words[2]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_killed_managers_partitions_have_another_owner_within_its_lease(bus: Bus, managers: Managers) -> None:
+    # Given two managers that share the partitions
+    seen: list[Renewal] = []
+    watching = asyncio.create_task(watch_leases(bus, seen))
+    victim, _ = managers.start(), managers.start()
+    await until(lambda: shared_by(bus, 2), seconds=60)
+    # When one of them is killed with SIGKILL, and the other has everything
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    before = await owners_of(bus)
+    await until(lambda: shared_by(bus, 1), seconds=60)
+    await cancel_all([watching])
+    # Then it took what was the dead one's when that lease had run out, and no more than a lease later
+    (survivor,) = set(await owners_of(bus))
+    moved = [p for p in range(NUM_PARTITIONS) if before[p] != survivor]
+    assert len(moved) == NUM_PARTITIONS // 2
+    for partition in moved:
+        rows = [row for row in seen if row.partition == partition]
+        dead_until_s = max(row.expires_s for row in rows if row.token.encode() == before[partition])
+        taken_s = min(row.at_s for row in rows if row.token.encode() == survivor and row.expires_s > dead_until_s)
+        assert -0.01 <= taken_s - dead_until_s <= LEASE_S

@@ -1,0 +1,473 @@
+"""The owner over a real Redis and a real store, with stand-in workers around it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.messages import Cancel, DeadLetter, Failure, Start, Step, decode, encode
+from common.objects import Objects
+from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
+from common.worker import Inbox
+from harness.redis_server import RedisServer
+from harness.standin import (
+    FixedSlots,
+    StandInEnv,
+    StandInTrainer,
+    balanced,
+    command,
+    create_job,
+    job_spec,
+    ledger_of,
+    stand_in_worker,
+    state_of,
+    until_status,
+)
+from manager_service.owner.leases import Held, Leases
+from manager_service.owner.owner import Owner
+from manager_service.owner.transaction import Fence, Lost
+from manager_service.records import EventRecord, TenantRecord
+from manager_service.scheduling.policies import MARLAAS
+from manager_service.tenants import TENANTS, Tenants
+from tests.common.test_worker import length, until
+
+LEASE_S = 0.6
+
+
+class System:
+    """An owner, an env stand-in and a trainer stand-in on one bus."""
+
+    def __init__(self, bus: Bus, objects: Objects) -> None:
+        self.bus = bus
+        self.objects = objects
+        self.store = AdapterStore(objects)
+        self.env = StandInEnv(bus.cell)
+        self.trainer = StandInTrainer(bus.cell, self.store)
+        self.slots = FixedSlots()
+        self.policy = MARLAAS
+        self._stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.owner_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        cell = self.bus.cell
+        env = stand_in_worker(self.bus, "env", Inbox(cell.env, GROUP_ENV), self.env, lease_s=LEASE_S)
+        trainer = stand_in_worker(
+            self.bus, "trainer", Inbox(cell.train, GROUP_TRAINER), self.trainer, slots=1, lease_s=LEASE_S
+        )
+        self._tasks = [asyncio.create_task(w.run(self._stop)) for w in (env, trainer)]
+        self.start_owner()
+
+    def start_owner(self) -> Owner:
+        owner = Owner(
+            bus=self.bus,
+            cluster=self.slots,
+            store=self.store,
+            objects=self.objects,
+            tenants=Tenants(self.bus.client),
+            lease_s=LEASE_S,
+            policy=self.policy,
+        )
+        self.owner_task = asyncio.create_task(owner.run(self._stop))
+        return owner
+
+    async def kill_owner(self) -> None:
+        """No goodbye: its leases run out."""
+        assert self.owner_task is not None
+        self.owner_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.owner_task
+
+    async def stop(self) -> None:
+        self._stop.set()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*self._tasks, *([self.owner_task] if self.owner_task else []), return_exceptions=True)
+
+    async def events(self, job: str) -> list[EventRecord]:
+        rows = await self.bus.client.xrange(self.bus.cell.events(job))
+        return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in rows]
+
+
+@pytest.fixture
+async def system(bus: Bus, objects: Objects) -> AsyncIterator[System]:
+    system = System(bus, objects)
+    await system.start()
+    yield system
+    await system.stop()
+
+
+async def test_a_job_trains_its_steps_and_the_ledger_balances(system: System) -> None:
+    spec = job_spec(num_steps=5)
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "succeeded", "failed")
+    assert (state.status, state.version) == ("succeeded", 5)
+    ledger = await ledger_of(system.bus, spec.id)
+    assert ledger == {"issued": 80, "trained": 80, "in_flight": 0}
+    steps = [e.data["step"] for e in await system.events(spec.id) if e.type == "metrics"]
+    assert steps == [1, 2, 3, 4, 5]
+    assert await system.bus.client.scard(system.bus.cell.active(partition_of(spec.tenant))) == 0
+
+
+async def test_a_gradient_uses_only_trajectories_of_the_version_it_trains(system: System) -> None:
+    spec = job_spec(num_steps=4)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded")
+    for step in system.trainer.seen:
+        assert set(step.rows.versions.numpy().tolist()) == {step.adapter.version}
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+async def test_lag_never_exceeds_the_jobs_staleness(system: System, staleness: int) -> None:
+    spec = job_spec(num_steps=8, max_staleness=staleness)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded")
+    lags = [step.adapter.version - int(v) for step in system.trainer.seen for v in step.rows.versions.numpy()]
+    assert max(lags) <= staleness
+    assert max(lags) > 0, "groups were issued ahead"
+    assert balanced(await ledger_of(system.bus, spec.id))
+
+
+async def test_a_masked_trajectory_is_left_out_and_a_failed_group_replaced(system: System) -> None:
+    def reward(start: Start, sample: int) -> float | Failure:
+        if start.group == 1 and sample < 3:
+            return Failure("grader", "it raised")
+        return Failure("tool", "gone") if (start.group, sample) == (2, 0) else 1.0
+
+    system.env.reward = reward
+    spec = job_spec(num_steps=1)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded")
+    (step,) = system.trainer.seen
+    assert sorted(set(step.rows.groups.numpy().tolist())) == [0, 2, 3, 4]
+    assert await ledger_of(system.bus, spec.id) == {"issued": 20, "trained": 15, "failed": 5, "in_flight": 0}
+    assert step.next_group == 5
+
+
+async def test_a_job_that_no_grader_can_score_fails_with_the_commonest_reason(system: System) -> None:
+    system.env.reward = lambda start, sample: Failure("grader", "common" if start.group else "rare")
+    spec = job_spec()
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "failed")
+    assert state.error is not None and "common" in state.error.message and state.error.code == "grader"
+    ledger = await ledger_of(system.bus, spec.id)
+    assert balanced(ledger) and ledger["in_flight"] == 0
+
+
+async def test_nan_rewards_are_failures_not_numbers(system: System) -> None:
+    system.env.reward = lambda start, sample: float("nan")
+    spec = job_spec()
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "failed")
+    assert state.error is not None and "not a finite number" in state.error.message
+
+
+async def test_a_refused_step_fails_the_job_and_keeps_its_last_version(system: System) -> None:
+    system.trainer.refuse = lambda step: Failure("non_finite", "loss is nan") if step.adapter.version == 1 else None
+    spec = job_spec()
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "failed")
+    assert state.version == 1 and state.error is not None and "loss is nan" in state.error.message
+    await until(lambda: _balanced(system.bus, spec.id))
+    assert (await ledger_of(system.bus, spec.id))["in_flight"] == 0
+
+
+async def _balanced(bus: Bus, job: str) -> bool:
+    return balanced(await ledger_of(bus, job))
+
+
+async def test_dynamic_sampling_draws_on_and_stops_at_three_batches(system: System) -> None:
+    system.env.reward = lambda start, sample: 1.0 if start.group % 2 else float(sample % 2)
+    spec = job_spec(num_steps=1, dynamic_sampling=True)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded")
+    (step,) = system.trainer.seen
+    assert sorted(set(step.rows.groups.numpy().tolist())) == [0, 2, 4, 6]
+    ledger = await ledger_of(system.bus, spec.id)
+    assert ledger["filtered"] == 12 and balanced(ledger)
+
+
+async def test_without_any_signal_the_version_is_committed_unchanged(system: System) -> None:
+    system.env.reward = lambda start, sample: 1.0
+    spec = job_spec(num_steps=1, dynamic_sampling=True)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded")
+    (step,) = system.trainer.seen
+    assert len(step.rows.lengths) == 0
+    ledger = await ledger_of(system.bus, spec.id)
+    assert ledger == {"issued": 48, "filtered": 48, "in_flight": 0}
+
+
+async def test_pause_stops_the_job_and_resume_finishes_it(system: System) -> None:
+    system.env.delay_s = 0.05
+    spec = job_spec(num_steps=6)
+    await create_job(system.bus, spec)
+    await until(lambda: len(system.trainer.seen) >= 2)
+    await command(system.bus, spec, "pause")
+    await until_status(system.bus, spec.id, "paused")
+    await asyncio.sleep(0.3)
+    steps = len(system.trainer.seen)
+    await asyncio.sleep(0.3)
+    assert len(system.trainer.seen) == steps
+    await command(system.bus, spec, "resume")
+    await until_status(system.bus, spec.id, "succeeded")
+    ledger = await ledger_of(system.bus, spec.id)
+    assert ledger == {"issued": 96, "trained": 96, "in_flight": 0}
+
+
+async def test_cancel_settles_everything(system: System) -> None:
+    system.env.delay_s = 0.05
+    spec = job_spec(num_steps=50)
+    await create_job(system.bus, spec)
+    await until(lambda: len(system.trainer.seen) >= 2)
+    await command(system.bus, spec, "cancel")
+    state = await until_status(system.bus, spec.id, "cancelled")
+    assert state.finished_at is not None
+    await until(lambda: _settled(system.bus, spec.id))
+    await until(lambda: _no_entries(system.bus))
+
+
+async def _settled(bus: Bus, job: str) -> bool:
+    ledger = await ledger_of(bus, job)
+    return balanced(ledger) and ledger["in_flight"] == 0
+
+
+async def _no_entries(bus: Bus) -> bool:
+    cell, partition = bus.cell, partition_of("acme")
+    streams = [cell.env, cell.rollout, cell.train, cell.scored(partition), cell.adapters(partition)]
+    return not any([await bus.client.xlen(s) for s in streams])
+
+
+async def test_a_tenants_jobs_beyond_its_quota_wait_their_turn(system: System) -> None:
+    record = TenantRecord(id="acme", created_at=0, max_jobs=1)
+    await system.bus.client.hset(TENANTS, "acme", msgspec.json.encode(record))
+    await asyncio.sleep(0.5)
+    system.env.delay_s = 0.02
+    first, second = job_spec("job-a", created_at=1), job_spec("job-b", created_at=2)
+    await create_job(system.bus, first)
+    await create_job(system.bus, second)
+    await until_status(system.bus, first.id, "running")
+    assert (await state_of(system.bus, second.id)).status in ("validating_files", "queued")
+    await until_status(system.bus, first.id, "succeeded")
+    await until_status(system.bus, second.id, "succeeded")
+
+
+async def test_a_killed_owners_jobs_go_on_under_the_next_one(system: System) -> None:
+    system.env.delay_s = 0.03
+    spec = job_spec(num_steps=6)
+    await create_job(system.bus, spec)
+    for seen in (1, 3):
+        await until(lambda n=seen: len(system.trainer.seen) >= n)
+        await system.kill_owner()
+        system.start_owner()
+    await until_status(system.bus, spec.id, "succeeded", seconds=60)
+    ledger = await ledger_of(system.bus, spec.id)
+    assert ledger == {"issued": 96, "trained": 96, "in_flight": 0}
+    assert [s.adapter.version for s in system.trainer.seen] == [0, 1, 2, 3, 4, 5]
+
+
+async def test_two_owners_at_once_do_no_harm(system: System) -> None:
+    system.start_owner()
+    specs = [job_spec(f"job-{t}", t, num_steps=3) for t in ("acme", "bluebird", "cobalt")]
+    for spec in specs:
+        await create_job(system.bus, spec)
+    for spec in specs:
+        await until_status(system.bus, spec.id, "succeeded")
+        assert await ledger_of(system.bus, spec.id) == {"issued": 48, "trained": 48, "in_flight": 0}
+
+
+async def test_work_that_redis_lost_is_found_missing_and_done_again(system: System) -> None:
+    # Given trajectories whose messages vanish, as when Redis loses its last moment
+    system.env.delay_s = 0.2
+    spec = job_spec(num_steps=2)
+    await create_job(system.bus, spec)
+    await until(lambda: system.env.seen)
+    await system.bus.client.xtrim(system.bus.cell.env, maxlen=0)
+    # Then they are issued again, and the job ends as if nothing had been
+    await until_status(system.bus, spec.id, "succeeded", seconds=30)
+    assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: System) -> None:
+    lost = 0
+
+    class Losing(StandInTrainer):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            nonlocal lost
+            if isinstance(message, Step) and not lost:
+                lost += 1
+                await system.bus.client.xtrim(system.bus.cell.train, maxlen=0)
+                return []
+            return await super().__call__(message, beat)
+
+    system.trainer.__class__ = Losing
+    spec = job_spec(num_steps=2)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded", seconds=30)
+    assert lost == 1
+    assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def test_a_reward_beyond_all_bounds_fails_its_own_job_alone(system: System) -> None:
+    # Given a grader whose rewards are finite but whose squares are not
+    system.env.reward = lambda start, sample: 1e154 if start.job == "job-a" else float(sample % 2)
+    bad, good = job_spec("job-a", num_steps=1), job_spec("job-b", num_steps=2)
+    await create_job(system.bus, bad)
+    await create_job(system.bus, good)
+    assert (await until_status(system.bus, bad.id, "failed")).error is not None
+    # Then the next owner can read its record, and the other job ends well
+    await system.kill_owner()
+    system.start_owner()
+    await until_status(system.bus, good.id, "succeeded")
+
+
+async def test_a_job_whose_records_cannot_be_read_stops_nobody_else(system: System) -> None:
+    system.env.delay_s = 0.02
+    bad, good = job_spec("job-a", num_steps=9), job_spec("job-b", num_steps=9)
+    await create_job(system.bus, bad)
+    await create_job(system.bus, good)
+    await until(lambda: len(system.trainer.seen) >= 2)
+    await system.kill_owner()
+    await system.bus.client.hset(system.bus.cell.job(bad.id), "state", b'{"status": 7')
+    system.start_owner()
+    await until_status(system.bus, good.id, "succeeded")
+
+
+async def test_what_an_owner_cannot_work_on_is_kept_as_a_dead_letter(system: System) -> None:
+    # Given a job at work
+    spec, bus = job_spec(num_steps=3), system.bus
+    system.env.delay_s = 0.05
+    await create_job(bus, spec)
+    await until_status(bus, spec.id, "running")
+    # When its owner reads a message of a kind that is not for it, and one that is none
+    partition = partition_of(spec.tenant)
+    stray = Cancel(id="stray", tenant=spec.tenant, job=spec.id, partition=partition)
+    await bus.publish([(bus.cell.jobs(partition), stray)])
+    await bus.client.xadd(bus.cell.jobs(partition), {"payload": b"garbage"})
+    # Then both are dead letters, which hold what was read, and the job goes on
+    await until(lambda: length(bus, bus.cell.dead, 2))
+    letters = [decode(fields[b"payload"]) for _, fields in await bus.client.xrange(bus.cell.dead)]
+    assert [letter.payload for letter in letters if isinstance(letter, DeadLetter)] == [encode(stray), b"garbage"]
+    assert [letter.job for letter in letters] == [spec.id, ""]
+    await until_status(bus, spec.id, "succeeded")
+
+
+async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:
+    # Given an owner that dies while a step is under way, and a manifest that was cut short
+    waiting = asyncio.Event()
+
+    class Hanging(StandInTrainer):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            if isinstance(message, Step) and message.job == "job-a":
+                beat()
+                await waiting.wait()
+            return await super().__call__(message, beat)
+
+    system.trainer.__class__ = Hanging
+    bad = job_spec("job-a", num_steps=2)
+    await create_job(system.bus, bad)
+    async with asyncio.timeout(10):
+        while not (await state_of(system.bus, bad.id)).training:
+            await asyncio.sleep(0.02)
+    await system.kill_owner()
+    await system.objects.create(f"adapters/acme/{bad.id}/00000001/manifest.json", b'{"adapter":')
+    system.start_owner()
+    # Then the next owner says so, and goes on
+    state = await until_status(system.bus, bad.id, "failed")
+    assert state.error is not None and state.error.code == "corrupt_adapter"
+    waiting.set()
+
+
+async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system: System) -> None:
+    one, other = Leases(system.bus, "one", 60), Leases(system.bus, "other", 60)
+    ones, others = Fence(system.bus, 3, "one"), Fence(system.bus, 3, "other")
+    await system.kill_owner()
+    await forget_leases(system.bus)
+    assert (await one.round({})).leases[3] is Held.TAKEN
+    await ones.read_stamp()
+    # While it sleeps, another takes the lease, writes once, and leaves
+    await forget_leases(system.bus)
+    assert (await other.round({})).leases[3] is Held.TAKEN
+    await others.read_stamp()
+    await others.commit([["SET", system.bus.cell.key("x"), "by the other"]])
+    await other.leave()
+    # Then the first sees that its lease was not renewed, and its write is refused, not taken for done
+    assert (await one.round({})).leases[3] is Held.TAKEN
+    with pytest.raises(Lost):
+        await ones.commit([["SET", system.bus.cell.key("x"), "by the first"]])
+    assert await system.bus.client.get(system.bus.cell.key("x")) == b"by the other"
+
+
+async def test_an_entry_that_was_delivered_and_reached_nobody_is_found(system: System) -> None:
+    # Given a job that never lets the cell be idle, an owner that has both tenants' partitions in memory, and a job whose
+    # result is read by an owner that then forgets it
+    system.env.delay_s = 0.02
+    busy, before = job_spec("job-a", "bluebird", num_steps=10_000), job_spec("job-b", num_steps=1)
+    other = job_spec("job-c", num_steps=2)
+    for spec in (busy, before):
+        await create_job(system.bus, spec)
+    await until_status(system.bus, before.id, "succeeded")
+    scored = system.bus.cell.scored(partition_of(other.tenant))
+    # The one that waits longest is served first
+    reading = system.bus.read([scored], GROUP_MANAGER, OWNER, count=1, block_ms=60_000)
+    reader = asyncio.create_task(reading)
+    await until(lambda: _blocks_longest(system.bus))
+    await create_job(system.bus, other)
+    assert len(await reader) == 1
+    # Then its owner finds the entry within a lease or two, and the job ends
+    await until_status(system.bus, other.id, "succeeded")
+    assert await ledger_of(system.bus, other.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def _blocks_longest(bus: Bus) -> bool:
+    """Somebody waits in an XREADGROUP for longer than an owner ever does."""
+    return any(row["cmd"] == "xreadgroup" and int(row["idle"]) >= 1 for row in await bus.client.client_list())
+
+
+async def forget_leases(bus: Bus) -> None:
+    """As when they have run out."""
+    await bus.client.delete(bus.cell.owners, *(bus.cell.lease(p) for p in range(NUM_PARTITIONS)))
+
+
+async def test_a_step_lost_for_a_cancelled_job_is_given_up(system: System) -> None:
+    class Losing(StandInTrainer):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            if isinstance(message, Step):
+                await command(system.bus, spec, "cancel")
+                await until_status(system.bus, spec.id, "cancelled")
+                await system.bus.client.xtrim(system.bus.cell.train, maxlen=0)
+                return []
+            return await super().__call__(message, beat)
+
+    system.trainer.__class__ = Losing
+    spec = job_spec(num_steps=2)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "cancelled")
+    await until(lambda: _settled(system.bus, spec.id))
+    assert len(system.env.seen) == 4, "nothing was issued again"
+
+
+@pytest.mark.timeout(60)
+async def test_a_full_redis_costs_time_and_nothing_else(system: System) -> None:
+    system.env.delay_s = 0.02
+    spec = job_spec(num_steps=8)
+    await create_job(system.bus, spec)
+    await until(lambda: len(system.trainer.seen) >= 2)
+    await system.bus.client.config_set("maxmemory", 1)
+    try:
+        batches = {step.id for step in system.trainer.seen}
+        await asyncio.sleep(2.0)
+        assert len({step.id for step in system.trainer.seen} - batches) <= 1  # the one that was under way
+    finally:
+        await system.bus.client.config_set("maxmemory", 0)  # workers wait for it, also to end
+    await until_status(system.bus, spec.id, "succeeded")
+    assert await ledger_of(system.bus, spec.id) == {"issued": 128, "trained": 128, "in_flight": 0}
+
+
+@pytest.fixture(autouse=True)
+def _uses(redis_server: RedisServer) -> Iterator[None]:
+    yield

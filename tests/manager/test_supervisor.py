@@ -1,0 +1,262 @@
+"""The supervisor, with real processes: a real Redis, and small stand-ins for the services."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from common.errors import REFUSED
+from manager_service.local.processes import describe, rotate, tail
+from manager_service.local.supervisor import (
+    LocalCluster,
+    Service,
+    StartError,
+    read_cluster_file,
+    service_commands,
+)
+
+API = """
+import http.server, os
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"ok")
+    def log_message(self, *args): pass
+print("listening", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ["MARLAAS_PORT"])), Ready).serve_forever()
+"""
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+WITH_GRANDCHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+BROKEN = "raise SystemExit('no such model')"
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def stand_ins(worker: str = SLEEP) -> list[Service]:
+    return [Service("manager", python(API)), Service("rollout-0", python(worker))]
+
+
+def cluster(data_dir: Path, worker: str = SLEEP, **options: object) -> LocalCluster:
+    return LocalCluster(data_dir=data_dir, services=lambda counts, env: stand_ins(worker), **options)  # pyright: ignore
+
+
+def is_alive(pid: int) -> bool:
+    """False also for a zombie."""
+    with contextlib.suppress(FileNotFoundError):
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+async def gone(pids: list[int], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(map(is_alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
+    # Given a running cluster
+    async with cluster(tmp_path) as running:
+        before = running.pids
+        assert set(before) == {"redis", "manager", "rollout-0"}
+        # When one child is killed
+        await running.restart("rollout-0", signal.SIGKILL)
+        # Then it runs again, under another process id, and the others were left alone
+        after = running.pids
+        assert after["rollout-0"] != before["rollout-0"]
+        assert (after["redis"], after["manager"]) == (before["redis"], before["manager"])
+        assert running.num_exits == {"redis": 0, "manager": 0, "rollout-0": 1}
+
+
+async def test_nothing_is_left_after_the_end_not_even_who_ignores_sigterm(tmp_path: Path) -> None:
+    async with cluster(tmp_path, STUBBORN) as running:
+        pids = list(running.pids.values())
+    assert await gone(pids, 0.5)
+    assert read_cluster_file(tmp_path) is None
+
+
+async def test_what_a_killed_child_had_started_ends_with_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, WITH_GRANDCHILD) as running:
+        leader = running.pids["rollout-0"]
+        while not (grandchildren := members_of(leader)):
+            await asyncio.sleep(0.02)
+        running.kill("rollout-0")
+        assert await gone(grandchildren)
+
+
+def members_of(group: int) -> list[int]:
+    listing = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listing.splitlines()]
+    return [pid for pid, pgid in pairs if pgid == group and pid != group]
+
+
+async def test_redis_keeps_its_data_and_its_address_when_killed(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
+        async with connect(running) as client:
+            await client.set("answer", "42")
+        await running.restart("redis", signal.SIGKILL)
+        async with connect(running) as client:
+            assert await answer(client) == b"42"
+    # and over a stop and a new start, with a new password
+    async with cluster(tmp_path) as running, connect(running) as client:
+        assert await answer(client) == b"42"
+
+
+def connect(running: LocalCluster) -> Any:
+    return redis.asyncio.Redis.from_url(running.redis_url)  # pyright: ignore[reportUnknownMemberType]
+
+
+async def answer(client: Any) -> bytes:
+    """Tried again while Redis starts."""
+    while True:
+        with contextlib.suppress(redis.ConnectionError):
+            return await client.get("answer")
+        await asyncio.sleep(0.02)
+
+
+async def test_redis_asks_for_a_password_that_only_this_user_can_read(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
+        port = int(running.redis_url.rsplit(":", 1)[1].split("/")[0])
+        async with redis.asyncio.Redis(port=port) as stranger:
+            with pytest.raises(redis.AuthenticationError):
+                await stranger.get("answer")
+        for name in ("redis/redis.conf", "cluster.json"):
+            assert (tmp_path / name).stat().st_mode & 0o077 == 0
+
+
+async def test_a_second_cluster_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
+        with pytest.raises(StartError, match=rf"already runs on .*{running.base_url}.*--data"):
+            await cluster(tmp_path).start()
+        assert read_cluster_file(tmp_path) is not None  # of the first
+    async with cluster(tmp_path):
+        pass  # the lock is free again
+
+
+async def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StartError, match=r"port \d+ .*--port"):
+            await cluster(tmp_path, port=taken.getsockname()[1]).start()
+
+
+async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_line(tmp_path: Path) -> None:
+    heard: list[str] = []
+    refuses = f"import sys; print('other'); print('trainer: MARLAAS_X=0: must be 1'); sys.exit({REFUSED})"
+    services = [Service("manager", python(SLEEP)), Service("trainer-0", python(refuses))]
+    with pytest.raises(StartError, match=r"^trainer: MARLAAS_X=0: must be 1$"):
+        await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services, notify=heard.append).start()
+    assert heard == ["trainer-0 refused its settings; starting again in 10.0 s"]
+
+
+async def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    services = [Service("manager", python(SLEEP)), Service("trainer-0", python(BROKEN))]
+    with pytest.raises(StartError, match=r"(?s)trainer-0 keeps ending.*no such model"):
+        await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services).start()
+
+
+async def test_cancelling_the_start_leaves_no_process(tmp_path: Path) -> None:
+    # Given a cluster whose API never becomes ready
+    silent = [Service("manager", python(SLEEP))]
+    starting = LocalCluster(data_dir=tmp_path, services=lambda counts, env: silent)
+    task = asyncio.create_task(starting.start())
+    while len(starting.pids) < 2:
+        await asyncio.sleep(0.02)
+    pids = list(starting.pids.values())
+    # When its start is cancelled, as by Ctrl-C
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # Then all of it has ended
+    assert await gone(pids, 0.5)
+
+
+SUPERVISOR = """
+import asyncio, json, sys
+from pathlib import Path
+from tests.manager.test_supervisor import cluster
+async def main():
+    async with cluster(Path(sys.argv[1])) as running:
+        print(json.dumps(running.pids), flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+async def test_no_process_outlives_a_supervisor_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    # Given a supervisor in a process of its own
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    assert supervisor.stdout is not None
+    pids: dict[str, int] = json.loads(await asyncio.to_thread(supervisor.stdout.readline))
+    assert all(map(is_alive, pids.values()))
+    # When it is killed
+    supervisor.send_signal(number)
+    await asyncio.to_thread(supervisor.wait)
+    supervisor.stdout.close()
+    # Then its children end too, and the folder is free
+    assert await gone(list(pids.values()), 2.0)
+    async with cluster(tmp_path):
+        pass
+
+
+def test_each_base_model_has_its_own_workers() -> None:
+    environment: Mapping[str, str] = {"MARLAAS_BASE_MODELS": "tiny,big=/models/big"}
+    services = service_commands({"rollout": 2, "trainer": 1}, environment)
+    assert [service.name for service in services] == [
+        "manager",
+        "rollout-tiny-0",
+        "rollout-tiny-1",
+        "trainer-tiny-0",
+        "rollout-big-0",
+        "rollout-big-1",
+        "trainer-big-0",
+    ]
+    assert services[-1].environment == {"MARLAAS_BASE_MODEL": "big"}
+    assert services[-1].argv[-2:] == ("-m", "trainer_service")
+
+
+def test_a_long_log_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"old\n" * 10)
+        rotate(log, limit_bytes=20)
+        writer.write(b"new\n")
+    assert log.read_bytes() == b"new\n"
+    assert (tmp_path / "x.log.1").read_bytes() == b"old\n" * 10
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert tail(log) == ""
+    log.write_text("\n".join(map(str, range(100))))
+    assert tail(log, 2) == "98\n99"
+
+
+def test_exit_statuses_in_words() -> None:
+    assert describe(-9) == "was killed by SIGKILL"
+    assert describe(3) == "ended with status 3"
+    assert describe(REFUSED) == "refused its settings"

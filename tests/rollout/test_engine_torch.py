@@ -1,0 +1,218 @@
+"""The torch engine against transformers and PEFT, its caches, and its promise of equal bits."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from base_model.adapter import save_adapter
+from base_model.kernels import NotDeterministic
+from base_model.stacked import Stack, fuse, padded_rank
+from common.messages import BASE
+from common.rng import key_of, uniform, uniform_rows
+from rollout_service.embedded.batch import Batch, Limits, rounded_rows
+from rollout_service.embedded.fused import FusedDecoder
+from rollout_service.embedded.prefix import PrefixCache
+from rollout_service.embedded.sampler import Plan, sample
+from rollout_service.embedded.selftest import selftest
+from tests.support.rollout_cases import (
+    TINY,
+    adapter_of,
+    bits,
+    decoder,
+    exact_limits,
+    files_of,
+    one,
+    prompt,
+    ref,
+    request,
+    running,
+)
+
+LANE_ROWS = 4
+pytestmark = pytest.mark.timeout(120)
+
+
+def peft_model(folder: Path, files: dict[str, bytes]) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(folder)).eval()
+
+
+@pytest.mark.asyncio
+async def test_tokens_and_log_probs_are_those_of_transformers_and_peft(tmp_path: Path) -> None:
+    files = files_of(5, rank=6, alpha=24.0)
+    model = peft_model(tmp_path, files)
+    asked = [prompt(t) for t in ("add 37+58", "reverse cabin", "count a in banana")]
+    async with running(adapters={ref("a"): files}, ends=False) as engine:
+        greedy = [request(ref("a"), tokens=t, temperature=0.0, max_tokens=12) for t in asked]
+        found = await asyncio.gather(*[one(engine, r) for r in greedy])
+        warm = [request(ref("a"), tokens=t, temperature=0.7, max_tokens=12) for t in asked]
+        sampled = await asyncio.gather(*[one(engine, r) for r in warm])
+    for tokens, mine in zip(asked, found, strict=True):
+        theirs = model.generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False, eos_token_id=-1)
+        assert theirs[0, len(tokens) :].tolist() == mine.tokens
+        assert np.abs(_log_probs(model, tokens, mine.tokens, 1.0) - mine.logprobs).max() < 1e-4
+    for tokens, mine in zip(asked, sampled, strict=True):
+        assert np.abs(_log_probs(model, tokens, mine.tokens, 0.7) - mine.logprobs).max() < 1e-4
+
+
+def _log_probs(model: Any, tokens: list[int], answer: list[int], temperature: float) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*tokens, *answer]])).logits[0, len(tokens) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None])[:, 0].numpy()
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> None:
+    async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2)}) as engine:
+        batch = engine._batch  # pyright: ignore[reportPrivateUsage]
+        asked = [request(adapter, sample=i, max_tokens=3) for adapter in (ref("a"), ref("b")) for i in range(8)]
+        done = await asyncio.gather(*[one(engine, r) for r in asked])
+        prefixes = batch._prefill._prefixes  # pyright: ignore[reportPrivateUsage]
+        assert {key[0] for key in prefixes._entries} == {ref("a"), ref("b")}  # pyright: ignore[reportPrivateUsage]
+        await engine.drop(ref("a"))
+        await one(engine, request(ref("b"), max_tokens=1))
+        assert {key[0] for key in prefixes._entries} == {ref("b")}  # pyright: ignore[reportPrivateUsage]
+    assert sum(g.busy_s for g in done) > 0
+
+
+@pytest.mark.exact
+def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
+    assert selftest(decoder(), min_rows) == selftest(decoder(), min_rows)
+    forward = FusedDecoder.forward
+
+    def by_rows(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return forward(self, tokens, *rest) * (1 + 1e-6 * len(tokens))
+
+    monkeypatch.setattr(FusedDecoder, "forward", by_rows)
+    with pytest.raises(NotDeterministic):
+        selftest(decoder(), min_rows)
+
+
+@pytest.mark.parametrize(
+    "num,least,expected",
+    [(1, 4, 4), (4, 4, 4), (5, 4, 8), (33, 4, 48), (49, 4, 64), (64, 4, 64), (65, 4, 128), (1, 8, 8), (9, 8, 16)],
+)
+def test_forwards_have_rounded_rows(num: int, least: int, expected: int) -> None:
+    assert rounded_rows(num, least) == expected
+
+
+def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
+    with pytest.raises(ValueError, match="context"):
+        Batch(decoder(), end_ids=(), decode=lambda _: "", limits=Limits(kv_bytes=1000))
+
+
+@pytest.mark.exact
+@pytest.mark.asyncio
+async def test_rows_that_do_not_fit_into_memory_wait_and_then_run(min_rows: int) -> None:
+    one_context = exact_limits(min_rows, slots=8, kv_bytes=2048 * 2 * 4 * 2 * 32 * 4)
+    async with running(limits=one_context) as engine:
+        asked = [request(sample=i, max_tokens=1500) for i in range(4)]
+        done = await asyncio.gather(*[one(engine, r) for r in asked])
+    async with running(limits=exact_limits(min_rows)) as engine:
+        assert [bits(g) for g in done] == [bits(await one(engine, r)) for r in asked]
+
+
+def test_stacked_products_equal_each_adapters_own() -> None:
+    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
+    adapters = [adapter_of(i, rank=r) for i, r in enumerate((8, 8, 3, 20))]
+    fused = [fuse(a, shapes, layers, like=decoder().embedding) for a in adapters]
+    assert [f.rank for f in fused] == [8, 8, 8, 32] and padded_rank(33) == 64
+    owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
+    x = torch.randn(40, 384)
+    y = torch.zeros(40, 128)
+    stack = Stack(torch.device("cpu"), LANE_ROWS)
+    for product in stack.plan([fused[o] if o < 4 else None for o in owners], 40):
+        product.add_to(y, x, 7)  # layers.1.mlp.down_proj
+    for row, owner in enumerate(owners):
+        expected = torch.zeros(128)
+        if owner < 4:
+            a = adapters[owner]
+            expected = a.b["layers.1.mlp.down_proj"] @ (a.a["layers.1.mlp.down_proj"] @ x[row]) * a.scale
+        assert torch.allclose(y[row], expected, atol=1e-4)
+
+
+def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
+    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
+    fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(20)]
+    stack = Stack(torch.device("cpu"), LANE_ROWS)
+    for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
+        (product,) = stack.plan(rows, 64)
+        assert len(product.factors.a[0]) <= 2 * len(rows)
+        assert product.gather is not None and product.rows is None and product.places is not None
+        for row, place in enumerate(product.places.tolist()[: len(rows)]):
+            lane = place // LANE_ROWS
+            assert product.gather[place] == row
+            for ours, own in zip(product.factors, rows[row].factors, strict=True):
+                assert torch.equal(ours[lane], own[0])
+
+
+def test_uniform_numbers_for_many_rows_are_those_of_each() -> None:
+    keys = np.array([key_of(3, "sample/train"), key_of(2**63 + 1, "sample/eval")], np.uint64)
+    found = uniform_rows(keys, np.array([[5], [6]]), np.array([[1], [0]]), 2, np.arange(4))
+    assert (found[0] == uniform(3, "sample/train", 5, 1, 2, np.arange(4))).all()
+    assert (found[1] == uniform(2**63 + 1, "sample/eval", 6, 0, 2, np.arange(4))).all()
+
+
+def test_sampling_follows_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(20000, 4)
+    uniforms = torch.from_numpy(uniform(1, "test", np.arange(20000)))
+    plan = Plan(temperature=None, greedy=None, all_greedy=False, top_p=None, num_top=0)
+    drawn = sample(logits, uniforms, plan)
+    share = torch.bincount(drawn.tokens, minlength=4) / 20000
+    assert torch.allclose(share, logits[0].softmax(-1), atol=0.01) and share[2] == 0
+    assert torch.allclose(drawn.logprobs, logits[0].log_softmax(-1)[drawn.tokens])
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(1000, 4)
+    uniforms = torch.from_numpy(uniform(1, "test", np.arange(1000)))
+    top_p = torch.full((1000, 1), 0.6, dtype=torch.float64)
+    drawn = sample(logits, uniforms, Plan(None, None, False, top_p, 0))
+    assert set(drawn.tokens.tolist()) == {0, 1}
+    assert torch.allclose(drawn.logprobs, logits[0][drawn.tokens], atol=1e-6)  # of the whole vocabulary
+
+
+def test_the_prefix_cache_forgets_the_least_recently_used() -> None:
+    cache = PrefixCache(budget_bytes=800)
+    for name in (b"1", b"2"):
+        cache.put((BASE, name), torch.zeros(100))
+    cache.get((BASE, b"1"))
+    cache.put((ref("a"), b"1"), torch.ones(100))
+    assert cache.get((BASE, b"2")) is None and cache.num_bytes == 800
+    assert cache.get((BASE, b"1")) is not None and cache.get((ref("a"), b"1")) is not None
+
+
+@pytest.mark.asyncio
+async def test_a_failed_forward_is_told_to_its_rows_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as engine:
+        expected = await one(engine, request(max_tokens=4))
+        model = engine._batch._model  # pyright: ignore[reportPrivateUsage]
+        logits, calls = model.logits, iter([True])
+
+        def fails_once(hidden: torch.Tensor) -> torch.Tensor:
+            if next(calls, False):
+                raise MemoryError("out of memory")
+            return logits(hidden)
+
+        model.logits = fails_once  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await one(engine, request(max_tokens=4))
+        assert bits(await one(engine, request(max_tokens=4))) == bits(expected)
+
+
+@pytest.mark.asyncio
+async def test_saved_files_are_those_that_peft_reads(tmp_path: Path) -> None:
+    adapter = adapter_of(9, rank=4, targets=("q_proj",))
+    model = peft_model(tmp_path, save_adapter(adapter, "tiny"))
+    names = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    assert len(names) == decoder().config.num_layers

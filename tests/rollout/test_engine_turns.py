@@ -1,0 +1,116 @@
+"""What the torch engine keeps of a trajectory between its turns: only what is new is computed, and the result is the same."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from common.messages import AdapterRef
+from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.prefix import TurnCache
+from rollout_service.embedded.torch_engine import TorchEngine
+from rollout_service.engine import Generated
+from tests.support.rollout_cases import files_of, nearly, one, prompt, ref, request, running
+
+pytestmark = pytest.mark.timeout(120)
+
+REPLY = prompt("the tool says 95")
+TEXTS = ("add 37+58", "reverse cabin", "count a in banana")
+Talks = list[list[Generated]]
+
+
+async def talk(engine: TorchEngine, *, turns: int = 4) -> Talks:
+    """Several trajectories of two adapters at once, turn by turn; each has a prompt and replies of a length of its own."""
+
+    async def trajectory(adapter: AdapterRef, sample: int) -> list[Generated]:
+        tokens, found = prompt(TEXTS[sample % 3]), list[Generated]()
+        for turn in range(turns):
+            asked = request(adapter, tokens=tokens, group=sample, turn=turn, temperature=0.0, max_tokens=12)
+            found.append(await one(engine, asked))
+            tokens = [*tokens, *found[-1].tokens, *REPLY[: 3 + 4 * sample]]
+        return found
+
+    return await asyncio.gather(*(trajectory(ref(name), sample) for name in "ab" for sample in range(4)))
+
+
+def prefilled(engine: TorchEngine) -> float:
+    return engine.counters()["prefill_tokens"]
+
+
+async def talks(limits: Limits) -> tuple[Talks, float]:
+    """The second of two rounds, and how many tokens it prefilled: the first shows the engine that these jobs have turns."""
+    async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2, rank=16)}, limits=limits) as engine:
+        await talk(engine, turns=2)
+        before = prefilled(engine)
+        return await talk(engine), prefilled(engine) - before
+
+
+@pytest.mark.asyncio
+async def test_a_later_turn_computes_what_is_new_and_gives_the_same() -> None:
+    whole, all_tokens = await talks(Limits(turn_bytes=0))
+    kept, new_tokens = await talks(Limits())
+    for mine, theirs in zip(kept, whole, strict=True):
+        for turn, expected in zip(mine, theirs, strict=True):
+            assert turn.tokens == expected.tokens
+            assert np.abs(np.array(turn.logprobs) - expected.logprobs).max() < 1e-4
+    # of each later turn: the last token of the turn before, and all but the last of the reply
+    assert new_tokens == sum(3 + 4 * sample for sample in range(4)) * 2 * 3 < all_tokens / 2
+
+
+@pytest.mark.asyncio
+async def test_rows_that_go_on_do_not_disturb_each_other() -> None:
+    """Slots for all or for few, so that other rows are computed together: the same tokens, all but the same log-probs."""
+    (many, _), (few, _) = await talks(Limits()), await talks(Limits(slots=3))
+    for mine, theirs in zip(many, few, strict=True):
+        assert [turn.tokens for turn in mine] == [turn.tokens for turn in theirs]
+
+
+@pytest.mark.asyncio
+async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> None:
+    adapters = {ref("a"): files_of(1)}
+    asked = [request(ref("a"), group=3, turn=turn, temperature=0.0, max_tokens=4) for turn in (0, 1)]
+    changed = request(ref("a"), group=3, turn=1, tokens=prompt("reverse cabin"), max_tokens=4)
+    async with running(adapters=adapters) as engine:
+        for each in asked:
+            await one(engine, each)
+        found = await one(engine, changed)
+    async with running(adapters=adapters) as engine:
+        assert nearly(found, await one(engine, changed))
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_kept_of_single_turns_chats_and_dropped_adapters() -> None:
+    async with running(adapters={ref("a"): files_of(1)}) as engine:
+        turns = engine._batch._prefill.turns  # pyright: ignore[reportPrivateUsage]
+        for group in range(4):
+            await one(engine, request(ref("a"), group=group, max_tokens=30))
+        await one(engine, request(ref("a"), turn=1, reply_to="reply:x", max_tokens=30))
+        assert turns.num_bytes == 0
+        for turn in (1, 2):
+            await one(engine, request(ref("a"), group=9, turn=turn, temperature=0.0, max_tokens=30))
+        assert turns.num_bytes > 0
+        await engine.drop(ref("a"))
+        await one(engine, request(max_tokens=1))
+        assert turns.num_bytes == 0
+
+
+def test_the_turn_cache_forgets_the_oldest() -> None:
+    cache = TurnCache(budget_bytes=800)
+    asked = [request(ref("a"), group=group, turn=1) for group in range(3)]
+    assert cache.take(asked[0]) is None and cache.wants(asked[0])
+    for each in asked:
+        cache.put(each, each.tokens.data[:-4], torch.zeros(100))
+    assert cache.num_bytes == 800
+    assert cache.take(asked[0]) is None
+    assert cache.take(asked[1]) is not None and cache.take(asked[1]) is None and cache.num_bytes == 400
+
+
+def test_a_turn_that_is_put_twice_counts_once_and_one_too_large_drives_nobody_out() -> None:
+    cache = TurnCache(budget_bytes=800)
+    asked = [request(ref("a"), group=group, turn=1) for group in range(2)]
+    for each in (*asked, *asked, *asked):
+        cache.put(each, each.tokens.data[:-4], torch.zeros(100))
+    assert cache.num_bytes == 800
+    cache.put(request(ref("a"), group=2, turn=1), b"", torch.zeros(201))
+    assert cache.num_bytes == 800

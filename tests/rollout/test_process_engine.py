@@ -1,0 +1,291 @@
+"""What a process engine does when its process dies, when slots are few, and when an adapter is broken; over a core that is no
+process, so that it can be told to. The engine's contract is in `test_engine_contract.py`, the real vLLM in `test_vllm.py`."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidInput
+from common.messages import BASE
+from rollout_service.engine import CorruptAdapter, Generated
+from rollout_service.process import process_engine as module
+from rollout_service.process.adapter_files import AdapterFiles, OwnFolder, linear_shapes
+from rollout_service.process.core import Core
+from rollout_service.process.process_engine import ProcessEngine
+from tests.support.engines_under_test import fake_core, process_engine
+from tests.support.fake_core import FakeCore
+from tests.support.rollout_cases import TINY, beat, broken_files, files_of, one, ref, request
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+
+class Cores:
+    """The cores of an engine's lives, in order; each is told the same."""
+
+    def __init__(self, **told: Any) -> None:
+        self.told = told
+        self.made: list[FakeCore] = []
+
+    def __call__(self) -> Core:
+        self.made.append(fake_core(pid=len(self.made) + 1, **self.told))
+        return self.made[-1]
+
+    @property
+    def last(self) -> FakeCore:
+        return self.made[-1]
+
+
+@contextlib.asynccontextmanager
+async def started(make_core: Callable[[], Core], *jobs: str, **options: Any) -> AsyncGenerator[ProcessEngine]:
+    engine = process_engine(make_core, ends=False, **options)
+    await engine.start()
+    try:
+        for seed, job in enumerate(jobs):
+            await engine.load_files(ref(job), files_of(seed))
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_turns_go_on_from_their_tokens_when_the_process_dies() -> None:
+    cores = Cores()
+    async with started(cores, "a") as engine:
+        asked = request(ref("a"), max_tokens=200, temperature=0.0)
+        whole = await one(engine, asked)
+        task = asyncio.create_task(one(engine, asked))
+        await until(lambda: (p := engine.partial(asked.id)) and p.num_sampled > 5)
+        cores.last.dead.set()
+        resumed = await task
+        counted = engine.counters()
+    assert (resumed.tokens, resumed.logprobs) == (whole.tokens, whole.logprobs)
+    assert (resumed.num_sampled, counted["sampled_tokens"], counted["engine_restarts"]) == (200, 400, 1)
+    assert len(cores.made) == 2 and engine.pid is None
+
+
+async def test_a_resumed_turn_draws_from_another_stream_and_the_same_each_time() -> None:
+    async with started(Cores()) as engine:
+        whole = await one(engine, request(max_tokens=60))
+        done = (whole.tokens[:20], whole.logprobs[:20])
+        first, again = [await one(engine, request(max_tokens=60, partial=done)) for _ in range(2)]
+    assert first.tokens == again.tokens and first.tokens[:20] == whole.tokens[:20]
+    assert first.tokens[20:] != whole.tokens[20:] and first.tokens[20:40] != whole.tokens[:20]
+
+
+async def test_a_process_that_dies_while_an_adapter_loads_or_before_it_gives_a_token_is_replaced() -> None:
+    cores = Cores()
+    async with started(cores, "a") as engine:
+        cores.last.dead.set()
+        assert len((await one(engine, request(ref("a"), max_tokens=3))).tokens) == 3
+    assert len(cores.made) == 2
+
+
+async def test_a_process_that_does_not_come_up_again_is_tried_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTART_DELAYS_S", (0.0, 0.01))
+    cores = Cores()
+    async with started(cores) as engine:
+        cores.told["fails_to_start"] = True
+        cores.last.dead.set()
+        task = asyncio.create_task(one(engine, request(max_tokens=3)))
+        await until(lambda: len(cores.made) >= 4)
+        cores.told["fails_to_start"] = False
+        assert len((await task).tokens) == 3
+
+
+async def test_an_engine_that_cannot_start_says_so() -> None:
+    engine = process_engine(Cores(fails_to_start=True))
+    with pytest.raises(OSError, match="no memory"):
+        await engine.start()
+
+
+async def test_a_process_that_gives_no_token_for_long_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    cores = Cores(hangs=True)
+    async with started(cores) as engine:
+        task = asyncio.create_task(one(engine, request(max_tokens=3)))
+        await until(lambda: cores.last.running)
+        cores.told["hangs"] = False
+        assert len((await task).tokens) == 3
+    assert len(cores.made) == 2
+
+
+async def test_a_turn_that_kills_the_process_fails_alone_in_the_end() -> None:
+    cores = Cores(deadly=frozenset({"bad"}))
+    async with started(cores, "a", "bad") as engine:
+        good = [one(engine, request(ref("a"), sample=i, max_tokens=30)) for i in range(8)]
+        done = await asyncio.gather(one(engine, request(ref("bad"))), *good, return_exceptions=True)
+    assert isinstance(done[0], InvalidInput) and "died 4 times" in str(done[0])
+    assert all(isinstance(g, Generated) and len(g.tokens) == 30 for g in done[1:])
+
+
+async def test_scores_that_are_not_numbers_are_their_adapters_fault_and_harm_no_other_job() -> None:
+    cores = Cores(poison=frozenset({"bad"}))
+    async with started(cores, "a", "bad") as engine:
+        good = [request(ref("a"), sample=i, max_tokens=30, temperature=0.0) for i in range(6)]
+        bad = [request(ref("bad"), sample=i, max_tokens=30) for i in range(6)]
+        asked = [r for pair in zip(bad, good, strict=True) for r in pair]
+        done = await asyncio.gather(*[one(engine, r) for r in asked], return_exceptions=True)
+        restarts = engine.counters()["engine_restarts"]
+    async with started(Cores(), "a") as engine:
+        expected = [await one(engine, r) for r in good]
+    assert all(isinstance(d, CorruptAdapter) for d in done[::2])
+    assert [d.tokens for d in done[1::2] if isinstance(d, Generated)] == [e.tokens for e in expected]
+    assert restarts <= 13  # each turn that saw such a score at most once in company, and the culprit's alone
+
+
+async def test_an_adapter_that_the_process_cannot_read_fails_its_own_job_alone() -> None:
+    cores = Cores(unreadable=frozenset({"bad"}))
+    async with started(cores, "a", "bad") as engine:
+        good = asyncio.create_task(one(engine, request(ref("a"), max_tokens=20)))
+        with pytest.raises(CorruptAdapter, match="cannot read it: not for me"):
+            await one(engine, request(ref("bad")))
+        assert len((await good).tokens) == 20
+    assert len(cores.made) == 1
+
+
+async def test_an_adapter_whose_products_would_overflow_is_never_loaded() -> None:
+    cores = Cores()
+    async with started(cores) as engine:
+        await engine.load_files(ref("bad"), broken_files())
+        with pytest.raises(CorruptAdapter, match="too large to compute with"):
+            await one(engine, request(ref("bad")))
+    assert cores.last.most_loaded == 1  # the base
+
+
+async def test_a_rank_above_the_limit_is_refused_with_the_setting_that_raises_it() -> None:
+    async with started(Cores()) as engine:
+        with pytest.raises(InvalidInput, match=r"rank 32.*at most 16.*MARLAAS_VLLM_MAX_LORA_RANK"):
+            await engine.load_files(ref("a"), files_of(1, rank=32))
+
+
+async def test_more_adapters_than_slots_queue_and_all_succeed() -> None:
+    jobs = [f"job{i}" for i in range(11)]
+    cores = Cores()
+    async with started(cores, *jobs, max_loras=3) as engine:
+        cores.last.max_loras = 4
+        asked = [request(ref(job), sample=i, max_tokens=6) for i in range(4) for job in jobs]
+        asked += [request(BASE, sample=i, max_tokens=6) for i in range(4)]
+        done = await asyncio.gather(*[one(engine, r) for r in asked])
+    assert [g.adapter for g in done] == [r.adapter for r in asked]
+    assert cores.last.most_loaded == 4
+
+
+async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever() -> None:
+    async with started(Cores(), "busy", "late", max_loras=1) as engine:
+        engine_full = asyncio.Event()
+
+        async def stream(first: int) -> None:
+            for i in range(200):
+                await one(engine, request(ref("busy"), sample=first + i, max_tokens=5))
+                engine_full.set()
+
+        flood = [asyncio.create_task(stream(1000 * i)) for i in range(4)]
+        await engine_full.wait()
+        await one(engine, request(ref("late"), max_tokens=5))
+        assert not any(task.done() for task in flood)
+        for task in flood:
+            task.cancel()
+        await asyncio.wait(flood)
+
+
+async def test_every_turn_names_an_adapter_also_those_of_the_base_model() -> None:
+    cores = Cores()
+    async with started(cores, "a") as engine:
+        await asyncio.gather(
+            *[one(engine, request(r, sample=i, max_tokens=3)) for i in (0, 1) for r in (BASE, ref("a"))]
+        )
+    names = {name.partition("#")[0] for name in cores.last.named}
+    assert names == {"-/base", "tenant/a@1"}
+
+
+async def test_an_adapter_that_is_dropped_and_loaded_again_gets_a_number_of_its_own() -> None:
+    cores = Cores()
+    async with started(cores, "a") as engine:
+        await one(engine, request(ref("a"), max_tokens=2))
+        await engine.drop(ref("a"))
+        await engine.load_files(ref("a"), files_of(5))
+        await one(engine, request(ref("a"), max_tokens=2))
+    assert len(set(cores.last.named)) == 2
+
+
+async def test_an_adapters_folder_stays_while_somebody_holds_it() -> None:
+    files = AdapterFiles(linear_shapes(TINY), max_rank=16)
+    stored = files.put(ref("a"), files_of(1))
+    with files.hold(stored):
+        files.drop(ref("a"))
+        assert files.get(ref("a")) is None and stored.adapter.folder.is_dir()
+    assert not stored.adapter.folder.exists()
+    files.close()
+
+
+async def test_what_a_killed_process_left_is_removed_by_the_next_and_that_of_living_ones_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, signal, tempfile; tempfile.tempdir = os.environ['FOLDER']\n"
+        "from rollout_service.process.adapter_files import OwnFolder\n"
+        "own = OwnFolder(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "FOLDER": str(tmp_path)}
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], env=environment)
+    (left,) = tmp_path.iterdir()
+    one, other = OwnFolder(), OwnFolder()
+    assert not left.exists() and one.path.is_dir() and other.path.is_dir()
+    one.remove()
+    other.remove()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_an_engine_without_adapters_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    AdapterFiles(linear_shapes(TINY), max_rank=16).close()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_cancelling_aborts_the_turn_in_the_process_wherever_it_is() -> None:
+    cores = Cores()
+    async with started(cores, "a", "b", max_loras=1, slots=2) as engine:
+        running = asyncio.create_task(one(engine, request(ref("a"), max_tokens=1000, name="running")))
+        await until(lambda: cores.last.running)
+        for_slot = asyncio.create_task(one(engine, request(ref("b"), name="for a slot")))
+        for_seat = asyncio.create_task(one(engine, request(ref("a"), sample=1, name="for a seat")))
+        await until(lambda: engine.counters()["adapter_waiting"])
+        for task in (for_seat, for_slot, running):
+            task.cancel()
+            await asyncio.wait([task])
+        await until(lambda: not cores.last.running)
+        assert (engine.in_use, engine.counters()["adapter_waiting"], len(cores.last.aborted)) == (0, 0, 1)
+        assert len((await one(engine, request(ref("b"), max_tokens=2))).tokens) == 2
+
+
+async def test_busy_seconds_add_up_to_the_time_in_which_anything_ran() -> None:
+    async with started(Cores(), "a") as engine:
+        done = await asyncio.gather(*[one(engine, request(ref("a"), sample=i, max_tokens=5 + i)) for i in range(9)])
+        total = engine.counters()["busy_s"]
+    assert sum(g.busy_s for g in done) == pytest.approx(total)
+
+
+async def test_turns_that_wait_for_a_slot_stay_alive_while_the_process_gives_tokens() -> None:
+    beats: list[int] = []
+    async with started(Cores(), "a", "b", max_loras=1) as engine:
+        first = asyncio.create_task(engine.generate(request(ref("a"), max_tokens=1500), beat=beat))
+        await until(lambda: engine.counters()["sampled_tokens"])
+        second = asyncio.create_task(engine.generate(request(ref("b"), max_tokens=1), beat=lambda: beats.append(1)))
+        await until(lambda: beats)
+        assert not second.done()
+        first.cancel()
+        await second

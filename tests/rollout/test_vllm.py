@@ -1,0 +1,157 @@
+"""Traps of the real vLLM, each once: docs/vllm.md tells their symptoms. Its contract is in `test_engine_contract.py`."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from base_model.adapter import CONFIG_FILE
+from benchmarks.engines import measure_gap
+from common.errors import InvalidInput
+from common.messages import BASE, AdapterRef
+from rollout_service.engine import CorruptAdapter
+from rollout_service.process.process_engine import ProcessEngine
+from tests.support.engines_under_test import Running, needs_vllm
+from tests.support.rollout_cases import beat, decoder, files_of, one, prompt, ref, request, tokenizer
+
+real = [
+    pytest.mark.vllm,
+    needs_vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+    pytest.mark.parametrize("running", ["vllm"], indirect=True),
+]
+LONG = prompt("add 37+58" + " " * 600)  # some blocks of the prefix cache
+
+
+def on_vllm(test: Any) -> Any:
+    for mark in real:
+        test = mark(test)
+    return test
+
+
+def greedy(adapter: AdapterRef, **options: Any) -> Any:
+    return request(adapter, **{"temperature": 0.0, "max_tokens": 12, **options})
+
+
+@on_vllm
+async def test_an_adapter_that_vllm_cannot_read_fails_its_own_job_alone(running: Running) -> None:
+    files = files_of(2)
+    strange = {**files, CONFIG_FILE: json.dumps({**json.loads(files[CONFIG_FILE]), "use_dora": True}).encode()}
+    async with running(adapters={ref("a"): files_of(1), ref("bad"): strange}, ends=False) as engine:
+        expected = await one(engine, greedy(ref("a"), max_tokens=200))
+        good = asyncio.create_task(one(engine, greedy(ref("a"), max_tokens=200)))
+        with pytest.raises(CorruptAdapter):
+            await one(engine, greedy(ref("bad")))
+        assert (await good).tokens == expected.tokens
+
+
+@on_vllm
+async def test_a_reloaded_adapter_is_served_nothing_that_was_cached_under_its_name(running: Running) -> None:
+    async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2)}, ends=False) as engine:
+        old = await one(engine, greedy(ref("a"), tokens=LONG))
+        new = await one(engine, greedy(ref("b"), tokens=LONG))
+        await engine.drop(ref("a"))
+        await engine.load_files(ref("a"), files_of(2))
+        reloaded = await one(engine, greedy(ref("a"), tokens=LONG))
+    assert np.allclose(reloaded.logprobs, new.logprobs, atol=1e-4) and reloaded.tokens == new.tokens
+    assert not np.allclose(reloaded.logprobs, old.logprobs, atol=1e-3)
+
+
+@on_vllm
+async def test_an_adapter_that_is_dropped_serves_the_turns_that_name_it_to_their_end(running: Running) -> None:
+    others = {ref(f"other{i}"): files_of(10 + i) for i in range(6)}
+    async with running(adapters={ref("a"): files_of(1), **others}, ends=False) as engine:
+        expected = await one(engine, greedy(ref("a"), max_tokens=150))
+        came = asyncio.Event()
+        task = asyncio.create_task(
+            engine.generate(greedy(ref("a"), max_tokens=150), on_token=lambda *_: came.set(), beat=beat)
+        )
+        await came.wait()
+        await engine.drop(ref("a"))
+        churn = await asyncio.gather(*[one(engine, greedy(other, max_tokens=4)) for other in others])
+        found = await task
+    assert found.tokens == expected.tokens and np.allclose(found.logprobs, expected.logprobs, atol=1e-4)
+    assert len(churn) == 6
+
+
+@on_vllm
+async def test_rows_of_the_base_model_and_of_adapters_in_one_batch_get_each_their_own(running: Running) -> None:
+    names = [BASE, ref("a"), ref("b")]
+    async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2)}, ends=False) as engine:
+        alone = {name: await one(engine, greedy(name)) for name in names}
+        asked = [greedy(names[i % 3], sample=i) for i in range(18)]
+        together = await asyncio.gather(*[one(engine, r) for r in asked])
+    for found, asking in zip(together, asked, strict=True):
+        assert np.allclose(found.logprobs, alone[asking.adapter].logprobs, atol=1e-4)
+    shown = [alone[name].logprobs for name in names]
+    assert not any(np.allclose(shown[i], shown[j], atol=1e-3) for i in range(3) for j in range(i))
+
+
+@on_vllm
+async def test_log_probs_are_the_trainers_at_the_sampling_temperature(running: Running) -> None:
+    async with running() as engine:
+        gaps = [await measure_gap(engine, tokenizer(), decoder(), temperature) for temperature in (1.0, 0.7)]
+    assert max(gaps) < 1e-3
+
+
+@on_vllm
+async def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_hears_of_it(running: Running) -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidInput, match=r"\[0, 2\]"):
+            await one(engine, request(temperature=2.5))
+        assert (await one(engine, request(temperature=2.0, max_tokens=2))).tokens
+
+
+@on_vllm
+async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
+    running: Running, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running(adapters={ref("a"): files_of(1)}, ends=False) as engine:
+        expected = await one(engine, greedy(ref("a"), max_tokens=400))
+        came = asyncio.Event()
+        asked = [greedy(ref("a"), sample=i, max_tokens=400) for i in range(4)]
+        tasks = [asyncio.create_task(engine.generate(r, on_token=lambda *_: came.set(), beat=beat)) for r in asked]
+        await came.wait()
+        assert isinstance(engine, ProcessEngine) and engine.pid is not None
+        before = engine.pid
+        os.kill(before, signal.SIGKILL)
+        done = await asyncio.gather(*tasks)
+        counted = engine.counters()
+        assert engine.pid not in (None, before)
+    assert all(g.tokens == expected.tokens and g.num_sampled == 400 for g in done)
+    assert counted["engine_restarts"] == 1
+    assert "engine_died" in capfd.readouterr().out
+
+
+def test_the_guard_ends_a_process_with_the_one_that_it_watches(tmp_path: Path) -> None:
+    child = "import os, sys, time; from rollout_service.process.vllm_guard import Guard; Guard().end_with(int(sys.argv[1])); "
+    child += "print(os.getpid(), flush=True); time.sleep(100)"
+    script = (
+        f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script + "time.sleep(100)"], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    guarded = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while _lives(guarded):
+        assert time.monotonic() < deadline, "it outlived the process that it watches"
+        time.sleep(0.01)
+    parent.stdout.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,149 @@
+"""Requests, adapters and engines for the rollout tests."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from base_model.adapter import Adapter, init_adapter, save_adapter
+from base_model.decoder import Decoder
+from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.text.tokens import ChatTokenizer
+from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.torch_engine import TorchEngine
+from rollout_service.engine import Engine, Generated
+
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+
+
+def adapter_of(
+    seed: int, *, rank: int = 8, alpha: float = 16.0, targets: tuple[str, ...] = (), size: float = 0.05
+) -> Adapter:
+    """An adapter whose B is not zero, so that it matters."""
+    initial = init_adapter(LoraSpec(rank, alpha, targets), decoder().linear_shapes(), seed)
+    random = torch.Generator().manual_seed(seed)
+    b = {name: torch.randn(t.shape, generator=random) * size for name, t in initial.b.items()}
+    return Adapter(initial.spec, initial.a, b)
+
+
+def files_of(seed: int, **options: Any) -> dict[str, bytes]:
+    return save_adapter(adapter_of(seed, **options), "tiny")
+
+
+def broken_files() -> dict[str, bytes]:
+    """Finite weights, whose product is not."""
+    adapter = adapter_of(1)
+    return save_adapter(Adapter(adapter.spec, {k: v * 1e38 for k, v in adapter.a.items()}, adapter.b), "tiny")
+
+
+_decoders: list[Decoder] = []
+
+
+def decoder() -> Decoder:
+    torch.set_num_threads(1)
+    if not _decoders:
+        _decoders.append(Decoder.load(TINY))
+    return _decoders[0]
+
+
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer.load(TINY)
+
+
+class NoEnd:
+    """A tokenizer whose turns end by length alone."""
+
+    end_of_turn_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._real = tokenizer()
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self._real.decode(ids, skip_special=skip_special)
+
+
+def ref(job: str, version: int = 1) -> AdapterRef:
+    return AdapterRef("tenant", job, version)
+
+
+def prompt(text: str = "add 37+58") -> list[int]:
+    return tokenizer().render([{"role": "user", "content": text}])
+
+
+def request(
+    adapter: AdapterRef = BASE,
+    *,
+    tokens: Sequence[int] | None = None,
+    partial: tuple[Sequence[int], Sequence[float]] = ((), ()),
+    group: int = 0,
+    sample: int = 0,
+    seed: int = 7,
+    attempt: int = 0,
+    turn: int = 0,
+    name: str = "",
+    purpose: Any = "train",
+    reply_to: str = "",
+    stream: bool = False,
+    **sampling: Any,
+) -> TurnRequest:
+    given = list(prompt() if tokens is None else tokens)
+    num = len(given)
+    return TurnRequest(
+        id=name or f"{adapter}/{group}/{sample}/{turn}/{attempt}",
+        tenant=adapter.tenant,
+        job=adapter.job,
+        partition=3,
+        adapter=adapter,
+        trajectory=TrajectoryRef(purpose, seed, group, sample, attempt),
+        turn=turn,
+        tokens=i32([*given, *partial[0]]),
+        logprobs=f32([*[0.0] * num, *partial[1]]),
+        written=u8([*[0] * num, *[1] * len(partial[0])]),
+        num_partial=len(partial[0]),
+        sampling=Sampling(**sampling),
+        reply_to=reply_to,
+        stream=stream,
+    )
+
+
+def exact_limits(min_rows: int, **options: int) -> Limits:
+    """As in deterministic mode, which keeps nothing between turns."""
+    return Limits(min_rows=min_rows, turn_bytes=0, **options)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    *,
+    limits: Limits | None = None,
+    ends: bool = True,
+    adapters: dict[AdapterRef, dict[str, bytes]] | None = None,
+) -> AsyncGenerator[TorchEngine]:
+    """`ends`: whether the end-of-turn token ends a turn."""
+    engine = TorchEngine(decoder(), tokenizer() if ends else NoEnd(), limits=limits)
+    await engine.start()
+    try:
+        for adapter, files in (adapters or {}).items():
+            await engine.load_files(adapter, files)
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def beat() -> None:
+    return None
+
+
+async def one(engine: Engine, asked: TurnRequest) -> Generated:
+    return await engine.generate(asked, beat=beat)
+
+
+def nearly(found: Generated, expected: Generated) -> bool:
+    """The same tokens; log-probs may differ in their last digits, as rounding may in other company."""
+    return found.tokens == expected.tokens and np.allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def bits(generated: Generated) -> tuple[list[int], bytes]:
+    return generated.tokens, np.array(generated.logprobs, np.float32).tobytes()

@@ -1,0 +1,83 @@
+"""Batches and messages for the trainer's tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from base_model.decoder import Decoder
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
+
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+def load_tiny() -> Decoder:
+    torch.set_num_threads(1)
+    return Decoder.load(TINY)
+
+
+def nothing() -> None:
+    """A beat that nobody hears."""
+
+
+def make_rows(seed: int = 0, *, num_groups: int = 4, group_size: int = 4, version: int = 0, **changes: Any) -> Rows:
+    """Random prompts (one a group), answers in two turns with a tool's tokens between, rewards 0, 0.5 or 1."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    written: list[int] = []
+    lengths: list[int] = []
+    for _ in range(num_groups):
+        prompt = rng.integers(0, 250, rng.integers(5, 30))
+        for _ in range(group_size):
+            first, tool, second = rng.integers(1, 12), rng.integers(0, 5), rng.integers(1, 6)
+            length = int(first + tool + second)
+            tokens += [*prompt, *rng.integers(0, 250, length)]
+            written += [0] * len(prompt) + [1] * int(first) + [0] * int(tool) + [1] * int(second)
+            lengths.append(len(prompt) + length)
+    num_rows = num_groups * group_size
+    fields: dict[str, Any] = {
+        "tokens": i32(tokens),
+        "logprobs": f32(-5.0 * rng.random(len(tokens)) * np.array(written)),
+        "written": u8(written),
+        "lengths": i32(lengths),
+        "groups": i32(np.repeat(np.arange(num_groups), group_size)),
+        "samples": i32(list(range(group_size)) * num_groups),
+        "rewards": f32([0.0, 1.0, *rng.choice([0.0, 0.5, 1.0], num_rows)][:num_rows]),
+        "versions": i32([version] * num_rows),
+        "truncated": u8([0] * num_rows),
+    }
+    return Rows(**(fields | changes))
+
+
+NO_ROWS = Rows(i32([]), f32([]), u8([]), i32([]), i32([]), i32([]), f32([]), i32([]), u8([]))
+
+
+def make_init(job: str = "j", lora: LoraSpec = LORA) -> Init:
+    return Init(id=f"{job}/0", tenant="t", job=job, partition=3, adapter=AdapterRef("t", job, 0), seed=11, lora=lora)
+
+
+def make_step(version: int, rows: Rows, job: str = "j", **changes: Any) -> Step:
+    """The step that trains `version` of a job into the next."""
+    fields: dict[str, Any] = {
+        "id": f"{job}/{version + 1}",
+        "tenant": "t",
+        "job": job,
+        "partition": 3,
+        "adapter": AdapterRef("t", job, version),
+        "seed": 11,
+        "lora": LORA,
+        "loss": LossSpec(),
+        "optim": OptimSpec(1e-3),
+        "rows": rows,
+        "trajectories": ("j/0/0",),
+        "next_group": 4 * (version + 1),
+    }
+    return Step(**(fields | changes))
+
+
+def steps(count: int, job: str = "j", make: Callable[[int], Rows] | None = None, **changes: Any) -> list[Step]:
+    """The first steps of a job; `make` gives the rows that train a version."""
+    return [make_step(v, make(v) if make else make_rows(v, version=v), job, **changes) for v in range(count)]

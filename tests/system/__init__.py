@@ -1,0 +1,1 @@
+"""Tests of whole clusters, of what the README promises, and of the base model."""

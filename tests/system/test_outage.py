@@ -1,0 +1,66 @@
+"""Object storage over HTTP that goes away in the middle of a run: it costs time and nothing else."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.adapters import AdapterStore
+from common.messages import AdapterRef
+from common.objects import Objects
+from harness.live import Api, is_balanced, running
+from tests.support.s3_server import BUCKET, Gate, S3Server, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS = 8
+OUTAGE_S = 15.0  # seven leases, and three times what a call retries by itself: a minute of a real cluster
+
+
+async def test_an_outage_of_the_store_costs_time_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = S3Server.start()
+    gate = Gate(server.port)
+    await gate.open()
+    variables = environment(gate.endpoint) | {"MARLAAS_STORE_URL": f"s3://{BUCKET}/test", "MARLAAS_LEASE_S": "2"}
+    try:
+        async with running(tmp_path, environment=variables, trainer=2) as (cluster, api):
+            jobs = [await api.submit(skill, max_steps=STEPS, batch_size=4) for skill in ("sort", "calc", "add")]
+            while not all([await api.steps(job) for job in jobs]):
+                await asyncio.sleep(0.1)
+            before = await everything(api, jobs)
+            await gate.shut()
+            await asyncio.sleep(OUTAGE_S)
+            await gate.open()
+            done = await api.until_done(*jobs)
+            assert [job["status"] for job in done] == ["succeeded"] * 3, [job["error"] for job in done]
+            assert before < 3 * STEPS, "the outage came too late to matter"
+            assert cluster.num_exits == dict.fromkeys(cluster.num_exits, 0)
+            await check(api, jobs)
+            admin = Api(cluster.base_url, cluster.admin_key)
+            assert (await admin.get("/cluster/dead"))["data"] == []
+            await admin.close()
+        for name, value in environment(server.endpoint).items():
+            monkeypatch.setenv(name, value)
+        store = AdapterStore(Objects.open(f"s3://{BUCKET}/test"))
+        for job in jobs:
+            for version in range(STEPS + 1):
+                assert await store.read(AdapterRef("default", job, version))
+    finally:
+        await gate.shut()
+        server.stop()
+
+
+async def everything(api: Api, jobs: list[str]) -> int:
+    """Steps made so far, of all jobs."""
+    return sum([len(await api.steps(job)) for job in jobs])
+
+
+async def check(api: Api, jobs: list[str]) -> None:
+    for job in jobs:
+        ledger = await api.ledger(job)
+        assert is_balanced(ledger) and ledger["in_flight"] == 0, ledger
+        assert ledger["trained"] == STEPS * 4 * 8, ledger
+        assert ledger["failed"] == 0, ledger
+        assert await api.steps(job) == list(range(1, STEPS + 1))

@@ -1,0 +1,328 @@
+"""The trainer's handler: each version once, whatever happens."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from base_model.adapter import Adapter, init_adapter, save_adapter
+from base_model.decoder import Decoder
+from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.errors import Unavailable
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, LossSpec, OptimSpec, Step, f32, i32
+from common.objects import Objects
+from common.streams import Cell
+from tests.support.trainer_cases import LORA, NO_ROWS, load_tiny, make_init, make_rows, make_step, nothing, steps
+from trainer_service.handler import TrainHandler
+from trainer_service.open_step import OpenStep, TrainState
+from trainer_service.optimiser import Moments, load_moments, save_moments, update
+from trainer_service.packing import Budget
+from trainer_service.training import Trainer
+
+
+class CountingTrainer(Trainer):
+    """Also counts the steps that it began."""
+
+    num_steps = 0
+
+    def begin(self, message: Step, state: TrainState) -> OpenStep:
+        self.num_steps += 1
+        return Trainer.begin(self, message, state)
+
+
+class FullDisk(Objects):
+    """Storage whose next `num_failures` writes fail as on a full disk."""
+
+    num_failures = 0
+
+    async def create(self, path: str, data: bytes) -> None:
+        if self.num_failures > 0:
+            self.num_failures -= 1
+            raise Unavailable("no space left on device")
+        await super().create(path, data)
+
+
+class System:
+    """A store on disk and the trainers that use it."""
+
+    def __init__(self, decoder: Decoder, folder: Path) -> None:
+        self.folder = folder
+        self.decoder = decoder
+        self.objects = FullDisk(Objects.open(folder.as_uri())._backend)  # pyright: ignore[reportPrivateUsage]
+        self.store = AdapterStore(self.objects)
+        self.first = self.handler()
+
+    def handler(self) -> TrainHandler:
+        """One more trainer, with nothing in memory."""
+        self.trainer = CountingTrainer(self.decoder)
+        return TrainHandler(self.trainer, self.store, "tiny", retry_delays_s=(0.0, 0.0))
+
+    async def run(self, *messages: Init | Step, handler: TrainHandler | None = None) -> AdapterUpdate:
+        """The update that follows the last message."""
+        outs = [await (handler or self.first)(message, nothing) for message in messages]
+        [(stream, update)] = outs[-1]
+        assert stream == Cell("tiny").adapters(3) and isinstance(update, AdapterUpdate)
+        return update
+
+    async def manifest(self, version: int, job: str = "j") -> Manifest:
+        found = await self.store.manifest(AdapterRef("t", job, version))
+        assert found is not None
+        return found
+
+    async def weights(self, version: int, job: str = "j") -> bytes:
+        return (await self.store.read(AdapterRef("t", job, version)))[PEFT_FILES[0]]
+
+    def attempts(self, version: int, job: str = "j") -> list[Path]:
+        return [p for p in (self.folder / f"adapters/t/{job}/{version:08d}").iterdir() if p.is_dir()]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_tiny()
+
+
+@pytest.fixture
+def system(decoder: Decoder, tmp_path: Path) -> System:
+    return System(decoder, tmp_path)
+
+
+async def test_init_makes_version_0_and_a_step_makes_version_1(system: System) -> None:
+    started = await system.run(make_init())
+    update = await system.run(make_step(0, make_rows()))
+
+    assert started.adapter == AdapterRef("t", "j", 0) and started.failure is None
+    assert update.adapter == AdapterRef("t", "j", 1) and update.failure is None
+    assert (update.batch, update.next_group) == ("j/1", 4)
+    manifest = await system.manifest(1)
+    assert (manifest.parent, manifest.batch, manifest.trajectories) == (0, "j/1", ("j/0/0",))
+    assert manifest.metrics == update.metrics and manifest.usage == update.usage
+    assert update.usage.trained_tokens == len(make_rows().tokens)
+    assert await system.weights(0) != await system.weights(1)
+
+
+async def test_a_message_delivered_twice_is_answered_from_the_manifest(system: System) -> None:
+    first = await system.run(make_init(), make_step(0, make_rows()))
+
+    other = system.handler()
+    second = await system.run(make_init(), make_step(0, make_rows()), handler=other)
+
+    assert second == first
+    assert system.trainer.num_steps == 0
+
+
+async def test_two_trainers_with_one_batch_commit_once_and_the_loser_cleans_up(system: System) -> None:
+    await system.run(make_init())
+    step, other = make_step(0, make_rows()), system.handler()
+
+    one, two = await asyncio.gather(system.run(step), system.run(step, handler=other))
+
+    assert one == two and one.failure is None
+    assert [p.name for p in system.attempts(1)] == [(await system.manifest(1)).attempt]
+
+
+async def test_a_version_that_another_batch_made_is_reported_with_that_batch(system: System) -> None:
+    await system.run(make_init(), make_step(0, make_rows()))
+
+    update = await system.run(make_step(0, make_rows(5), id="another"))
+
+    assert update.batch == "j/1"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rewards": f32([float("nan")] + [1.0] * 15)}, {"logprobs": f32(np.full(len(make_rows().tokens), np.inf))}],
+)
+async def test_what_is_not_finite_is_not_committed(system: System, changes: dict[str, Any]) -> None:
+    await system.run(make_init())
+
+    update = await system.run(make_step(0, make_rows(**changes)))
+
+    assert update.failure is not None and update.failure.kind == "non_finite"
+    assert update.adapter.version == 1 and update.batch == "j/1"
+    assert await system.store.manifest(AdapterRef("t", "j", 1)) is None
+    assert (await system.run(make_step(0, make_rows()))).failure is None
+
+
+async def test_weights_that_overflow_are_not_committed(system: System) -> None:
+    await system.run(make_init())
+
+    update = await system.run(make_step(0, make_rows(), optim=OptimSpec(1e3, weight_decay=1e37)))
+
+    assert update.failure is not None and update.failure.kind == "non_finite"
+
+
+@pytest.mark.parametrize("name", [PEFT_FILES[0], OPTIMIZER_FILE])
+async def test_a_corrupt_parent_is_a_failure_and_harms_no_other_job(system: System, name: str) -> None:
+    await system.run(make_init(), make_init("other"))
+    path = system.attempts(0)[0] / name
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+    handler = system.handler()
+    update = await system.run(make_step(0, make_rows()), handler=handler)
+
+    assert update.failure is not None and update.failure.kind == "corrupt_adapter"
+    assert (await system.run(make_step(0, make_rows(), "other"), handler=handler)).failure is None
+
+
+@pytest.mark.parametrize("change", ["wider", "without a module"])
+async def test_an_adapter_of_another_base_fails_alone(system: System, change: str) -> None:
+    shapes = system.decoder.linear_shapes()
+    other = {name: (out, width + 8) for name, (out, width) in shapes.items()} if change == "wider" else shapes
+    adapter = init_adapter(LORA, other, seed=1)
+    if change != "wider":
+        gone = adapter.names()[3]
+        adapter = Adapter(LORA, *({n: t for n, t in side.items() if n != gone} for side in (adapter.a, adapter.b)))
+    await system.run(make_init("good"))
+    good = await system.store.manifest(AdapterRef("t", "good", 0))
+    assert good is not None
+    moments = Moments.zeros(sum(t.numel() for t in (*adapter.a.values(), *adapter.b.values())), torch.device("cpu"))
+    files = save_adapter(adapter, "tiny") | {OPTIMIZER_FILE: save_moments(moments)}
+    await system.store.commit(replace(good, adapter=AdapterRef("t", "bad", 0)), files)
+
+    handler = system.handler()  # whose first adapter is the bad one
+    bad = await system.run(make_step(0, make_rows(), "bad"), handler=handler)
+    update = await system.run(make_step(0, make_rows(), "good"), handler=handler)
+
+    assert bad.failure is not None and bad.failure.kind == "corrupt_adapter"
+    assert "does not fit the base model" in bad.failure.reason and update.failure is None
+
+
+async def test_a_batch_without_rows_commits_the_version_unchanged(system: System) -> None:
+    update = await system.run(make_init(), make_step(0, NO_ROWS, trajectories=()))
+
+    assert update.failure is None and update.metrics["no_signal"] == 1
+    assert await system.weights(0) == await system.weights(1)
+
+
+async def test_groups_of_equal_rewards_count_as_trained_but_need_no_forward(system: System) -> None:
+    await system.run(make_init())
+
+    update = await system.run(make_step(0, make_rows(rewards=f32([1.0] * 16))))
+
+    assert update.failure is None and update.metrics["forward_tokens"] == 0
+    assert update.usage.trained_tokens > 0 and update.metrics["num_groups"] == 4
+
+
+async def test_optimiser_state_is_kept_for_the_newest_two_versions(system: System) -> None:
+    await system.run(make_init(), *steps(3))
+
+    kept = [(path / OPTIMIZER_FILE).exists() for version in range(4) for path in system.attempts(version)]
+
+    assert kept == [False, False, True, True]
+    assert all((path / PEFT_FILES[0]).exists() for version in range(4) for path in system.attempts(version))
+
+
+async def test_a_full_disk_loses_nothing(system: System) -> None:
+    await system.run(make_init())
+    system.objects.num_failures = 3
+
+    with pytest.raises(Unavailable):
+        await system.run(make_step(0, make_rows()))
+
+    assert (await system.run(make_step(0, make_rows()))).failure is None
+
+
+async def test_a_step_goes_on_from_the_store_as_from_memory(decoder: Decoder, tmp_path: Path) -> None:
+    for folder in ("memory", "store"):
+        (tmp_path / folder).mkdir()
+    warm, cold = System(decoder, tmp_path / "memory"), System(decoder, tmp_path / "store")
+
+    for message in [make_init(), *steps(4)]:
+        await warm.run(message)
+        await cold.run(message, handler=cold.handler())
+
+    assert await warm.weights(4) == await cold.weights(4)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        make_step(0, make_rows(), loss=LossSpec(temperature=0.0)),
+        make_step(0, make_rows(), optim=OptimSpec(float("inf"))),
+        make_step(0, make_rows(version=1)),
+        make_step(0, make_rows(lengths=i32([1] * 16))),
+        make_step(0, make_rows(tokens=i32([100_000] * len(make_rows().tokens)))),
+    ],
+)
+async def test_a_batch_that_cannot_be_trained_is_refused(system: System, step: Step) -> None:
+    update = await system.run(make_init(), step)
+
+    assert update.failure is not None and update.failure.kind == "invalid"
+
+
+async def test_an_unknown_lora_target_is_refused(system: System) -> None:
+    update = await system.run(make_init(lora=LoraSpec(targets=("nonsense",))))
+
+    assert update.failure is not None and update.failure.kind == "invalid"
+
+
+async def test_metrics_say_what_happened(system: System) -> None:
+    await system.run(make_init())
+    rows = make_rows(versions=i32([0] * 8 + [0] * 8))
+
+    update = await system.run(make_step(0, rows, loss=LossSpec(kl_coef=0.1)))
+    stale = await system.run(make_step(1, make_rows(1), loss=LossSpec()))
+
+    assert update.metrics["kl"] == pytest.approx(0.0, abs=1e-6)  # B is zero: the policy still is the base
+    assert update.metrics["reward_mean"] == pytest.approx(float(rows.rewards.numpy().mean()))
+    assert update.metrics["staleness"] == 0 and update.metrics["sampling_gap"] is not None
+    assert stale.metrics["kl"] is None and stale.metrics["sampling_gap"] is None and stale.metrics["staleness"] == 1
+    assert_off_policy(stale.metrics)  # of stale rows too
+
+
+def assert_off_policy(metrics: Mapping[str, float | None]) -> None:
+    """The rows' log-probs at sampling are made up, so the trained policy is another, and the weights are unequal."""
+    kl, ess_share = metrics["sampling_kl"], metrics["ess_share"]
+    assert kl is not None and kl > 0.1
+    assert ess_share is not None and 0 < ess_share < 0.9
+
+
+async def test_a_beat_follows_every_micro_batch(decoder: Decoder, tmp_path: Path) -> None:
+    handler = TrainHandler(Trainer(decoder, Budget(1)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny")
+    beats: list[int] = []
+
+    await handler(make_init(), nothing)
+    await handler(make_step(0, make_rows()), lambda: beats.append(1))
+
+    assert len(beats) >= 4
+
+
+def test_what_is_given_up_says_so_to_the_owner(system: System) -> None:
+    [(stream, update)] = system.first.failed(make_step(2, make_rows()), Failure("dead_letter", "why"))
+
+    assert stream == Cell("tiny").adapters(3) and isinstance(update, AdapterUpdate)
+    assert (update.adapter.version, update.batch, update.failure) == (3, "j/3", Failure("dead_letter", "why"))
+
+
+def test_optimiser_state_comes_back_bit_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(6, 1000, generator=generator)
+
+    def run(*, through_bytes: bool) -> torch.Tensor:
+        values, moments = torch.ones(1000), Moments.zeros(1000, torch.device("cpu"))
+        for gradient in gradients:
+            moments = update(values, gradient.clone(), moments, OptimSpec(1e-2, weight_decay=0.1))
+            if through_bytes:
+                moments = load_moments(save_moments(moments), 1000, torch.device("cpu"))
+        return values
+
+    assert torch.equal(run(through_bytes=False), run(through_bytes=True))
+
+
+@pytest.mark.parametrize("tokens,share", [(1, True), (64, True), (64, False), (4096, False)])
+def test_packing_does_not_change_what_is_learned(decoder: Decoder, tokens: int, share: bool) -> None:
+    step = make_step(0, make_rows(num_groups=6), loss=LossSpec(kl_coef=0.1))
+    reference, packed = Trainer(decoder), Trainer(decoder, Budget(tokens), share_prefixes=share)
+    state = reference.init(make_init())
+
+    expected, got = (trainer.step(step, state, nothing) for trainer in (reference, packed))
+
+    for name in ("loss", "grad_norm", "clip_fraction", "sampling_gap", "sampling_kl", "ess_share"):
+        assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-6)
+    start, first, second = (s.values_P for s in (state, expected.state, got.state))
+    assert float((first - second).norm() / (first - start).norm()) < 1e-3

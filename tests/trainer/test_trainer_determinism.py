@@ -1,0 +1,89 @@
+"""Deterministic mode: an adapter's bytes depend on its job's batches and on nothing else."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from base_model.adapter import WEIGHTS_FILE, load_adapter, save_adapter
+from base_model.decoder import Decoder
+from base_model.kernels import NotDeterministic
+from common.messages import LoraSpec, LossSpec
+from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from trainer_service import training
+from trainer_service.model import Inputs
+from trainer_service.open_step import TrainState
+from trainer_service.optimiser import load_moments, save_moments
+from trainer_service.packing import Budget
+from trainer_service.selftest import selftest
+from trainer_service.training import Trainer
+
+pytestmark = pytest.mark.exact
+NUM_STEPS = 3
+RANK = 3
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_tiny()
+
+
+def digest(state: TrainState) -> str:
+    return hashlib.sha256(save_adapter(state.adapter, "tiny")[WEIGHTS_FILE] + save_moments(state.moments)).hexdigest()
+
+
+def through_bytes(state: TrainState) -> TrainState:
+    """As a trainer would find it in the store."""
+    adapter = load_adapter(save_adapter(state.adapter, "tiny"))
+    moments = load_moments(save_moments(state.moments), len(state.values_P), state.moments.mean_P.device)
+    return TrainState.of(adapter, moments)
+
+
+def train(decoder: Decoder, *, tokens: int = 4096, reload: bool = False, others: int = 0) -> str:
+    """Hash after NUM_STEPS steps of one job, with steps of `others` other jobs before each."""
+    trainer = Trainer(decoder, Budget(tokens), deterministic=True)
+    state = trainer.init(make_init(lora=LoraSpec(rank=RANK)))
+    for version in range(NUM_STEPS):
+        for other in range(others):
+            neighbour = trainer.init(make_init(lora=LoraSpec(rank=8 + other)))
+            trainer.step(make_step(0, make_rows(50 + other, num_groups=3)), neighbour, nothing)
+        step = make_step(version, make_rows(version, num_groups=5, version=version), loss=LossSpec(kl_coef=0.05))
+        state = trainer.step(step, through_bytes(state) if reload else state, nothing).state
+    return digest(state)
+
+
+def test_the_same_batches_give_the_same_bytes(decoder: Decoder) -> None:
+    assert train(decoder) == train(decoder)
+
+
+def test_a_state_from_the_store_gives_the_same_bytes(decoder: Decoder) -> None:
+    assert train(decoder, reload=True) == train(decoder)
+
+
+def test_other_jobs_in_between_change_nothing(decoder: Decoder) -> None:
+    assert train(decoder, others=3) == train(decoder)
+
+
+def test_a_fresh_process_gives_the_same_bytes(decoder: Decoder) -> None:
+    root = Path(__file__).resolve().parents[2]
+    code = "import tests.trainer.test_trainer_determinism as t; print(t.train(t.load_tiny()))"
+    paths = f"import sys; sys.path[:0] = [{str(root)!r}]; "
+    done = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout.strip() == train(decoder)
+
+
+def test_the_selftest_passes_here_and_would_see_a_difference(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert selftest(Trainer(decoder, deterministic=True)) == selftest(Trainer(decoder, deterministic=True))
+    computed = training.logprobs
+
+    def by_sequences(decoder: Decoder, inputs: Inputs, *rest: Any) -> Tensor:
+        return computed(decoder, inputs, *rest) * (1 + 1e-6 * len(inputs.tokens_BT))
+
+    monkeypatch.setattr(training, "logprobs", by_sequences)
+    with pytest.raises(NotDeterministic):
+        selftest(Trainer(decoder, deterministic=True))

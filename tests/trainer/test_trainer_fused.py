@@ -1,0 +1,306 @@
+"""Steps of several jobs in the same forwards and backwards: each learns what it learns alone."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from base_model.decoder import Decoder
+from common.adapters import PEFT_FILES, AdapterStore
+from common.errors import InvalidInput, TrainingFailed
+from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32
+from common.objects import Objects
+from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, nothing
+from trainer_service.fusion import Fusion
+from trainer_service.handler import TrainHandler
+from trainer_service.memory import kept_bytes, measured
+from trainer_service.model import checkpointed
+from trainer_service.open_step import OpenStep, Trained, TrainState
+from trainer_service.packing import Budget
+from trainer_service.training import Trainer
+
+LORAS = (
+    LoraSpec(rank=4, alpha=8.0),
+    LoraSpec(rank=4, alpha=2.0),
+    LoraSpec(rank=1, alpha=1.0),
+    LoraSpec(rank=7, alpha=3.0, targets=("q_proj", "up_proj")),
+    LoraSpec(rank=4, targets=("down_proj", "v_proj")),
+)
+LOSSES = (
+    LossSpec(),
+    LossSpec(name="gspo", temperature=0.7),
+    LossSpec(name="cispo", kl_coef=0.1),
+    LossSpec(name="rloo", is_clip=1.5),
+    LossSpec(name="dr_grpo", max_tokens=20, clip_high=0.1),
+)
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_tiny()
+
+
+def job(trainer: Trainer, number: int, *, num_groups: int = 3, group_size: int = 4) -> tuple[Step, TrainState]:
+    """A job that differs from its neighbours in all that may differ, its adapter not at zero any more."""
+    spec, loss = LORAS[number % len(LORAS)], LOSSES[number // 2 % len(LOSSES)]
+    state = trainer.init(make_init(f"job{number}", lora=spec))
+    noise_P = torch.randn(len(state.values_P), generator=torch.Generator().manual_seed(number))
+    rows = make_rows(number, num_groups=num_groups, group_size=group_size)
+    optim = OptimSpec(1e-3 * (1 + number), weight_decay=0.1 * (number % 2), grad_clip=0.5 + number % 3)
+    step = make_step(0, rows, f"job{number}", lora=spec, loss=loss, optim=optim)
+    return step, replace(state, values_P=state.values_P + 0.02 * noise_P)
+
+
+def together(trainer: Trainer, jobs: list[tuple[Step, TrainState]]) -> list[Trained]:
+    opened = [trainer.begin(*one) for one in jobs]
+    while open_steps := [step for step in opened if not step.done]:
+        trainer.micro_batch(open_steps)
+    return [trainer.finish(step) for step in opened]
+
+
+def same_bytes(one: TrainState, other: TrainState) -> bool:
+    pairs = ((one.values_P, other.values_P), (one.moments.mean_P, other.moments.mean_P))
+    return all(torch.equal(a, b) for a, b in (*pairs, (one.moments.square_P, other.moments.square_P)))
+
+
+def nearly(one: float | None, other: float | None) -> bool:
+    """None: the step has no such metric."""
+    return one is other or one == pytest.approx(other, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [100, 2048])
+@pytest.mark.parametrize("share", [True, False])
+def test_jobs_together_learn_what_each_learns_alone(decoder: Decoder, tokens: int, share: bool) -> None:
+    trainer = Trainer(decoder, Budget(tokens), share_prefixes=share)
+    jobs = [job(trainer, number) for number in range(10)]
+
+    alone = [trainer.step(*one, nothing) for one in jobs]
+    fused = together(trainer, jobs)
+
+    for (_, start), one, other in zip(jobs, alone, fused, strict=True):
+        change = (one.state.values_P - start.values_P).norm()
+        assert float((one.state.values_P - other.state.values_P).norm() / change) < 2e-3
+        names = ("loss", "kl", "grad_norm", "clip_fraction", "reward_mean", "trained_tokens")
+        for name in (*names, "sampling_gap", "sampling_kl", "ess_share"):
+            assert nearly(one.metrics[name], other.metrics[name]), name
+
+
+@pytest.mark.exact
+@settings(max_examples=8, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True),
+    num_groups=st.integers(1, 4),
+    tokens=st.sampled_from([1, 150, 700, 4096]),
+    share=st.booleans(),
+)
+def test_in_deterministic_mode_they_are_the_same_bytes(
+    numbers: list[int], num_groups: int, tokens: int, share: bool
+) -> None:
+    decoder = load_tiny()
+    alone = Trainer(decoder, deterministic=True, share_prefixes=share)
+    fused = Trainer(decoder, Budget(tokens), deterministic=True, share_prefixes=share)
+    jobs = [job(alone, number, num_groups=num_groups, group_size=2 + number % 4) for number in numbers]
+
+    for one, (step, state) in zip(together(fused, jobs), jobs, strict=True):
+        lone = alone.step(step, state, nothing)
+        assert same_bytes(one.state, lone.state)
+
+
+def poisoned(trainer: Trainer) -> tuple[Step, TrainState]:
+    """Its adapter is finite, its logits are not."""
+    step, state = job(trainer, 0)
+    return step, replace(state, values_P=torch.full_like(state.values_P, 1e30))
+
+
+@pytest.mark.exact
+def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
+    trainer = Trainer(decoder, deterministic=True)
+    healthy = [job(trainer, number) for number in (5, 2, 0)]  # 0 and 5 are of the poisoned job's shape
+
+    opened = [trainer.begin(*one) for one in (healthy[0], poisoned(trainer), *healthy[1:])]
+    while open_steps := [step for step in opened if not step.done]:
+        trainer.micro_batch(open_steps)
+
+    with pytest.raises(TrainingFailed):
+        trainer.finish(opened.pop(1))
+    for step, one in zip(opened, healthy, strict=True):
+        assert same_bytes(trainer.finish(step).state, trainer.step(*one, nothing).state)
+
+
+@pytest.mark.exact
+def test_a_job_that_joins_late_and_one_that_leaves_change_nothing(decoder: Decoder) -> None:
+    trainer = Trainer(decoder, Budget(128), deterministic=True)
+    jobs = [job(trainer, number, num_groups=6) for number in (0, 5, 1)]
+    lone = [trainer.step(*one, nothing) for one in jobs]
+
+    first, dropped = (trainer.begin(*one) for one in jobs[:2])
+    trainer.micro_batch([first, dropped])
+    trainer.discard(dropped)
+    late = trainer.begin(*jobs[2])
+    while open_steps := [step for step in (first, late) if not step.done]:
+        trainer.micro_batch(open_steps)
+
+    assert same_bytes(trainer.finish(first).state, lone[0].state)
+    assert same_bytes(trainer.finish(late).state, lone[2].state)
+
+
+def test_the_oldest_job_is_never_overtaken_for_ever(decoder: Decoder) -> None:
+    trainer = Trainer(decoder, Budget(64))
+    oldest = trainer.begin(*job(trainer, 0))
+    rounds = 0
+    while not oldest.done:
+        newer = trainer.begin(*job(trainer, 5, num_groups=8))
+        trainer.micro_batch([oldest, newer])
+        trainer.discard(newer)
+        rounds += 1
+    assert rounds <= 12  # its sequences
+
+
+@pytest.mark.exact
+async def test_every_caller_gets_its_own_result_or_error(decoder: Decoder) -> None:
+    fusion = Fusion(Trainer(decoder, deterministic=True))
+    jobs = [job(fusion.trainer, number) for number in (5, 0, 1)]
+    wrong = [(replace_optim(jobs[0][0], float("inf")), jobs[0][1]), poisoned(fusion.trainer)]
+
+    results = await asyncio.gather(
+        *(fusion.train(*one, nothing) for one in (jobs[0], *wrong, *jobs[1:])), return_exceptions=True
+    )
+
+    assert isinstance(results.pop(1), InvalidInput) and isinstance(results.pop(1), TrainingFailed)
+    for result, one in zip(results, jobs, strict=True):
+        assert isinstance(result, Trained)
+        assert same_bytes(result.state, Trainer(decoder, deterministic=True).step(*one, nothing).state)
+
+
+def replace_optim(step: Step, rate: float) -> Step:
+    return make_step(0, make_rows(), step.job, optim=OptimSpec(rate))
+
+
+class Breaking(Trainer):
+    """Raises what nobody expects whenever a certain job takes part."""
+
+    def micro_batch(self, steps: "list[OpenStep]") -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Trainer.micro_batch(self, steps)
+        if any(step.message.job == "job1" for step in steps):
+            raise MemoryError("no room for this one")
+
+
+@pytest.mark.exact
+async def test_an_unexpected_error_is_the_fault_of_one_job_alone(decoder: Decoder) -> None:
+    fusion = Fusion(Breaking(decoder, deterministic=True))
+    jobs = [job(fusion.trainer, number) for number in (0, 1, 2)]
+
+    first, broken, last = await asyncio.gather(*(fusion.train(*one, nothing) for one in jobs), return_exceptions=True)
+
+    assert isinstance(broken, MemoryError)
+    for result, one in ((first, jobs[0]), (last, jobs[2])):
+        assert isinstance(result, Trained)
+        assert same_bytes(result.state, Trainer(decoder, deterministic=True).step(*one, nothing).state)
+
+
+async def test_a_caller_that_is_cancelled_takes_its_step_out(decoder: Decoder) -> None:
+    fusion = Fusion(Trainer(decoder, Budget(32)))
+    beats: list[int] = []
+    stays, leaves = (
+        asyncio.create_task(fusion.train(*job(fusion.trainer, number, num_groups=8), lambda: beats.append(1)))
+        for number in (0, 5)
+    )
+    while not beats:
+        await asyncio.sleep(0.001)
+
+    leaves.cancel()
+
+    assert (await stays).metrics["grad_norm"]
+    assert leaves.cancelled()
+    (stack,) = fusion.trainer._stacks.values()  # pyright: ignore[reportPrivateUsage]
+    while not stack.empty:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_handler_trains_messages_together_and_commits_each_once(decoder: Decoder, tmp_path: Path) -> None:
+    def poison(number: int, rows: Rows) -> Rows:
+        return replace_rewards(rows) if number == 2 else rows
+
+    for folder, at_once in (("alone", False), ("fused", True)):
+        store = AdapterStore(Objects.open((tmp_path / folder).as_uri()))
+        handler = TrainHandler(Trainer(decoder, deterministic=True), store, "tiny")
+        names = [f"job{number}" for number in range(4)]
+        for name in names:
+            await handler(make_init(name), nothing)
+        steps = [make_step(0, poison(n, make_rows(n)), name) for n, name in enumerate(names)]
+        if at_once:
+            outs = await asyncio.gather(*(handler(step, nothing) for step in steps))
+        else:
+            outs = [await handler(step, nothing) for step in steps]
+        updates = [out for [(_, out)] in outs if isinstance(out, AdapterUpdate)]
+        assert [update.failure is None for update in updates] == [True, True, False, True]
+        counters = handler.counters()
+        assert counters["trained_tokens"] == sum(update.usage.trained_tokens for update in updates)
+        assert counters["busy_s"] == pytest.approx(sum(update.usage.train_s for update in updates))
+    for name in ("job0", "job1", "job3"):
+        weights = [
+            (await AdapterStore(Objects.open((tmp_path / folder).as_uri())).read(AdapterRef("t", name, 1)))[
+                PEFT_FILES[0]
+            ]
+            for folder in ("alone", "fused")
+        ]
+        assert weights[0] == weights[1]
+
+
+def replace_rewards(rows: Rows) -> Rows:
+    return make_rows(rewards=f32([NAN] * len(rows.lengths)))
+
+
+def test_a_handler_has_room_until_two_micro_batches_wait(decoder: Decoder, tmp_path: Path) -> None:
+    handler = TrainHandler(Trainer(decoder, Budget(64)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny")
+    assert handler.has_room()
+
+    async def hold() -> bool:
+        held = asyncio.create_task(handler(make_step(0, make_rows()), nothing))
+        await asyncio.sleep(0)
+        full = not handler.has_room()
+        await held
+        return full and handler.has_room()
+
+    assert asyncio.run(hold())
+
+
+def test_checkpointing_gives_the_same_gradient_for_less_memory(decoder: Decoder) -> None:
+    plain, saving = Trainer(decoder), Trainer(decoder, run_layer=checkpointed)
+    one = job(plain, 0)
+
+    results = [trainer.step(*one, nothing) for trainer in (plain, saving)]
+
+    assert torch.allclose(results[0].state.values_P, results[1].state.values_P, rtol=1e-4, atol=1e-6)
+    budgets = [measured(trainer, 10**9) for trainer in (plain, saving)]
+    assert budgets[1].bytes_per_token < 0.5 * budgets[0].bytes_per_token
+
+
+def test_the_budget_is_what_a_micro_batch_keeps(decoder: Decoder) -> None:
+    trainer = Trainer(decoder, share_prefixes=False)
+    budget = measured(trainer, 50_000_000)
+    step = trainer.begin(*job(trainer, 0, num_groups=20))
+    num_tokens = sum(len(tree) for tree in step.queue)
+    trainer.budget = Budget(1 << 30)
+
+    kept = kept_bytes(lambda: trainer.micro_batch([step]))
+
+    assert kept == pytest.approx(step.sums.num_forward * budget.bytes_per_token, rel=0.25)
+    assert step.sums.num_forward >= num_tokens
+    assert not budget.holds(2, 25_000_000 // int(budget.bytes_per_token) + 32, branched=False)
+
+
+def test_a_bfloat16_base_trains_float32_adapters() -> None:
+    exact, half = Trainer(load_tiny()), Trainer(Decoder.load(TINY, dtype=torch.bfloat16))
+    jobs = [job(exact, number) for number in (0, 1)]
+
+    results = [together(trainer, jobs) for trainer in (exact, half)]
+
+    for one, other in zip(*results, strict=True):
+        assert other.state.values_P.dtype == torch.float32
+        assert other.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=0.1)
