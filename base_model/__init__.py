@@ -1,1 +1,12 @@
-"""The frozen base model with an adapter per row: the torch code that the rollout and the trainer service share."""
+"""The frozen base model with an adapter for each row: token ids and adapters come in, scores go out.
+
+    ids ─► decoder ─ each linear layer + stacked (the rows' adapters) ─► scores        rollout and trainer share it
+
+Its files:
+
+    decoder.py   computes a decoder-only transformer as one function of its weights
+    stacked.py   computes adapter products for rows of different adapters
+    adapter.py   loads, checks and saves the weights of one adapter version
+    kernels.py   chooses how this machine multiplies, so that no bits depend on what is computed beside them
+    device.py    finds a device, and measures the time that it takes
+"""

@@ -1,4 +1,31 @@
-"""What the four services share: messages, streams, bus, worker loop, object store, tokens, settings, telemetry.
+"""What the services share: messages, the bus that carries them, the loop of every worker, the store of adapters.
 
-Imports no service and no torch.
+    a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
+
+When a worker dies, its messages are still pending: worker.py of another worker takes them over through bus.py.
+It imports no service and no torch.
+
+    text/                 from chat messages to tokens and back
+    messages.py           declares everything that one service says to another
+    streams.py            names every key of a cell
+    bus.py                publishes, and acknowledges by one script
+    redis_connection.py   connects to Redis, and packs commands in C
+    worker.py             runs a worker: takes messages, takes over those of the dead, retries, gives up
+    dead_letters.py       makes a dead letter of a message that cannot be worked on
+    spelling.py           finds the name that somebody meant
+    service.py            starts a worker service
+    telemetry.py          tells once a second what a worker does
+    tasks.py              ends tasks for certain
+    objects.py            reads and writes object storage
+    adapters.py           keeps versions of adapters in object storage
+    byte_cache.py         caches what was used last, up to a number of bytes
+    settings.py           reads the settings that all services share
+    errors.py             declares the error tree
+    log.py                writes logs as events
+    environments.py       declares environments as data, and checks them
+    graders.py            declares graders as data, and checks them
+    templates.py          fills `{{item.x}}` and `{{sample.output_text}}`
+    formula.py            computes arithmetic without `eval`
+    rng.py                draws random numbers as functions of their coordinates
+    skills.py             makes questions with one right answer each
 """

@@ -1,1 +1,19 @@
-"""Environments, graders and the sandbox for tenants' code: messages in, messages out."""
+"""Runs trajectories: Start and finished turns come in; next turns and scored trajectories go out.
+
+    env ─ Start, TurnResult ─► handler ─► environment.step ─► [tool in the sandbox] ─┬─ next turn ─► rollout
+                                                              grader ─► reward ──────┴─ the end ───► scored:<p>
+
+Its files:
+
+    environments/    the built-in environments, and how one is made
+    graders/         rewards for answers
+    sandbox/         runs tenants' code
+    __main__.py      starts one env worker
+    settings.py      reads the settings of one env worker
+    handler.py       turns a message into messages; makes each failure a value
+    requests.py      makes the parts of the handler's messages
+    trajectory.py    packs what is remembered of a trajectory between its turns
+    environment.py   says what an environment is; installed environments import it
+    failures.py      names why a trajectory has no reward
+    work.py          counts the time of the piece of work at hand, and keeps it alive
+"""

@@ -1,1 +1,18 @@
-"""Generates turns: many jobs' rollouts, evaluations and chats at once on one base model, each with its own adapter."""
+"""Generates turns: a TurnRequest comes in, a finished turn goes out. Many jobs share one base model, each with its adapter.
+
+    rollout, rollout:first ─ TurnRequest ─► handler ─► adapters: hold its version ─► engine ─┬─ embedded/ (torch, here)
+                                                                                             └─ process/ (vLLM)
+    env, scored:<p>, reply:<api> ◄─ turn ── handler ◄──────────────── tokens, log-probs ──────────────┘
+
+When a worker dies, its requests are still pending in the stream: `common/worker.py` of another worker takes them over, and
+the turn goes on from the tokens in the request. When only an engine's process dies, process/ starts it again.
+
+    embedded/     the engine in torch, in this process
+    process/      the engine that runs in a process of its own
+    __main__.py   starts one rollout worker
+    settings.py   reads the settings of one rollout worker
+    handler.py    answers a TurnRequest, with no bus and no retry
+    engine.py     says what an engine must do
+    adapters.py   loads adapters into the engine when a request names them, and drops unused ones
+    stops.py      finds stop strings in token ids
+"""

@@ -1,6 +1,16 @@
-"""A MARLaaS under a virtual clock: the owner's own decisions, simulated workers.
+"""A MARLaaS under a virtual clock: a calibration comes in, what a run of N jobs would take goes out.
 
-It stands beside the benchmarks, not in the manager, because its workers stand for all four services and nothing that runs in
-production needs them. What decides is not simulated: `Job`, `Demand`, `Allocator`, policies and training queue are the very
-objects of `manager_service`; state goes in, Changes come out, and the messages in them go to simulated workers.
+    telemetry of a run ─► calibrate, fit ─► calibration.json ─► world: the owner's own decisions ⇄ simulated workers ─► figures
+
+What decides is not simulated: `Job`, `Demand`, `Allocator`, policies and training queue are the very objects of
+`manager_service`. State goes in, Changes come out, and the messages in them go to simulated workers.
+
+    __main__.py      predicts runs of N jobs under any policy, on any number of workers
+    calibrate.py     makes a calibration of a run's telemetry
+    fit.py           fits service times to telemetry
+    calibration.py   holds a calibration, and the figures of a run
+    clock.py         runs the virtual clock, and shares processors under it
+    workers.py       simulates workers: what they take, and how long
+    world.py         simulates the cluster around one owner
+    report.py        prints tables and goals, and declares options; the benchmarks use it too
 """

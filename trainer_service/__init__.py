@@ -1,1 +1,22 @@
-"""Trains LoRA adapters: a batch of scored trajectories in, the next version of the adapter out."""
+"""Trains LoRA adapters: Init and Step (a batch) come in, the next version goes to the store and an AdapterUpdate goes out.
+
+    train ─ Step ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
+
+A new loss is a row of `RULES` in losses.py with its formula; its name is added in `common/messages.py` (LossSpec) and
+`manager_service/api/hyperparameters.py`.
+
+    __main__.py    starts one trainer worker
+    settings.py    reads the settings of one trainer worker
+    handler.py     answers Init and Step; commits each version once
+    fusion.py      lets steps of many jobs join, leave and fail alone
+    training.py    runs steps of many jobs micro-batch by micro-batch
+    open_step.py   holds one job's step while it is under way
+    batch.py       checks a batch, as arrays
+    packing.py     packs rows into sequences and micro-batches
+    model.py       computes log-probs of the trained tokens under each adapter
+    lora.py        holds the trainable factors of many adapters side by side
+    losses.py      computes the losses: advantages, ratios, clips, aggregation
+    optimiser.py   runs AdamW over one flat tensor
+    memory.py      measures how much memory a micro-batch takes
+    selftest.py    checks on this machine what deterministic mode relies on
+"""

@@ -1,1 +1,13 @@
-"""From chat messages to tokens and back."""
+"""From chat messages to tokens and back: messages come in, token ids go out, and an answer's ids become text and calls.
+
+    messages ─► chat_messages ─► chat_template ─► tokens ─► ids ─► the model ─► ids ─► tokens ─► text, tool_calls
+
+Its files:
+
+    tokens.py           renders messages as ids, and ids as text
+    chat_messages.py    checks chat messages and tools in OpenAI's form
+    chat_template.py    compiles a base model's chat template
+    special_tokens.py   finds the special tokens of a tokenizer
+    tool_calls.py       parses the calls in a model's turn
+    model_folder.py     reads the text files of a base model's folder
+"""

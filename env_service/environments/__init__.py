@@ -1,1 +1,13 @@
-"""The built-in environments, and how a message's environment is made."""
+"""Environments: an item comes in, messages for the model go out, and each turn of the model leads to a Step.
+
+    EnvSpec ─► catalogue ─► environment: reset(item) ─► messages; step(state, turn) ─► messages | the end and a reward
+
+Its files:
+
+    catalogue.py     finds and makes the environment that a message names, built in or installed
+    single_turn.py   one question, one answer, one grader
+    tool_loop.py     runs tool calls over several turns, for the environments below
+    calculator.py    gives the tool `calculator`
+    python_tool.py   gives the tool `python`, in the sandbox
+    search.py        gives the tool `search` over the job's own texts
+"""

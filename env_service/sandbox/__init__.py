@@ -1,1 +1,9 @@
-"""Runs tenants' Python code, each call in a process of its own."""
+"""The sandbox: a tenant's code and its input come in, its output or its error goes out.
+
+    sandbox ─ starts ─► child (no network, no files, limits) ─ result ─► sandbox
+
+Its files:
+
+    sandbox.py   starts a process for each call, and ends it in time
+    child.py     gives up what could do harm, then runs the code
+"""

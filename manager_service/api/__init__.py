@@ -1,1 +1,33 @@
-"""The HTTP API: OpenAI's shapes over the records and streams of the cells. One noun a file."""
+"""The HTTP API: a request comes in; a record for an owner, or an answer read from Redis, goes out.
+
+    HTTP ─► app ─► a route (one noun a file) ─► job_store, file_store, ... ─► Redis ─► the owner
+
+Its files:
+
+    sampling/            chat and text completions
+    app.py               makes the application: routes, limits, the OpenAPI document
+    server.py            makes the parts behind the routes, and serves them
+    context.py           gives each route the manager's parts, and says who is calling
+    errors.py            shows errors in OpenAI's shape
+    body_limit.py        limits the size of request bodies
+    schemas.py           declares the objects that the API answers with
+    paging.py            pages through lists as OpenAI does
+    jobs.py              serves jobs: create, list, retrieve, cancel, pause, resume
+    submission.py        checks a new job, and makes its JobSpec
+    hyperparameters.py   checks a job's hyperparameters, and makes them what the job uses
+    job_store.py         reads jobs, and creates them by one script
+    events.py            serves a job's events, also as a stream
+    results.py           serves what a job has made: checkpoints, metrics, adapters
+    files.py             serves /v1/files
+    file_store.py        checks files of items, and stores them
+    models.py            lists base models and the tenant's tuned ones
+    model_names.py       finds the adapter that a model's name means
+    graders.py           tries a grader before a job depends on it
+    usage.py             tells what a tenant used
+    quota.py             counts what tenants use, and holds them to their daily quota
+    feed.py              reads the streams that many requests wait for over one connection
+    cluster.py           serves workers, timeline and dead letters
+    admin.py             serves tenants and keys to the operator
+    health.py            answers /healthz and /readyz
+    metrics.py           writes Prometheus' text format
+"""

@@ -1,1 +1,21 @@
-"""The command line, `marlaas`. It talks HTTP alone, but for `up`, which runs the supervisor."""
+"""The command line `marlaas`: arguments come in, calls to the HTTP API go out, tables or JSON are printed.
+
+    main ─► submit, jobs, watch, chat, ... ─► client ─► HTTP API        up ─► manager_service.local
+
+Its files:
+
+    main.py       gathers the commands
+    options.py    declares what all commands share: where the API is, which key opens it
+    client.py     calls the HTTP API
+    output.py     prints JSON for scripts, tables for people
+    submit.py     `submit`: uploads the files, and creates a job
+    jobs.py       `jobs`, `events`, `cancel`, `pause`, `resume`
+    watch.py      `watch`: shows jobs and workers, live
+    view.py       draws the live tables
+    progress.py   gathers what is known of a running job from its events
+    pull.py       `pull`: downloads an adapter
+    chat.py       `chat`: talks to a model
+    talk.py       holds a conversation through the `openai` client
+    operate.py    `workers`, `dead`: for operators
+    up.py         `up`: runs everything on this machine
+"""

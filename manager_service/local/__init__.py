@@ -1,1 +1,12 @@
-"""A whole MARLaaS on one machine: `marlaas up`."""
+"""The whole of MARLaaS on one machine, as `marlaas up` runs it: settings come in, running processes go out.
+
+    supervisor ─► embedded_redis, manager, rollout, env, trainer      (each restarted when it ends, all stopped together)
+
+Its files:
+
+    supervisor.py       starts every service, restarts those that end, stops all of them
+    processes.py        keeps one child process running
+    child.py            runs a command that dies with the process that started it
+    embedded_redis.py   finds the Redis server, and starts it on a data folder
+    cluster_file.py     writes and reads `cluster.json`, which tells where a running cluster is
+"""

@@ -1,1 +1,11 @@
-"""The loop of a manager replica: it holds partitions, applies what arrives, and writes what follows."""
+"""The loop of a manager replica: messages of its partitions come in, changed records and new work go out in one script.
+
+    leases ─ mine ─► partition: read ─► jobs change ─► scheduling decides ─► transaction: commit, if the lease still holds
+
+After a crash another replica takes the leases, and rebuilds each partition from Redis.
+
+    owner.py         runs the loop: reads, lets jobs change, asks what follows, commits
+    partition.py     holds the jobs of one partition, and applies messages to them
+    leases.py        shares the partitions among the live owners
+    transaction.py   writes a pass's changes by one script that first compares the lease
+"""

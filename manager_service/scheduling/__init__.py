@@ -1,1 +1,14 @@
-"""Decides which job is served next: rollouts, training, the engines' memory."""
+"""Who is served next: the state of all jobs comes in, decisions go out. Nothing here waits, reads a stream or writes one.
+
+    Demand ─ who wants what ─► Allocator ─┬─ a queued job starts
+                                          ├─ a group is issued     (the tenant furthest below its share goes first)
+                                          └─ a batch is trained
+
+Its files:
+
+    allocator.py        decides in each pass of the owner which job starts, which job is issued a group, which batch is trained
+    fairness.py         picks whom to serve: weighted fair sharing between tenants, then between a tenant's jobs
+    demand.py           sums up what all jobs want, and keeps the sums current by difference
+    policies.py         says what each scheduling policy does differently, as one row of data
+    training_queue.py   orders the complete batches for the trainers
+"""

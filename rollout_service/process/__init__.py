@@ -1,1 +1,18 @@
-"""The process engine: tokens are computed by a process of its own, such as vLLM's."""
+"""The engine in a process of its own: requests come in, tokens go out, and turns survive the death of that process.
+
+    process_engine ─► [alone] ─► seat ─► lora_slots ─► Core.sample ─ Steps ─► turn ─► tokens
+           ▲                                            │
+           └── the process died: start another, go on from the tokens so far
+
+Its files:
+
+    process_engine.py   runs turns over one core after another
+    core.py             says what the engine needs of a process (a `Core` is one life of it)
+    turn.py             holds one turn: what it has, what is left, when it ends
+    adapter_files.py    writes adapters as PEFT folders, which the process loads
+    lora_slots.py       gives adapters the process's slots in turn
+    alone.py            lets turns pass together, and a suspect turn alone
+    busy.py             splits the engine's time evenly among the turns running at each moment
+    vllm_engine.py      runs vLLM; the only file that imports it
+    vllm_guard.py       ends vLLM's processes together with the rollout worker
+"""

@@ -19,7 +19,7 @@ from trainer_service.selftest import selftest
 from trainer_service.training import Trainer
 
 pytestmark = pytest.mark.exact
-GOLDEN = Path(__file__).resolve().parent / "data" / "golden_bytes.json"
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden_bytes.json"
 NUM_STEPS = 3
 
 
