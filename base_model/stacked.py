@@ -39,7 +39,7 @@ NUM_FUSED = len(FUSED)
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class LaneFactors:
     """By number of the fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
 
     a: tuple[Tensor, ...]
@@ -48,8 +48,8 @@ class Factors:
     def __iter__(self) -> Iterator[Tensor]:
         return chain(self.a, *self.b)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Factors":
-        return Factors(tuple(map(change, self.a)), tuple(tuple(map(change, each)) for each in self.b))
+    def map(self, change: Callable[[Tensor], Tensor]) -> "LaneFactors":
+        return LaneFactors(tuple(map(change, self.a)), tuple(tuple(map(change, each)) for each in self.b))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class FusedAdapter:
     """One adapter, as a lane."""
 
     rank: int  # padded
-    factors: Factors
+    factors: LaneFactors
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +83,7 @@ def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: in
             names = [f"layers.{layer}.{leaf}" for leaf in leaves]
             a.append(_joined_a(adapter, names, shapes, rank).unsqueeze(0).to(like))
             b.append(tuple(_padded_b(adapter, name, shapes, rank).unsqueeze(0).to(like) for name in names))
-    return FusedAdapter(rank, Factors(tuple(a), tuple(b)))
+    return FusedAdapter(rank, LaneFactors(tuple(a), tuple(b)))
 
 
 def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:
@@ -108,10 +108,10 @@ class Lanes:
     """Copies of the factors of the adapters at work, one a lane; a lane keeps its adapter until it is needed otherwise."""
 
     owners: list[FusedAdapter | None] = field(default_factory=list[FusedAdapter | None])
-    _factors: Factors | None = None
-    _first: dict[int, Factors] = field(default_factory=dict[int, Factors])
+    _factors: LaneFactors | None = None
+    _first: dict[int, LaneFactors] = field(default_factory=dict[int, LaneFactors])
 
-    def first(self, num: int) -> Factors:
+    def first(self, num: int) -> LaneFactors:
         """Those of the first lanes."""
         assert self._factors is not None, "lanes that nobody was assigned"
         if num not in self._first:
@@ -144,7 +144,7 @@ class Lanes:
                 target[lane] = source[0]
         return lane
 
-    def _grown(self, num: int, like: FusedAdapter) -> Factors:
+    def _grown(self, num: int, like: FusedAdapter) -> LaneFactors:
         """Of at least `num` lanes."""
         old = self._factors
         if old is not None and len(old.a[0]) >= num:
@@ -162,7 +162,7 @@ class Lanes:
 class Product:
     """What one rank class adds to a forward's rows."""
 
-    factors: Factors
+    factors: LaneFactors
     gather: Tensor | None = None  # [L * lane_rows] row in each place; None: all rows, in order, evenly over the lanes
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
     places: Tensor | None = None  # [n] where they stand; None: in order
@@ -187,7 +187,7 @@ class Product:
             y.index_add_(0, self.rows, out)
 
 
-class Stack:
+class LanePlanner:
     """Plans the products of one kind of forward; keeps the lanes between plans."""
 
     def __init__(self, device: torch.device, lane_rows: int) -> None:

@@ -5,7 +5,7 @@
 A real Redis with the settings of `marlaas up`, a real owner (the manager's state machine), and the worker loops of an
 env, a rollout and a trainer whose handlers compute nothing:
 
-    owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ Step ─► trainer ─ AdapterUpdate ─► owner
+    owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ TrainStep ─► trainer ─ AdapterUpdate ─► owner
 
 Steps of 16 groups of 8, trajectories of 64 tokens, one turn each. (The real rollout worker answers to the env, which
 grades: one more hand-over of about the same cost.) The owner has a thread of its own, so its processor time is told

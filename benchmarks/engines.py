@@ -23,7 +23,7 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, run
 from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts, request
-from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, Step, TurnRequest, f32, i32, u8
+from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, TurnRequest, f32, i32, u8
 from common.skills import SKILLS, generate
 from common.text.tokens import ChatTokenizer
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -102,7 +102,7 @@ def sampling_gap(
     """The metric of a real training step on these turns; every second one is rewarded."""
     adapter = load_adapter(files)
     state = TrainState.of(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
-    step = Step(
+    step = TrainStep(
         id="gap/2",
         tenant=REF.tenant,
         job=REF.job,

@@ -21,13 +21,13 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from benchmarks.training import LORA, TINY, Workload, initial_state, make_step
-from common.messages import LoraSpec, Step, f32
+from common.messages import LoraSpec, TrainStep, f32
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
 NUM_JOBS = 32
 MIXED = (LoraSpec(rank=4), LORA, LoraSpec(rank=16), LoraSpec(rank=8, targets=("q_proj", "v_proj")))
-Job = tuple[Step, TrainState]
+Job = tuple[TrainStep, TrainState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def fused(trainer: Trainer, jobs: list[Job]) -> list[Trained]:
     return [trainer.finish(step) for step in opened]
 
 
-def all_active(step: Step) -> Step:
+def all_active(step: TrainStep) -> TrainStep:
     """The step with rewards that give every row an advantage: others need no forward."""
     return replace(step, rows=replace(step.rows, rewards=f32(np.arange(len(step.rows.lengths)) % 2)))
 

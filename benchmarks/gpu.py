@@ -31,8 +31,8 @@ from benchmarks.paper.lengths import LONGEST, answer_tokens
 from benchmarks.rollout import adapter_files, request
 from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import AdapterRef, TrajectoryRef
-from rollout_service.embedded.batch import Batch, Limits
-from rollout_service.embedded.seats import Row
+from rollout_service.embedded.batch import EngineLimits, RunningRows
+from rollout_service.embedded.seats import TurnRow
 from trainer_service.memory import measured
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
@@ -140,24 +140,24 @@ def random_adapters(decoder: Decoder, num: int) -> list[FusedAdapter]:
     return [fuse(load_adapter(each), shapes, layers, like=decoder.embedding) for each in files]
 
 
-def rows_of(adapters: Sequence[FusedAdapter]) -> list[Row]:
+def rows_of(adapters: Sequence[FusedAdapter]) -> list[TurnRow]:
     """ROWS turns, evenly over the adapters, of the law's lengths, with prompts of their own."""
     rng = np.random.default_rng(0)
-    rows: list[Row] = []
+    rows: list[TurnRow] = []
     for number in range(ROWS):
         job = number % len(adapters)
         num_tokens = answer_tokens(TrajectoryRef("train", 1, number // 8, number % 8))
         asked = request(AdapterRef("bench", f"job{job}", 1), rng.integers(0, 250, PROMPT), number, num_tokens)
-        rows.append(Row(asked, adapters[job], handle=None))
+        rows.append(TurnRow(asked, adapters[job], handle=None))
     return rows
 
 
-def decode(decoder: Decoder, rows: Sequence[Row], num_steps: int = LONGEST) -> float:
+def decode(decoder: Decoder, rows: Sequence[TurnRow], num_steps: int = LONGEST) -> float:
     """Seconds of the forwards after the first, prefills left out."""
-    batch = Batch(decoder, end_ids=(), decode=lambda _: "", limits=Limits(slots=ROWS, kv_bytes=8 << 30))
+    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
     with torch.inference_mode():
         for row in rows:
-            batch.add(Row(row.request, row.adapter, handle=None))
+            batch.add(TurnRow(row.request, row.adapter, handle=None))
         batch.advance()
         first_s = batch.meter.decode_s
         for _ in range(num_steps):
@@ -166,7 +166,7 @@ def decode(decoder: Decoder, rows: Sequence[Row], num_steps: int = LONGEST) -> f
     return batch.meter.decode_s - first_s
 
 
-def bytes_read(decoder: Decoder, rows: Sequence[Row]) -> float:
+def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
     """What all forwards but the first have to read at least."""
     config, size = decoder.config, decoder.embedding.element_size()
     row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size

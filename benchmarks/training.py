@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from trainer_service.batch import Batch, parse_rows
 from trainer_service.losses import row_terms
 from trainer_service.packing import Budget
@@ -52,7 +52,7 @@ WORKLOADS = (
 )
 
 
-def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int], int] | None = None) -> Step:
+def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int], int] | None = None) -> TrainStep:
     """One training batch; every group has a signal. `num_written` (group, sample): of each answer instead of the workload's."""
     rng = np.random.default_rng(seed)
     tokens: list[int] = []
@@ -79,7 +79,7 @@ def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int]
         truncated=u8([0] * num_rows),
     )
     ids: dict[str, Any] = {"id": "s", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
-    return Step(**ids, seed=0, lora=LORA, loss=LossSpec(), optim=OptimSpec(1e-4), rows=rows, next_group=0)
+    return TrainStep(**ids, seed=0, lora=LORA, loss=LossSpec(), optim=OptimSpec(1e-4), rows=rows, next_group=0)
 
 
 def initial_state(trainer: Trainer, seed: int, spec: LoraSpec) -> TrainState:
@@ -138,7 +138,7 @@ def padded(batch: Batch, rows: list[int]) -> tuple[np.ndarray, ...]:
     return tokens, mask, written, sampled
 
 
-def contenders(step: Step) -> dict[str, Callable[[], object]]:
+def contenders(step: TrainStep) -> dict[str, Callable[[], object]]:
     decoder = Decoder.load(TINY)
     batch = parse_rows(step.rows, version=0, vocab=decoder.config.vocab, context=decoder.config.context)
     peft = PeftLoop()

@@ -37,7 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str  # folder of the winning attempt
     files: dict[str, StoredFile]
     parent: int | None  # version that this one was trained from
-    batch: str  # id of the Init or Step that made it
+    batch: str  # id of the Init or TrainStep that made it
     seed: int  # all random numbers are functions of it: with `next_group` this is the RNG's whole state
     next_group: int  # data cursor
     trajectories: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ take their default, so that old and new workers can run side by side; a change o
 Arrays travel as raw little-endian bytes with dtype and shape. `tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
-    manager ─► Init | Step ─► trainer ─► AdapterUpdate ─► manager
+    manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
 
 Axes: T tokens of one trajectory, N tokens of one turn, R rows of a batch.
 """
@@ -330,7 +330,7 @@ class Init(Message, frozen=True, kw_only=True):
     lora: LoraSpec
 
 
-class Step(Message, frozen=True, kw_only=True):
+class TrainStep(Message, frozen=True, kw_only=True):
     """Train version v (`adapter`) into v+1. owner → trainer."""
 
     adapter: AdapterRef
@@ -347,7 +347,7 @@ class AdapterUpdate(Message, frozen=True, kw_only=True):
     """A version was committed, or the operation refused. trainer → owner."""
 
     adapter: AdapterRef  # the new version; with a failure, the one that could not be made
-    batch: str  # id of the Init or Step
+    batch: str  # id of the Init or TrainStep
     next_group: int = 0
     metrics: dict[str, float | None] = {}
     usage: Usage = Usage()
@@ -438,7 +438,7 @@ AnyMessage = (
     | ScoredTrajectory
     | Parked
     | Init
-    | Step
+    | TrainStep
     | AdapterUpdate
     | JobCommand
     | GradeRequest

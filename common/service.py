@@ -37,7 +37,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class BuiltService:
     """A built service: what the worker loop needs to know of it."""
 
     handler: Handler
@@ -56,7 +56,7 @@ class Service:
     close: Sequence[Callable[[], Awaitable[None]]] = ()
 
 
-def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable[Service]]) -> None:
+def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable[BuiltService]]) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do."""
     run_with(name, settings_type, lambda settings: _run(name, settings, build))
 
@@ -89,14 +89,16 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Service]]) -> None:
+async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[BuiltService]]) -> None:
     async with heartbeat(settings.heartbeat_file):
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
         await _serve(name, settings, build, objects)
 
 
-async def _serve(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Service]], objects: Objects) -> None:
+async def _serve(
+    name: str, settings: S, build: Callable[[S, Parts], Awaitable[BuiltService]], objects: Objects
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -4,7 +4,7 @@
     env                        stream   Start, TurnResult, GradeRequest            group `env`
     rollout                    stream   TurnRequest, first turns                   group `rollout`
     rollout:first              stream   TurnRequest, later turns and inference     group `rollout`
-    train                      stream   Init, Step                                 group `trainer`
+    train                      stream   Init, TrainStep                                 group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked                   group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate                              group `manager`, consumer `owner`
     jobs:<p>                   stream   JobCommand                                 group `manager`, consumer `owner`

@@ -2,7 +2,7 @@
 
 import structlog
 
-from common.service import Parts, Service, run
+from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_ENV
 from common.text.tokens import ChatTokenizer
@@ -12,16 +12,16 @@ from env_service.graders.endpoint import Endpoints
 from env_service.graders.math import MathChecker
 from env_service.graders.runner import GraderRunner
 from env_service.handler import EnvHandler
-from env_service.sandbox.sandbox import Limits, Sandbox
+from env_service.sandbox.sandbox import Sandbox, SandboxLimits
 from env_service.settings import EnvSettings
 
 DRAIN_S = 1.0
 """Most work of an env worker is short; tools that take longer are handed back."""
 
 
-async def build(settings: EnvSettings, parts: Parts) -> Service:
+async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]))
-    limits = Limits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
+    limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
     structlog.get_logger().info("sandbox", layers=await sandbox.probe())
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
@@ -35,7 +35,9 @@ async def build(settings: EnvSettings, parts: Parts) -> Service:
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
     close = [math_checker.close, endpoints.close]
-    return Service(handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, counters=handler.counters, close=close)
+    return BuiltService(
+        handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, counters=handler.counters, close=close
+    )
 
 
 if __name__ == "__main__":

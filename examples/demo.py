@@ -26,7 +26,7 @@ from common.skills import SKILLS, generate
 from examples.report import Busy, Curve, write_report
 from manager_service.cli.client import FINAL, JOBS, Record, error_message
 from manager_service.cli.output import cells, console, table
-from manager_service.cli.progress import Progress
+from manager_service.cli.progress import JobProgress
 from manager_service.cli.view import live_view, plain_line
 from manager_service.local.embedded_redis import write_private
 from manager_service.local.supervisor import LocalCluster
@@ -64,7 +64,7 @@ class DemoJob:
 
     skill: str
     api: AsyncOpenAI
-    progress: Progress
+    progress: JobProgress
     newest_event: str = ""
     """Id of the newest event that `progress` has seen."""
 
@@ -153,7 +153,7 @@ async def create_job(api: AsyncOpenAI, tenant: str, skill: str) -> DemoJob:
     job = await api.fine_tuning.jobs.create(
         model="tiny", training_file=train, validation_file=held_out, suffix=skill, seed=0, method=method
     )
-    progress = Progress(job.id, tenant=tenant, label=skill, num_steps=MAX_STEPS[skill])
+    progress = JobProgress(job.id, tenant=tenant, label=skill, num_steps=MAX_STEPS[skill])
     return DemoJob(skill, api, progress)
 
 
@@ -240,7 +240,7 @@ def show_table(jobs: list[DemoJob]) -> None:
     console.print(shown)
 
 
-def change(progress: Progress) -> str:
+def change(progress: JobProgress) -> str:
     """`0.52 → 0.97`, or why there is no such thing."""
     if progress.status != "succeeded":
         return f"{progress.status}: {progress.error}"
@@ -288,7 +288,7 @@ async def draw_report(operator: Operator, jobs: list[DemoJob], report: Path, beg
     await asyncio.to_thread(write_report, report, curves, sorted(busy, key=lambda b: list(TENANTS).index(b.tenant)))
 
 
-def curve(progress: Progress) -> Curve:
+def curve(progress: JobProgress) -> Curve:
     return Curve(tenant=progress.tenant, label=progress.label, rewards=progress.rewards, evals=progress.evals)
 
 

@@ -24,7 +24,7 @@ from common.messages import (
     Sampling,
     ScoredTrajectory,
     Start,
-    Step,
+    TrainStep,
     TrajectoryRef,
     TurnRequest,
     Usage,
@@ -111,12 +111,12 @@ class StandInTrainer(StandIn):
 
     cell: Cell
     store: AdapterStore
-    seen: list[Step] = field(default_factory=list)
-    refuse: Callable[[Step], Failure | None] = lambda step: None
+    seen: list[TrainStep] = field(default_factory=list)
+    refuse: Callable[[TrainStep], Failure | None] = lambda step: None
 
-    async def __call__(self, message: Init | Step, beat: Beat) -> list[Out]:
+    async def __call__(self, message: Init | TrainStep, beat: Beat) -> list[Out]:
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
-        if isinstance(message, Step):
+        if isinstance(message, TrainStep):
             self.seen.append(message)
             if failure := self.refuse(message):
                 return [self._refused(message, failure)]
@@ -140,7 +140,7 @@ class StandInTrainer(StandIn):
             manifest = found
         return [(self.cell.adapters(message.partition), update_of(manifest, message.about()))]
 
-    def _refused(self, message: Init | Step, failure: Failure) -> Out:
+    def _refused(self, message: Init | TrainStep, failure: Failure) -> Out:
         update = AdapterUpdate(
             id=f"{message.id}/failed",
             **message.about(),
@@ -150,7 +150,7 @@ class StandInTrainer(StandIn):
         )
         return self.cell.adapters(message.partition), update
 
-    def failed(self, message: Init | Step, failure: Failure) -> list[Out]:
+    def failed(self, message: Init | TrainStep, failure: Failure) -> list[Out]:
         return [self._refused(message, failure)]
 
 

@@ -1,6 +1,6 @@
 """Stand-in env, rollout and trainer workers in one process of their own, which answer after a delay and compute nothing.
 
-    owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ Step ─► trainer ─ AdapterUpdate ─► owner
+    owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ TrainStep ─► trainer ─ AdapterUpdate ─► owner
 
 A program of its own, so that what it uses of the processor is told apart from the managers'. Its argument is a `Load` in
 JSON. Each line on its standard input is answered by one line, a `Seen` in JSON, of what happened since the line before;

@@ -84,7 +84,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """A Step under way: published, not yet answered."""
+    """A TrainStep under way: published, not yet answered."""
 
     batch: str  # the message's id
     keys: tuple[str, ...]  # its trajectories, in flight until the answer

@@ -9,13 +9,13 @@ from base_model.device import find_device, prepare_cpu
 from base_model.kernels import DEFAULT, choose, fingerprint
 from common.errors import InvalidInput
 from common.messages import TurnDelta
-from common.service import Parts, Service, run
+from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_ROLLOUT
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from rollout_service.adapters import AdapterCache
-from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.batch import EngineLimits
 from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
@@ -46,7 +46,7 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
     bits = fingerprint(SELFTEST, folder, lambda: selftest(decoder, kernels.min_rows)) if deterministic else ""
-    limits = Limits(
+    limits = EngineLimits(
         slots=settings.rollout_slots,
         kv_bytes=settings.rollout_kv_bytes,
         prefix_bytes=settings.rollout_prefix_bytes,
@@ -75,7 +75,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
     return vllm_engine(options, ChatTokenizer.load(folder))
 
 
-async def build(settings: RolloutSettings, parts: Parts) -> Service:
+async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     engine, bits = load_engine(settings)
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
 
@@ -84,7 +84,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> Service:
 
     await engine.start()
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
-    return Service(
+    return BuiltService(
         handler,
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
         slots=engine.slots,

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.messages import Init, Start, Step
+from common.messages import Init, Start, TrainStep
 from simulator.calibration import Machine, Workload
 from simulator.clock import Clock, Host, Process
 
@@ -69,7 +69,7 @@ class Turns:
     hop_s: float
     first: deque[Flight] = field(default_factory=deque)
     fresh: deque[Flight] = field(default_factory=deque)
-    free: "deque[Engine]" = field(default_factory=deque)  # engines with free slots
+    free: "deque[SimulatedEngine]" = field(default_factory=deque)  # engines with free slots
 
     def put(self, flight: Flight) -> None:
         (self.first if flight.turn else self.fresh).append(flight)
@@ -82,7 +82,7 @@ class Turns:
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class SimulatedEngine:
     """Continuous batching by processor sharing: with n rows, each gets a token every `decode_step_s + n decode_row_s`.
 
     Rows end in order of a token clock that all of them share, so that an event costs the logarithm of the rows and not a
@@ -186,7 +186,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class Environment:
+class SimulatedEnvironment:
     """The stream `env` and its workers: `slots` messages at once, each waiting for its tool or grader.
 
     Their loops take turns.
@@ -245,13 +245,13 @@ class TrainerWorker:
 
     host: Host
     machine: Machine
-    queue: deque[Init | Step]
+    queue: deque[Init | TrainStep]
     slots: int
     window_tokens: int
-    done: Callable[[Init | Step, float], None]
+    done: Callable[[Init | TrainStep, float], None]
     busy_s: float = 0.0
     loop: Process = field(init=False)  # of the worker around it
-    _taken: deque[Init | Step] = field(default_factory=deque)  # the first is computed
+    _taken: deque[Init | TrainStep] = field(default_factory=deque)  # the first is computed
     _num_held: int = 0  # taken and not committed
     _held_tokens: int = 0
     _began: float = 0.0  # of the first, by the clock
@@ -278,7 +278,7 @@ class TrainerWorker:
         self._began = self.host.clock.now
         self.host.after(self._seconds(self._taken[0]), self._computed)
 
-    def _seconds(self, message: Init | Step) -> float:
+    def _seconds(self, message: Init | TrainStep) -> float:
         if isinstance(message, Init):
             return 0.0
         return self.machine.train_step_s + self.machine.train_token_s * _num_tokens(message)
@@ -292,14 +292,14 @@ class TrainerWorker:
         else:
             self.host.ended()
 
-    def _commit(self, message: Init | Step) -> None:
+    def _commit(self, message: Init | TrainStep) -> None:
         self.host.clock.after(self.machine.commit_s, lambda: self._committed(message))
 
-    def _committed(self, message: Init | Step) -> None:
+    def _committed(self, message: Init | TrainStep) -> None:
         self._num_held -= 1
         self._held_tokens -= _num_tokens(message)
         self.done(message, self._seconds(message))
 
 
-def _num_tokens(message: Init | Step) -> int:
-    return len(message.rows.tokens) if isinstance(message, Step) else 0
+def _num_tokens(message: Init | TrainStep) -> int:
+    return len(message.rows.tokens) if isinstance(message, TrainStep) else 0

@@ -19,7 +19,7 @@ from common.messages import (
     OptimSpec,
     ScoredTrajectory,
     Start,
-    Step,
+    TrainStep,
     TrajectoryRef,
     Usage,
     f32,
@@ -37,13 +37,13 @@ from manager_service.scheduling.policies import Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from simulator.calibration import Calibration, Run, Spread, Workload, jain
 from simulator.clock import Clock, Host, Process
-from simulator.workers import REWARD, Engine, Environment, Flight, TrainerWorker, Turns
+from simulator.workers import REWARD, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker, Turns
 
 CELL = Cell("simulated")
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """What is remembered of a job, for the figures."""
 
     submitted_s: float
@@ -62,7 +62,7 @@ class World:
     discipline: Discipline = "fused"
     clock: Clock = field(default_factory=Clock)
     jobs: dict[str, Job] = field(default_factory=dict[str, Job])
-    progress: dict[str, Progress] = field(default_factory=dict[str, Progress])
+    progress: dict[str, RunProgress] = field(default_factory=dict[str, RunProgress])
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     issued: int = 0  # trajectories
     settled: int = 0
@@ -79,10 +79,10 @@ class World:
         self.control = Process(self.host)
         self.turns = Turns(self.clock, machine.hop_s)
         self.engines = [
-            Engine(self.host, machine, self.turns, size.rollout_slots, self._turn_done, self._turn_began)
+            SimulatedEngine(self.host, machine, self.turns, size.rollout_slots, self._turn_done, self._turn_began)
             for _ in range(size.rollout)
         ]
-        self.train_queue: deque[Init | Step] = deque()
+        self.train_queue: deque[Init | TrainStep] = deque()
         self.trainers = [
             TrainerWorker(
                 self.host, machine, self.train_queue, size.trainer_slots, size.trainer_window_tokens, self._trained
@@ -92,7 +92,7 @@ class World:
         for engine in self.engines:
             engine.list_free()
         loops = deque(Process(self.host) for _ in range(size.env))
-        self.env = Environment(self.host, machine, loops, size.env * size.env_slots, self._answered)
+        self.env = SimulatedEnvironment(self.host, machine, loops, size.env * size.env_slots, self._answered)
         self.allocator = Allocator(self, self.policy, TrainingQueue(self.discipline))
 
     # ---- what the Allocator asks ------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class World:
 
     def _create(self, spec: JobSpec) -> None:
         job = self.jobs[spec.id] = Job(CELL, spec, JobState(), Items(), Items())
-        self.progress[spec.id] = Progress(self.clock.now)
+        self.progress[spec.id] = RunProgress(self.clock.now)
         job.queue(self.clock.now, Changes())
         self.allocator.refresh(self, [job.id], self.clock.now)
         self._plan_pass()
@@ -186,7 +186,7 @@ class World:
                 self.clock.after(hop_s, lambda: self.env.start(lambda: self._started(message)))
             case AdapterNew():
                 self._resident_at[message.adapter] = self.clock.now + hop_s + self.calibration.machine.load_s
-            case Init() | Step():
+            case Init() | TrainStep():
                 self.train_queue.append(message)
                 self.clock.after(hop_s, self._train)
             case _:  # hints
@@ -223,8 +223,8 @@ class World:
         for trainer in self.trainers:
             trainer.take()
 
-    def _trained(self, message: Init | Step, seconds: float) -> None:
-        if isinstance(message, Step):
+    def _trained(self, message: Init | TrainStep, seconds: float) -> None:
+        if isinstance(message, TrainStep):
             self.progress[message.job].tokens += len(message.rows.tokens)
         self._deliver(_update(message, seconds))
         if self.train_queue:
@@ -328,8 +328,8 @@ def _scored(flight: Flight) -> ScoredTrajectory:
     )
 
 
-def _update(message: Init | Step, seconds: float) -> AdapterUpdate:
-    is_step = isinstance(message, Step)
+def _update(message: Init | TrainStep, seconds: float) -> AdapterUpdate:
+    is_step = isinstance(message, TrainStep)
     return AdapterUpdate(
         id=f"{message.id}/done",
         **message.about(),

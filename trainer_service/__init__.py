@@ -1,13 +1,13 @@
-"""Trains LoRA adapters: Init and Step (a batch) come in, the next version goes to the store and an AdapterUpdate goes out.
+"""Trains LoRA adapters: Init and TrainStep (a batch) come in, the next version goes to the store and an AdapterUpdate goes out.
 
-    train ─ Step ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
+    train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
 
 A new loss is a row of `RULES` in losses.py with its formula; its name is added in `common/messages.py` (LossSpec) and
 `manager_service/api/hyperparameters.py`.
 
     __main__.py    starts one trainer worker
     settings.py    reads the settings of one trainer worker
-    handler.py     answers Init and Step; commits each version once
+    handler.py     answers Init and TrainStep; commits each version once
     fusion.py      lets steps of many jobs join, leave and fail alone
     training.py    runs steps of many jobs micro-batch by micro-batch
     open_step.py   holds one job's step while it is under way

@@ -6,7 +6,7 @@ from base_model.decoder import Decoder, directly
 from base_model.device import find_device, prepare_cpu
 from base_model.kernels import choose, fingerprint
 from common.errors import InvalidInput
-from common.service import Parts, Service, run
+from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
@@ -51,11 +51,11 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     return trainer, fingerprint(SELFTEST, folder, lambda: selftest(trainer)) if deterministic else ""
 
 
-async def build(settings: TrainerSettings, parts: Parts) -> Service:
+async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     trainer, bits = load_trainer(settings)
     base, cached = parts.cell.base_model, settings.trainer_cache_bytes
     handler = TrainHandler(trainer, parts.store, base, cache_bytes=cached)
-    return Service(
+    return BuiltService(
         handler,
         [Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
         slots=settings.trainer_slots,

@@ -40,7 +40,7 @@ class Batch:
 
 
 def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> Batch:
-    """The rows of a Step that trains `version`.
+    """The rows of a TrainStep that trains `version`.
 
     A token at position 0 is never trained: nothing predicts it. Raises InvalidInput for rows that contradict themselves
     or the base model, TrainingFailed for rewards and log-probs that are not finite numbers.

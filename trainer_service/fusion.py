@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 
 from base_model.device import compute_clock
-from common.messages import Step
+from common.messages import TrainStep
 from trainer_service.open_step import OpenStep, Trained, TrainState
 from trainer_service.training import Trainer
 
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 class _Member:
     """A step that somebody waits for."""
 
-    message: Step
+    message: TrainStep
     state: TrainState
     beat: Callable[[], None]
     result: "asyncio.Future[Trained]"
@@ -45,7 +45,7 @@ class Fusion:
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
 
-    async def train(self, message: Step, state: TrainState, beat: Callable[[], None]) -> Trained:
+    async def train(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
         """The step's result; raises as `Trainer.begin` and `finish`. `beat` is called after every micro-batch.
 
         A caller that is cancelled takes its step out before the next micro-batch.

@@ -1,7 +1,7 @@
 """An operation on an adapter in, an AdapterUpdate out.
 
 reads: `train`, adapters/   writes: adapters/, `adapters:<p>`   holds: the last states of some adapters (a cache; the store
-is the truth)   waits for: an Init or Step   unblocked by: manager
+is the truth)   waits for: an Init or TrainStep   unblocked by: manager
 after a crash: another trainer makes the version again; the manifest, created once, says whose counts
 """
 
@@ -24,7 +24,7 @@ from common.errors import (
     TrainingFailed,
     Unavailable,
 )
-from common.messages import AdapterRef, AdapterUpdate, Failure, FailureKind, Init, Message, Step, Usage
+from common.messages import AdapterRef, AdapterUpdate, Failure, FailureKind, Init, Message, TrainStep, Usage
 from common.streams import Cell
 from trainer_service import lora
 from trainer_service.fusion import Fusion
@@ -65,14 +65,14 @@ class TrainHandler:
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    async def __call__(self, message: Init | Step, beat: Callable[[], None]) -> Outputs:
+    async def __call__(self, message: Init | TrainStep, beat: Callable[[], None]) -> Outputs:
         """The AdapterUpdate of the version that `message` asks for; steps that are asked for at a time are trained together.
 
         What will fail in the same way again is an AdapterUpdate with a failure. Raises Unavailable when the store stays
         away or full after a few attempts: nothing is lost, deliver the message again.
         """
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
-        num_tokens = len(message.rows.tokens) if isinstance(message, Step) else 0
+        num_tokens = len(message.rows.tokens) if isinstance(message, TrainStep) else 0
         self._held_tokens += num_tokens
         try:
             manifest = await self._patiently(lambda: self._store.manifest(target))
@@ -91,7 +91,7 @@ class TrainHandler:
         """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
         return self._held_tokens < WINDOW * self._trainer.budget.tokens
 
-    def failed(self, message: Init | Step, failure: Failure) -> Outputs:
+    def failed(self, message: Init | TrainStep, failure: Failure) -> Outputs:
         """What to publish when the operation is given up."""
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
         update = AdapterUpdate(
@@ -99,7 +99,7 @@ class TrainHandler:
             **message.about(),
             adapter=target,
             batch=message.id,
-            next_group=message.next_group if isinstance(message, Step) else 0,
+            next_group=message.next_group if isinstance(message, TrainStep) else 0,
             failure=failure,
         )
         return [(self._cell.adapters(message.partition), update)]
@@ -110,7 +110,7 @@ class TrainHandler:
         """
         return self._counters | {"compute_s": self._fusion.compute_s}
 
-    def hand_back(self, message: Init | Step) -> Outputs | None:
+    def hand_back(self, message: Init | TrainStep) -> Outputs | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was."""
         return None
 
@@ -118,7 +118,7 @@ class TrainHandler:
         """Adapters in memory, as `job@version`."""
         return [str(adapter) for adapter in self._cache]
 
-    async def _make(self, message: Init | Step, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
+    async def _make(self, message: Init | TrainStep, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
         """Compute and commit; if somebody else was first, what they committed."""
         trained = await self._compute(message, beat)
         since = time.monotonic()
@@ -136,7 +136,7 @@ class TrainHandler:
             log.info("commit_lost", job=message.job, version=target.version, wasted_s=trained.train_s)
             return winner
         self._counters["commit_s"] += time.monotonic() - since
-        if isinstance(message, Step):
+        if isinstance(message, TrainStep):
             self._cache.pop(message.adapter)  # nothing is trained from it again
         self._cache.put(target, trained.state)
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
@@ -149,7 +149,7 @@ class TrainHandler:
         for name, amount in zip(("busy_s", "trained_tokens", "forward_tokens", "padding_tokens"), new, strict=True):
             self._counters[name] += amount
 
-    async def _compute(self, message: Init | Step, beat: Callable[[], None]) -> Trained:
+    async def _compute(self, message: Init | TrainStep, beat: Callable[[], None]) -> Trained:
         if isinstance(message, Init):
             return Trained(self._trainer.init(message), {}, 0, 0.0)
         return await self._fusion.train(message, await self._state(message.adapter), beat)
@@ -166,7 +166,7 @@ class TrainHandler:
     def _load(self, files: dict[str, bytes]) -> TrainState:
         adapter = load_adapter(files)
         check_fits(adapter, self._trainer.decoder.linear_shapes())
-        num_values = lora.Layout.of(adapter).num_values
+        num_values = lora.AdapterLayout.of(adapter).num_values
         return TrainState.of(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
 
     async def _drop_old_optimizer(self, newest: AdapterRef) -> None:
@@ -201,8 +201,8 @@ def _failure_kind(error: MarlaasError) -> FailureKind:
             return "corrupt_adapter"
 
 
-def _manifest(message: Init | Step, target: AdapterRef, trained: Trained, base_model: str) -> Manifest:
-    is_step = isinstance(message, Step)
+def _manifest(message: Init | TrainStep, target: AdapterRef, trained: Trained, base_model: str) -> Manifest:
+    is_step = isinstance(message, TrainStep)
     return Manifest(
         adapter=target,
         base_model=base_model,

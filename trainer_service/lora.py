@@ -21,7 +21,7 @@ from common.messages import LoraSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AdapterLayout:
     """How the values of an adapter lie in one flat tensor [P]: by name, A before B. Equal layouts share their products."""
 
     rank: int
@@ -29,7 +29,7 @@ class Layout:
     shapes: tuple[torch.Size, ...] = field(compare=False)  # of each name's A and B: the base and the rank give them
 
     @classmethod
-    def of(cls, adapter: Adapter) -> "Layout":
+    def of(cls, adapter: Adapter) -> "AdapterLayout":
         return cls(adapter.spec.rank, tuple(adapter.names()), tuple(factor.shape for factor in _factors(adapter)))
 
     @property
@@ -51,7 +51,7 @@ def flatten(adapter: Adapter) -> Tensor:
     return torch.cat([factor.reshape(-1) for factor in _factors(adapter)])
 
 
-def unflatten(values_P: Tensor, layout: Layout, spec: LoraSpec) -> Adapter:
+def unflatten(values_P: Tensor, layout: AdapterLayout, spec: LoraSpec) -> Adapter:
     """An adapter that is a view of `values_P`."""
     factors = layout.cut(values_P)
     a, b = (dict(zip(layout.names, factors[side::2], strict=True)) for side in (0, 1))
@@ -63,7 +63,7 @@ def _factors(adapter: Adapter) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class LayerFactors:
     """One layer's adapters in a stack: a [C, rank, in], b [C, out, rank], and their gradients, contiguous: adding to a strided
     tensor by index takes ten times as long."""
 
@@ -73,13 +73,13 @@ class Factors:
     grad_b: Tensor
 
 
-class Stack:
+class AdapterStack:
     """The adapters of one shape that are being trained, each with its gradient.
 
     Every layer of the base has the same modules, so the values [P] of an adapter are [L, P / L] in order of layer names.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: AdapterLayout, device: torch.device) -> None:
         self._layout = layout
         of_layer = layout.shapes[: len(layout.shapes) // layout.num_layers]
         self._values_CP = torch.empty(0, layout.num_values, device=device)
@@ -87,7 +87,7 @@ class Stack:
         self._taken = torch.empty(layout.num_values, device=device)
         self._free: list[int] = []
         self.scales: list[float] = []
-        self.factors: dict[str, Factors] = {}
+        self.factors: dict[str, LayerFactors] = {}
 
     def put(self, values_P: Tensor, scale: float) -> int:
         """The place of a copy of an adapter, its gradient 0."""
@@ -127,7 +127,7 @@ class Stack:
         values = self._layout.cut(self._values_CP)
         grads = [grad[layer] for layer in range(self._layout.num_layers) for grad in self._grads]
         every = zip(self._layout.names, values[::2], values[1::2], grads[::2], grads[1::2], strict=True)
-        self.factors = {name: Factors(*tensors) for name, *tensors in every}
+        self.factors = {name: LayerFactors(*tensors) for name, *tensors in every}
 
 
 @dataclass(slots=True)
@@ -136,12 +136,12 @@ class Part:
 
     start: int
     stop: int
-    stack: Stack
+    stack: AdapterStack
     places_B: Tensor
     scales_B11: Tensor
 
     @classmethod
-    def make(cls, start: int, stack: Stack, places: Sequence[int]) -> "Part":
+    def make(cls, start: int, stack: AdapterStack, places: Sequence[int]) -> "Part":
         device = stack.device
         scales = torch.tensor([stack.scales[place] for place in places], device=device)
         return cls(start, start + len(places), stack, torch.tensor(places, device=device), scales[:, None, None])

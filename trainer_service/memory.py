@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from base_model.decoder import directly
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Step
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer
@@ -55,7 +55,7 @@ def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
     made: dict[str, Any] = {**ids, "seed": 0, "lora": LoraSpec(rank=3)}
     prompts, answers = np.full(num_rows, num_prompt), np.full(num_rows, NUM_WRITTEN)
     rows = random_rows(num_prompt=prompts, num_written=answers, group_size=GROUP_SIZE)
-    message = Step(**made, loss=LossSpec(), optim=OptimSpec(1e-3), rows=rows, next_group=0)
+    message = TrainStep(**made, loss=LossSpec(), optim=OptimSpec(1e-3), rows=rows, next_group=0)
     step = trainer.begin(message, trainer.init(Init(**made)))
     return kept_bytes(lambda: trainer.micro_batch([step]))
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from base_model.adapter import Adapter
 from common.errors import InvalidInput, TrainingFailed
-from common.messages import LoraSpec, Step
+from common.messages import LoraSpec, TrainStep
 from trainer_service.batch import Batch, Floats
-from trainer_service.lora import Layout, Stack, flatten, unflatten
+from trainer_service.lora import AdapterLayout, AdapterStack, flatten, unflatten
 from trainer_service.losses import RowTerms
 from trainer_service.optimiser import Moments
 from trainer_service.packing import Tree
@@ -26,12 +26,12 @@ class TrainState:
 
     values_P: Tensor
     moments: Moments
-    layout: Layout
+    layout: AdapterLayout
     spec: LoraSpec
 
     @classmethod
     def of(cls, adapter: Adapter, moments: Moments) -> "TrainState":
-        return cls(flatten(adapter).to(moments.mean_P.device), moments, Layout.of(adapter), adapter.spec)
+        return cls(flatten(adapter).to(moments.mean_P.device), moments, AdapterLayout.of(adapter), adapter.spec)
 
     @property
     def num_bytes(self) -> int:
@@ -70,11 +70,11 @@ class Sums:
 class OpenStep:
     """What is left to do, and what was added up; the gradient lies in the stack."""
 
-    message: Step
+    message: TrainStep
     state: TrainState
     batch: Batch
     terms: RowTerms
-    stack: Stack
+    stack: AdapterStack
     place: int
     queue: list[Tree]  # open sequences, in order
     sums: Sums = field(default_factory=Sums)
@@ -93,7 +93,7 @@ class OpenStep:
         return batch_metrics(self.batch, self.terms, self.message) | _step_metrics(self.sums, self.message, grad_norm)
 
 
-def check_spec(message: Step) -> None:
+def check_spec(message: TrainStep) -> None:
     """Raises InvalidInput for a step that no batch can make sense of."""
     if not message.loss.temperature > 0:
         raise InvalidInput("training needs a temperature above 0", param="temperature")
@@ -101,7 +101,7 @@ def check_spec(message: Step) -> None:
         raise InvalidInput(f"the learning rate must lie in [0, {MAX_LEARNING_RATE:g}]", param="learning_rate")
 
 
-def batch_metrics(batch: Batch, terms: RowTerms, message: Step) -> dict[str, float | None]:
+def batch_metrics(batch: Batch, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
     """What is known without a forward. `entropy`: of the sampling policy a token, estimated by its own samples."""
     if not len(batch):
         return {"no_signal": 1.0, "num_rows": 0.0, "num_groups": 0.0}
@@ -122,7 +122,7 @@ def batch_metrics(batch: Batch, terms: RowTerms, message: Step) -> dict[str, flo
     }
 
 
-def _step_metrics(sums: Sums, message: Step, grad_norm: float) -> dict[str, float | None]:
+def _step_metrics(sums: Sums, message: TrainStep, grad_norm: float) -> dict[str, float | None]:
     """What the forwards showed; None where there was nothing to measure.
 
     `ess_share`: Kish's effective sample size of the trained tokens, each weighed by its probability ratio to the sampling

@@ -16,7 +16,7 @@ import torch
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, refuse
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.rng import bits, uniform
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.optimiser import load_moments, save_moments
@@ -61,7 +61,7 @@ def _bytes(state: TrainState) -> bytes:
     return b"".join(each.cpu().numpy().tobytes() for each in values)
 
 
-def _together(trainer: Trainer, steps: list[Step], states: list[TrainState]) -> list[Trained]:
+def _together(trainer: Trainer, steps: list[TrainStep], states: list[TrainState]) -> list[Trained]:
     opened = [trainer.begin(*each) for each in zip(steps, states, strict=True)]
     while open_steps := [step for step in opened if not step.done]:
         trainer.micro_batch(open_steps)
@@ -87,7 +87,7 @@ def _ids(number: int, version: int) -> dict[str, Any]:
     return {"id": f"{job}/{version}", "tenant": "selftest", "job": job, "partition": 0, "adapter": ref}
 
 
-def _step(number: int, version: int) -> Step:
+def _step(number: int, version: int) -> TrainStep:
     """A step of a job; no two of its groups or answers are of one length."""
     lora, loss, group_size = JOBS[number]
     groups, samples = np.divmod(np.arange(NUM_GROUPS * group_size), group_size)
@@ -98,7 +98,7 @@ def _step(number: int, version: int) -> Step:
         version=version,
     )
     optim = OptimSpec(1e-3, weight_decay=0.1 * (number % 2))
-    return Step(**_ids(number, version), seed=number, lora=lora, loss=loss, optim=optim, rows=rows, next_group=0)
+    return TrainStep(**_ids(number, version), seed=number, lora=lora, loss=loss, optim=optim, rows=rows, next_group=0)
 
 
 def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: int, version: int = 0) -> Rows:

@@ -22,7 +22,7 @@ from torch import Tensor
 from base_model.adapter import init_adapter
 from base_model.decoder import Decoder, RunLayer, directly
 from common.errors import TrainingFailed
-from common.messages import Init, Step
+from common.messages import Init, TrainStep
 from trainer_service import lora, optimiser
 from trainer_service.batch import Floats, parse_rows
 from trainer_service.losses import RowTerms, column, k3, off_policy, row_terms, token_losses
@@ -44,14 +44,16 @@ class Trainer:
     deterministic: bool = False
     share_prefixes: bool = True
     run_layer: RunLayer = directly
-    _stacks: dict[lora.Layout, lora.Stack] = field(default_factory=dict[lora.Layout, lora.Stack])
+    _stacks: dict[lora.AdapterLayout, lora.AdapterStack] = field(
+        default_factory=dict[lora.AdapterLayout, lora.AdapterStack]
+    )
 
     def init(self, message: Init) -> TrainState:
         """Version 0. Raises InvalidInput for targets that the base does not have."""
         adapter = init_adapter(message.lora, self.decoder.linear_shapes(), message.seed)
-        return TrainState.of(adapter, Moments.zeros(lora.Layout.of(adapter).num_values, self.decoder.device))
+        return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.decoder.device))
 
-    def step(self, message: Step, state: TrainState, beat: Callable[[], None]) -> Trained:
+    def step(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
         """One step alone; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
         step = self.begin(message, state)
         while not step.done:
@@ -59,7 +61,7 @@ class Trainer:
             beat()
         return self.finish(step)
 
-    def begin(self, message: Step, state: TrainState) -> OpenStep:
+    def begin(self, message: TrainStep, state: TrainState) -> OpenStep:
         """Opens a step of `state` on the message's rows; without rows, or with none that can have a gradient, it is done.
 
         Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
@@ -94,11 +96,11 @@ class Trainer:
         """Forget an open step."""
         step.stack.remove(step.place)
 
-    def _stack(self, layout: lora.Layout) -> lora.Stack:
+    def _stack(self, layout: lora.AdapterLayout) -> lora.AdapterStack:
         """Empty ones are kept until another layout needs the room."""
         if layout not in self._stacks:
             self._stacks = {other: stack for other, stack in self._stacks.items() if not stack.empty}
-            self._stacks[layout] = lora.Stack(layout, self.decoder.device)
+            self._stacks[layout] = lora.AdapterStack(layout, self.decoder.device)
         return self._stacks[layout]
 
     def micro_batch(self, steps: Sequence[OpenStep]) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from common import rng
 from common.bus import Out
 from common.messages import Failure, Message, TrajectoryRef, TurnRequest
-from common.service import Parts, Service, run
+from common.service import BuiltService, Parts, run
 from env_service.__main__ import build
 from env_service.handler import EnvHandler
 from env_service.settings import EnvSettings
@@ -61,7 +61,7 @@ class Bounded:
         return self.inner.failed(message, failure)
 
 
-async def build_bounded(settings: EnvSettings, parts: Parts) -> Service:
+async def build_bounded(settings: EnvSettings, parts: Parts) -> BuiltService:
     service = await build(settings, parts)
     assert isinstance(service.handler, EnvHandler)
     return replace(service, handler=Bounded(service.handler))

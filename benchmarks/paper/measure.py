@@ -26,7 +26,7 @@ from common.objects import Objects
 from common.streams import Cell
 from harness.live import Api
 from harness.processes import core_wait_s, machine_cpu_s
-from manager_service.local.supervisor import LocalCluster, Service, service_commands
+from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
 from simulator.fit import Recording, record
 
 LIMIT_S = 1800.0
@@ -117,10 +117,10 @@ def figures(
 
 @asynccontextmanager
 async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluster]:
-    def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[Service]:
+    def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
         made = service_commands(counts, environment)
         env = (sys.executable, "-m", workload.env_module)
-        return [Service(s.name, env if s.name == "env-0" else s.argv, s.environment) for s in made]
+        return [ServiceCommand(s.name, env if s.name == "env-0" else s.argv, s.environment) for s in made]
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -49,7 +49,7 @@ Ending = Literal["ok", "raised", "output", "timeout", "crashed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     memory_bytes: int = 512 * 1024 * 1024
     """Address space of the process."""
     file_bytes: int = 8 * 1024 * 1024
@@ -91,8 +91,10 @@ class Reply(msgspec.Struct):
 class Sandbox:
     """Runs calls, at most `max_processes` at a time."""
 
-    def __init__(self, *, max_processes: int = 4, limits: Limits | None = None, layers: Sequence[str] = LAYERS) -> None:
-        self._limits = limits or Limits()
+    def __init__(
+        self, *, max_processes: int = 4, limits: SandboxLimits | None = None, layers: Sequence[str] = LAYERS
+    ) -> None:
+        self._limits = limits or SandboxLimits()
         self._layers = tuple(layers)
         self._places = asyncio.Semaphore(max_processes)
         self._waiting: set[Callable[[], None]] = set()

@@ -20,7 +20,7 @@ MaxJobs = Annotated[int, Field(ge=1, le=100_000)]
 MaxTokens = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class Limits(BaseModel):
+class TenantLimits(BaseModel):
     """What is absent stays as it is; `max_tokens_per_day` null means no limit."""
 
     model_config = ConfigDict(extra="forbid")
@@ -31,7 +31,7 @@ class Limits(BaseModel):
     max_tokens_per_day: MaxTokens | None = None
 
 
-class TenantGiven(Limits):
+class TenantGiven(TenantLimits):
     id: str = Field(max_length=63)
 
 
@@ -54,7 +54,7 @@ async def retrieve(api: Parts, admin: Admin, tenant_id: str) -> TenantObject:
 
 
 @router.post("/{tenant_id}", responses=declared(404))
-async def update(api: Parts, admin: Admin, tenant_id: str, body: Limits) -> TenantObject:
+async def update(api: Parts, admin: Admin, tenant_id: str, body: TenantLimits) -> TenantObject:
     """Change weight and quotas. A job keeps the weight that its tenant had when it was made."""
     before = await api.tenants.get(tenant_id)
     changed: dict[str, Any] = body.model_dump(exclude_unset=True)

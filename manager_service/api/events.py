@@ -11,7 +11,7 @@ from starlette.responses import Response
 from common.errors import InvalidInput
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
-from manager_service.api.job_store import JobStore, Row
+from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.sampling.requests import event_stream
 from manager_service.api.schemas import EventObject, Page
@@ -61,7 +61,7 @@ def _sequence(text: str | None, param: str) -> int | None:
     return int(text)
 
 
-async def _follow(api: Api, row: Row, last: int) -> AsyncIterator[str]:
+async def _follow(api: Api, row: JobRow, last: int) -> AsyncIterator[str]:
     """Events after `last` as they come; ends behind the last event of a job that has ended."""
     store, key = JobStore(api), row.base.cell.events(row.spec.id)
     cursor, told_s = (last, 2**64 - 1) if last >= 0 else (0, 0), time.monotonic()
@@ -83,7 +83,7 @@ async def _follow(api: Api, row: Row, last: int) -> AsyncIterator[str]:
             yield ": keep-alive\n\n"
 
 
-async def _first(row: Row, key: str) -> str | None:
+async def _first(row: JobRow, key: str) -> str | None:
     """The event number 0, if the job's numbers begin with it."""
     bus = row.base.bus
     found: Any = await bus.retrying(lambda: bus.client.xrange(key, "0-0", "0-0"))

@@ -34,7 +34,7 @@ DELETED = "deleted"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JobRow:
     """One job as it stands in Redis."""
 
     base: Base
@@ -60,7 +60,7 @@ class JobStore:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    async def find(self, tenant: str, job: str) -> Row:
+    async def find(self, tenant: str, job: str) -> JobRow:
         """Raises NotFound, also for another tenant's job."""
         for base in self._api.bases.values():
             row = await self._row(base, job)
@@ -68,10 +68,10 @@ class JobStore:
                 return row
         raise NotFound(f"there is no fine-tuning job {job!r}")
 
-    async def _row(self, base: Base, job: str) -> Row | None:
+    async def _row(self, base: Base, job: str) -> JobRow | None:
         return _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
 
-    async def state(self, row: Row) -> JobState:
+    async def state(self, row: JobRow) -> JobState:
         found = await row.base.redis.hget(row.base.cell.job(row.spec.id), "state")
         return row.state if found is None else msgspec.json.decode(found, type=JobState)
 
@@ -84,9 +84,9 @@ class JobStore:
         found.sort(key=lambda row: row[:2], reverse=True)
         return [(base, job) for _, job, base in found]
 
-    async def several(self, ids: list[tuple[Base, str]]) -> list[Row]:
+    async def several(self, ids: list[tuple[Base, str]]) -> list[JobRow]:
         """Those that exist, in the order of the ids."""
-        found: dict[str, Row | None] = {}
+        found: dict[str, JobRow | None] = {}
         for base in self._api.bases.values():
             jobs = [job for cell, job in ids if cell is base]
             pipe = base.redis.pipeline(transaction=False)
@@ -132,14 +132,14 @@ class JobStore:
                 return found.decode()
         return None
 
-    async def send(self, row: Row, action: Any) -> None:
+    async def send(self, row: JobRow, action: Any) -> None:
         """Ask the job's owner for something."""
         message = command(row.spec, action, epoch=row.state.epoch)
         fields = await row.base.bus.fields(message)
         entry = dict(zip(fields[::2], fields[1::2], strict=True))
         await row.base.redis.xadd(row.base.cell.jobs(message.partition), entry)
 
-    async def mark_deleted(self, row: Row) -> None:
+    async def mark_deleted(self, row: JobRow) -> None:
         await row.base.redis.hset(row.base.cell.job(row.spec.id), DELETED, "1")
 
 
@@ -154,9 +154,9 @@ def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:
     )
 
 
-def _decoded(base: Base, values: list[bytes | None]) -> Row | None:
+def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:
     spec, state, deleted = values
     if spec is None or state is None:
         return None
     decoded = msgspec.json.decode(state, type=JobState)
-    return Row(base, msgspec.json.decode(spec, type=JobSpec), decoded, deleted is not None)
+    return JobRow(base, msgspec.json.decode(spec, type=JobSpec), decoded, deleted is not None)

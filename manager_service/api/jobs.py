@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Request
 
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
-from manager_service.api.job_store import JobStore, Once, Row
+from manager_service.api.job_store import JobRow, JobStore, Once
 from manager_service.api.paging import After, Limit, page, rest_after
 from manager_service.api.quota import check_quota
 from manager_service.api.schemas import ErrorObject, JobObject, Page
@@ -59,7 +59,7 @@ async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
     return spec
 
 
-async def _first(store: JobStore, tenant: TenantRecord, known: str, once: Once) -> Row:
+async def _first(store: JobStore, tenant: TenantRecord, known: str, once: Once) -> JobRow:
     """The job that the first request with this key made. Raises ApiError 409 if that asked for something else."""
     job, _, fingerprint = known.partition(" ")
     if fingerprint != once.fingerprint:
@@ -78,7 +78,7 @@ async def list_jobs(
     """Newest first. `metadata[key]=value` lists only jobs that carry it."""
     store, wanted = JobStore(api), _metadata_filter(request)
     rest = list(rest_after(await store.ids(tenant.id), after, itemgetter(1)))
-    found: list[Row] = []
+    found: list[JobRow] = []
     while rest and len(found) <= limit:
         rows = await store.several(rest[:READ_AHEAD])
         found += [row for row in rows if wanted.items() <= row.spec.metadata.items()]
@@ -130,14 +130,14 @@ async def _command(api: Api, tenant: TenantRecord, job: str, action: Action) -> 
     return shown(await store.find(tenant.id, job))
 
 
-def _wrong_state(row: Row, action: Action) -> ApiError:
+def _wrong_state(row: JobRow, action: Action) -> ApiError:
     possible = " or ".join(ALLOWED[action])
     return conflict(
         f"the job is {row.state.status}: {action} is possible while it is {possible}", code="wrong_job_state"
     )
 
 
-def shown(row: Row) -> JobObject:
+def shown(row: JobRow) -> JobObject:
     spec, state = row.spec, row.state
     tuned = None if state.version < 1 or row.deleted else spec.tuned_model
     return JobObject(

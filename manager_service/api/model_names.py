@@ -6,7 +6,7 @@ from common.errors import NotFound
 from common.messages import BASE, AdapterRef
 from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base
-from manager_service.api.job_store import JobStore, Row
+from manager_service.api.job_store import JobRow, JobStore
 from manager_service.records import TenantRecord
 
 
@@ -16,7 +16,7 @@ class Named:
 
     base: Base
     adapter: AdapterRef
-    row: Row | None = None  # None: the base model
+    row: JobRow | None = None  # None: the base model
 
 
 async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:

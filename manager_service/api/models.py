@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from common.errors import InvalidInput
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON, conflict, declared
-from manager_service.api.job_store import JobStore, Row
+from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.model_names import find_model
 from manager_service.api.schemas import Deleted, ModelObject, Page
 from manager_service.records import FINAL
@@ -57,7 +57,7 @@ def _base(base: Base) -> ModelObject:
     return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name)
 
 
-def _tuned(row: Row, name: str) -> ModelObject:
+def _tuned(row: JobRow, name: str) -> ModelObject:
     spec = row.spec
     return ModelObject(
         id=name, created=spec.created_at, owned_by=spec.tenant, root=spec.base_model, version=row.state.version

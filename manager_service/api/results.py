@@ -13,7 +13,7 @@ from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, declared
-from manager_service.api.job_store import JobStore, Row
+from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.schemas import CheckpointObject, LedgerObject, Page, SampleObject
 from manager_service.records import LEDGER, CheckpointRecord, SampleRecord
@@ -46,7 +46,7 @@ def _version_of(checkpoint: str, job: str) -> int:
     return int(version)
 
 
-def _shown(row: Row, record: CheckpointRecord) -> CheckpointObject:
+def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
     return CheckpointObject(
         id=f"ftckpt-{row.spec.id}@{record.version}",
         created_at=record.created_at,

@@ -69,7 +69,7 @@ class JobGiven(Given):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """What the checks of a method know."""
 
     env: EnvSpec
@@ -82,8 +82,8 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     base = find_base(api, body.model)
     _check_labels(body)
     method = _reinforcement(body)
-    plan = Plan(_environment(method), None, parse_hyperparameters(method.hyperparameters or {}))
-    plan = Plan(plan.env, _grader(method, plan.env), plan.given)
+    plan = JobPlan(_environment(method), None, parse_hyperparameters(method.hyperparameters or {}))
+    plan = JobPlan(plan.env, _grader(method, plan.env), plan.given)
     _check_base(base, plan)
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
@@ -177,7 +177,7 @@ def _grader(method: ReinforcementGiven, env: EnvSpec) -> Grader | None:
     return grader_of(env, param="method.reinforcement.environment")
 
 
-def _check_base(base: Base, plan: Plan) -> None:
+def _check_base(base: Base, plan: JobPlan) -> None:
     """What depends on the base model and on the workers that serve it."""
     given, tokenizer = plan.given, base.tokenizer
     if is_multi_turn(plan.env) and not tokenizer.is_prefix_stable():
@@ -216,7 +216,7 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
 # ---- items ----------------------------------------------------------------------------------------------------------
 
 
-async def _check_items(api: Api, record: FileRecord, base: Base, plan: Plan, param: str) -> None:
+async def _check_items(api: Api, record: FileRecord, base: Base, plan: JobPlan, param: str) -> None:
     """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long."""
     fields = item_fields(plan.grader) if plan.grader else set[str]()
     limit = base.tokenizer.context - plan.given.max_tokens

@@ -12,7 +12,7 @@ RATE_WINDOW_S = 15.0
 
 
 @dataclass(slots=True)
-class Progress:
+class JobProgress:
     """One job. `add` its events in order, `update` with its record."""
 
     job: str

@@ -7,14 +7,14 @@ from rich.markup import escape
 
 from manager_service.cli.client import Record
 from manager_service.cli.output import cells, status, table
-from manager_service.cli.progress import Progress, sparkline
+from manager_service.cli.progress import JobProgress, sparkline
 
 CURVE_WIDTH = 20
 BUSY_WIDTH = 8
 MAX_TENANTS = 6
 
 
-def jobs_view(jobs: Iterable[Progress], now: float) -> RenderableType:
+def jobs_view(jobs: Iterable[JobProgress], now: float) -> RenderableType:
     """`now`: of the same clock as in `Progress.add`."""
     shown = table("job", "status", "step", "reward", "curve", "tokens/s", "eval", right=["step", "reward", "tokens/s"])
     for job in jobs:
@@ -31,22 +31,22 @@ def workers_view(workers: Iterable[Record]) -> RenderableType:
     return shown
 
 
-def live_view(jobs: Iterable[Progress], workers: Iterable[Record], now: float) -> RenderableType:
+def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:
     return Group(jobs_view(jobs, now), workers_view(workers))
 
 
-def plain_line(job: Progress, now: float) -> str:
+def plain_line(job: JobProgress, now: float) -> str:
     """The same as in the table, for a pipe."""
     reward = _reward(job.reward) or "-"
     return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}, {_rate(job, now)} tokens/s"
 
 
-def name(job: Progress) -> str:
+def name(job: JobProgress) -> str:
     """`acme/add`, or the job's id."""
     return f"{job.tenant}/{job.label}" if job.label and job.tenant else job.label or job.job
 
 
-def evals(job: Progress) -> str:
+def evals(job: JobProgress) -> str:
     """`0.52 → 0.97`"""
     if job.eval_before is None:
         return ""
@@ -68,7 +68,7 @@ def _work(worker: Record) -> str:
     return ", ".join(tenants[:MAX_TENANTS]) + more
 
 
-def _steps(job: Progress) -> str:
+def _steps(job: JobProgress) -> str:
     return f"{job.step}/{job.num_steps}" if job.num_steps else str(job.step)
 
 
@@ -76,5 +76,5 @@ def _reward(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _rate(job: Progress, now: float) -> str:
+def _rate(job: JobProgress, now: float) -> str:
     return f"{job.tokens_per_s(now):,.0f}"

@@ -11,7 +11,7 @@ from common.errors import MarlaasError
 from manager_service.cli.client import FINAL, JOBS, Client, Record
 from manager_service.cli.options import Data, Json, Url, connect
 from manager_service.cli.output import console, print_json
-from manager_service.cli.progress import Progress
+from manager_service.cli.progress import JobProgress
 from manager_service.cli.view import live_view, plain_line
 
 PERIOD_S = 1.0
@@ -53,7 +53,7 @@ class Watched:
     """A job and what was read of it so far."""
 
     def __init__(self, client: Client, job: str) -> None:
-        self.progress = Progress(job)
+        self.progress = JobProgress(job)
         self._client = client
         self._newest: str | None = None
 

@@ -1,14 +1,14 @@
 """One job: an event comes in (a scored trajectory, a new version, a command), Changes go out. No input or output, no clock.
 
     validating ─► queued ─► running ⇄ paused ─► succeeded | failed | cancelled
-                            running:  issue groups ─► scored ─► batch ─► Step ─► next version ─► ...
+                            running:  issue groups ─► scored ─► batch ─► TrainStep ─► next version ─► ...
 
 Its files:
 
     job.py          holds one job's state machine: what may be issued, what a result changes, when a version ends
     groups.py       gathers scored trajectories into groups, and groups into a batch
     evaluation.py   counts the trajectories of an evaluation
-    orders.py       makes the messages that a job sends to workers: Start, Init, Step
+    orders.py       makes the messages that a job sends to workers: Start, Init, TrainStep
     items.py        draws the rows of a training or validation file in the job's own order
     lengths.py      estimates how long the trajectories under way will be, from those that ended
     changes.py      holds what an event changes, as values, and reads it as Redis commands

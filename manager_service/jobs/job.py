@@ -2,7 +2,7 @@
 
     validating_files ─► queued ─► running ⇄ paused ─► succeeded | failed | cancelled
 
-    running:  Init ─► version 0 ─► [ issue groups ─► scored ─► Step ─► version + 1 ] x num_steps ─► last evaluation
+    running:  Init ─► version 0 ─► [ issue groups ─► scored ─► TrainStep ─► version + 1 ] x num_steps ─► last evaluation
 
 The version gate (I1): a group is issued for the newest version, used while `version - group.version <= max_staleness`,
 and at most `(max_staleness + 1) * batch_size` groups are issued and not yet trained.
@@ -161,7 +161,7 @@ class Job:
         self._dirty(changes)
 
     def restart_step(self, changes: Changes) -> None:
-        """The Step under way is lost for good (Redis lost it, the store has no version): sample its groups again."""
+        """The TrainStep under way is lost for good (Redis lost it, the store has no version): sample its groups again."""
         training = self.state.training
         if training is None:
             return
@@ -184,7 +184,7 @@ class Job:
         self._dirty(changes)
 
     def cancel(self, now: float, changes: Changes) -> None:
-        """Ends the job. A Step under way stays in flight until its answer."""
+        """Ends the job. A TrainStep under way stays in flight until its answer."""
         if self.state.status in FINAL:
             return
         self._finish("cancelled", now, changes)
@@ -373,7 +373,7 @@ class Job:
         self._dirty(changes)
 
     def next_batch(self) -> list[int] | None:
-        """Numbers of the groups of the next Step, if it can be published now. An empty list: there is no signal."""
+        """Numbers of the groups of the next TrainStep, if it can be published now. An empty list: there is no signal."""
         state, hyper = self.state, self.spec.hyper
         if state.status != "running" or state.training or state.version < 0 or state.version >= hyper.num_steps:
             return None
@@ -507,7 +507,7 @@ class Job:
         self.fail(JobError(kind, f"{count} groups failed in one step; the commonest reason: {text}"), now, changes)
 
     def _finish(self, status: Any, now: float, changes: Changes) -> None:
-        """Settle all that is open but a Step under way."""
+        """Settle all that is open but a TrainStep under way."""
         for number, group in self.groups.items():
             keys = [trajectory_key(number, sample) for sample in (*group.waiting, *group.scored)]
             self._settle(changes, "cancelled", keys)

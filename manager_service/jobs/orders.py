@@ -7,7 +7,17 @@ import msgspec
 import numpy as np
 
 from common.bus import Out
-from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, Step, TurnRequest, trajectory_key
+from common.messages import (
+    AdapterNew,
+    AdapterRef,
+    Cancel,
+    Init,
+    Sampling,
+    Start,
+    TrainStep,
+    TurnRequest,
+    trajectory_key,
+)
 from common.rng import permutation
 from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
@@ -50,10 +60,10 @@ class Orders:
         message = msgspec.structs.replace(request, id=identity, epoch=state.epoch, trajectory=trajectory)
         return self._cell.rollout_first, message
 
-    def step(self, state: JobState, batch: list[tuple[int, Group]], next_group: int) -> Step:
+    def step(self, state: JobState, batch: list[tuple[int, Group]], next_group: int) -> TrainStep:
         """Train the newest version on these groups; none: there is no signal."""
         spec, hyper = self._spec, self._spec.hyper
-        return Step(
+        return TrainStep(
             id=f"{spec.id}/step{state.version + 1}/{state.attempt}",
             **self.about(state),
             adapter=AdapterRef(spec.tenant, spec.id, state.version),

@@ -268,7 +268,7 @@ class LocalCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceCommand:
     """One child beside Redis."""
 
     name: str
@@ -282,10 +282,10 @@ def inherited() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("MARLAAS_URL", "MARLAAS_API_KEY")}
 
 
-Services = Callable[[Mapping[str, int], Mapping[str, str]], list[Service]]
+Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]]
 
 
-def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[Service]:
+def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
     """The manager, and so many workers of each service for each base model.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
@@ -294,12 +294,12 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
         bases = list(parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")))
     except ValueError as error:
         raise InvalidInput(str(error)) from error
-    services = [Service("manager", (sys.executable, "-m", "manager_service"))]
+    services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
     for base in bases:
         for service, count in counts.items():
             prefix = service if len(bases) == 1 else f"{service}-{base}"
             argv = (sys.executable, "-m", f"{service}_service")
-            services += [Service(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
+            services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
     return services
 
 

@@ -27,7 +27,7 @@ from manager_service.scheduling.fairness import (
     serve,
 )
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
-from manager_service.scheduling.training_queue import Batch, TrainingQueue
+from manager_service.scheduling.training_queue import ReadyBatch, TrainingQueue
 
 STEPS_PER_SLOT = 2
 """Batches under way for each of the trainers' slots: one that is trained, one that waits for it."""
@@ -104,7 +104,7 @@ class Allocator:
             self.queue.remove(job.id)
         elif job.id not in self.queue.batches:
             tokens = num_tokens(job.groups[number] for number in job.next_batch() or ())
-            self.queue.put(Batch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
+            self.queue.put(ReadyBatch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
 
     def charge(self, changes: Changes) -> None:
         """Fairness charges what was actually used."""

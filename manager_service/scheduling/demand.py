@@ -28,8 +28,8 @@ class View:
     waiting: int = 0  # trajectories under way
     tokens: float = 0.0  # estimate of what those will cost
     kv_tokens: float = 0.0  # estimate of the keys and values that they need
-    training: bool = False  # a Step is under way
-    ready: bool = False  # a Step could be published
+    training: bool = False  # a TrainStep is under way
+    ready: bool = False  # a TrainStep could be published
     urgency: Urgency | None = None  # None: wants nothing issued
     fresh: bool = False  # wants its first group
 

@@ -28,7 +28,7 @@ FIRST_RATE = 5000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ReadyBatch:
     """A job's complete batch, as the queue sees it."""
 
     job: str
@@ -52,14 +52,14 @@ class TrainingQueue:
     """Complete batches, and what the discipline remembers."""
 
     discipline: Discipline = "fused"
-    batches: dict[str, Batch] = field(default_factory=dict)  # job -> batch, in order of `since`
+    batches: dict[str, ReadyBatch] = field(default_factory=dict)  # job -> batch, in order of `since`
     fairness: Fairness = field(default_factory=Fairness)
     turns: Counter[str] = field(default_factory=Counter)  # tenant -> batches handed over
     deficits: Deficits = field(default_factory=Deficits)
     _handed_tokens: float = 0.0
     _train_s: float = 0.0
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: ReadyBatch) -> None:
         """A batch is complete. It keeps its place if it was there."""
         self.batches.setdefault(batch.job, batch)
 
@@ -80,7 +80,7 @@ class TrainingQueue:
             del self.batches[batch.job]
         return [batch.job for batch in taken]
 
-    def _chosen(self, num: int, now: float, weight: Weight) -> list[Batch]:
+    def _chosen(self, num: int, now: float, weight: Weight) -> list[ReadyBatch]:
         batches = self.batches.values()
         match self.discipline:
             case "fused":
@@ -96,20 +96,20 @@ class TrainingQueue:
                 return heapq.nsmallest(num, batches, key=lambda b: (-response_ratio(b, now, rate), b.since, b.job))
 
 
-def response_ratio(batch: Batch, now: float, tokens_per_s: float) -> float:
+def response_ratio(batch: ReadyBatch, now: float, tokens_per_s: float) -> float:
     """(wait + service) / service, at least 1."""
     service_s = max(1, batch.tokens) / tokens_per_s
     return (max(0.0, now - batch.since) + service_s) / service_s
 
 
 def take_fair(
-    batches: Iterable[Batch], fairness: Fairness, turns: Counter[str], num: int, weight: Weight
-) -> list[Batch]:
+    batches: Iterable[ReadyBatch], fairness: Fairness, turns: Counter[str], num: int, weight: Weight
+) -> list[ReadyBatch]:
     """From the tenant that was charged least, again and again; each batch is charged as it is taken."""
     waiting = _by_tenant(batches)
     heap = [(fairness.virtual_time(tenant), tenant) for tenant in waiting]
     heapq.heapify(heap)
-    taken: list[Batch] = []
+    taken: list[ReadyBatch] = []
     while heap and len(taken) < num:
         _, tenant = heap[0]
         batch = _next_of(waiting[tenant], turns)
@@ -124,8 +124,8 @@ def take_fair(
 
 
 def take_deficit(
-    batches: Iterable[Batch], deficits: Deficits, turns: Counter[str], num: int, weight: Weight
-) -> list[Batch]:
+    batches: Iterable[ReadyBatch], deficits: Deficits, turns: Counter[str], num: int, weight: Weight
+) -> list[ReadyBatch]:
     """Each tenant in turn may use a quantum of tokens times its weight, and what it saved up while it waited.
 
     The quantum is the largest batch over the smallest weight, so a turn always serves (the O(1) of the paper); a tenant
@@ -135,7 +135,7 @@ def take_deficit(
     _enter(deficits, waiting)
     weights = {tenant: weight(tenant) for tenant in waiting}
     quantum = max(1, *(b.tokens for each in waiting.values() for b in each)) / min(weights.values())
-    taken: list[Batch] = []
+    taken: list[ReadyBatch] = []
     while deficits.ring and len(taken) < num:
         tenant = deficits.ring[0]
         if not deficits.began:
@@ -167,14 +167,14 @@ def _enter(deficits: Deficits, waiting: Collection[str]) -> None:
             deficits.tokens[tenant] = 0.0
 
 
-def _by_tenant(batches: Iterable[Batch]) -> dict[str, list[Batch]]:
-    found: defaultdict[str, list[Batch]] = defaultdict(list)
+def _by_tenant(batches: Iterable[ReadyBatch]) -> dict[str, list[ReadyBatch]]:
+    found: defaultdict[str, list[ReadyBatch]] = defaultdict(list)
     for batch in batches:
         found[batch.tenant].append(batch)
     return dict(found)
 
 
-def _next_of(mine: list[Batch], turns: Counter[str], limit: float = math.inf) -> Batch | None:
+def _next_of(mine: list[ReadyBatch], turns: Counter[str], limit: float = math.inf) -> ReadyBatch | None:
     """Takes a tenant's next batch out of `mine`; None: it is larger than `limit`."""
     tenant = mine[0].tenant
     if is_longest_waiting(turns[tenant]):

@@ -20,19 +20,19 @@ from torch import Tensor
 from base_model.decoder import Decoder
 from base_model.device import give_back_memory
 from base_model.kernels import DEFAULT
-from base_model.stacked import Product, Stack
+from base_model.stacked import LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
 from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.prefill import Prefill, key_of
-from rollout_service.embedded.sampler import Plan, Sampled, sample
-from rollout_service.embedded.seats import Row, Seats
+from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
+from rollout_service.embedded.seats import Seats, TurnRow
 from rollout_service.stops import first_stop
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     slots: int = 64  # rows under way at once
     kv_bytes: int = 1 << 30  # keys and values of the rows under way; rows that do not fit wait
     prefix_bytes: int = 64 << 20  # keys and values of prompts kept for neighbours
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    row: Row
+    row: TurnRow
     stop_reason: StopReason | None  # None: the scores were not numbers
     tokens: list[int]
     logprobs: list[float]
@@ -51,14 +51,14 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Layout:
+class ForwardLayout:
     """How the rows under way stand in a forward; remade only when rows come or go."""
 
     pools: list[kv.Pool]
     seats: np.ndarray  # [n] seat of each row of the forward
     size: int  # rows of the forward, rounded up
     products: list[Product]
-    sampling: Plan
+    sampling: SamplingPlan
     watched: list[int]  # rows of the forward that need a look after each token: stop strings, streaming, top log-probs
 
 
@@ -68,7 +68,7 @@ def rounded_rows(num: int, min_rows: int) -> int:
     return kv.rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
 
 
-class Batch:
+class RunningRows:
     """The rows under way and those that wait."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Batch:
         *,
         end_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
-        limits: Limits,
+        limits: EngineLimits,
     ) -> None:
         """`decode`: token ids to text, special tokens included, to look for stop strings."""
         config = decoder.config
@@ -92,10 +92,10 @@ class Batch:
             raise ValueError("the memory for keys and values does not hold one row of the model's whole context")
         self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
         self._pools: dict[int, kv.Pool] = {}
-        self._stack = Stack(decoder.device, limits.min_rows)
-        self._waiting: deque[Row] = deque()
+        self._stack = LanePlanner(decoder.device, limits.min_rows)
+        self._waiting: deque[TurnRow] = deque()
         self._reserved = 0
-        self._layout: Layout | None = None
+        self._layout: ForwardLayout | None = None
         self.meter = Meter.of(decoder.device)
         self._prefill = Prefill(
             self._model,
@@ -128,23 +128,23 @@ class Batch:
     def has_work(self) -> bool:
         return bool(self._waiting) or self.num_active > 0
 
-    def active(self) -> list[Row]:
+    def active(self) -> list[TurnRow]:
         return [row for row in self._seats.rows if row is not None]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TurnRow]:
         return [*self.active(), *self._waiting]
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TurnRow) -> None:
         self._waiting.append(row)
 
-    def abort(self, row: Row) -> None:
+    def abort(self, row: TurnRow) -> None:
         """The row is gone when this returns; nothing happens if it has ended."""
         if row.seat >= 0 and self._seats.rows[row.seat] is row:
             self._remove(row, clear=True)
         elif row in self._waiting:
             self._waiting.remove(row)
 
-    def progress(self, row: Row) -> tuple[list[int], list[float], int, float] | None:
+    def progress(self, row: TurnRow) -> tuple[list[int], list[float], int, float] | None:
         """Tokens and log-probs of the turn so far, how many were sampled here, busy seconds; None if it has ended.
 
         May be called from another thread: a row's count is raised after its tokens are written.
@@ -164,7 +164,7 @@ class Batch:
             return None
         return tokens, logprobs, len(tokens) - row.request.num_partial, busy_s
 
-    def sampled_since(self, row: Row, first: int) -> tuple[list[int], list[float]]:
+    def sampled_since(self, row: TurnRow, first: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a seated row from the turn's token `first` on."""
         return self._seats.sampled(row.seat, first)
 
@@ -172,7 +172,7 @@ class Batch:
         """Drop what is cached under an adapter's name."""
         self._prefill.forget(adapter)
 
-    def clear(self) -> list[Row]:
+    def clear(self) -> list[TurnRow]:
         """After an error: start afresh, and say whose work is lost."""
         lost = self.rows()
         self._waiting.clear()
@@ -197,7 +197,7 @@ class Batch:
     # ---- admission -----------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Ended]:
-        joined: list[Row] = []
+        joined: list[TurnRow] = []
         while self._waiting and self._seats.free and self._fits(self._waiting[0]):
             row = self._waiting.popleft()
             self._seats.take(row)
@@ -210,21 +210,21 @@ class Batch:
         self._seat_all([row for row in joined if row not in done])
         return ended
 
-    def _fits(self, row: Row) -> bool:
+    def _fits(self, row: TurnRow) -> bool:
         row.reserved_bytes = self._row_bytes * self._class_of(row)
         return self._reserved + row.reserved_bytes <= self._limits.kv_bytes
 
-    def _class_of(self, row: Row) -> int:
+    def _class_of(self, row: TurnRow) -> int:
         longest = min(self._config.context, row.request.num_prompt + row.request.sampling.max_tokens)
         return kv.length_class(max(longest, len(row.request.tokens)), self._config.context)
 
-    def _seat_all(self, joined: list[Row]) -> None:
+    def _seat_all(self, joined: list[TurnRow]) -> None:
         if not joined:
             return
         self._seats.prepare(np.array([row.seat for row in joined]))
         kept = {row: past for row in joined if (past := self._prefill.turns.take(row.request)) is not None}
         prefixes = self._prefill.prefixes([row for row in joined if row not in kept])
-        to_extend: dict[int, list[tuple[Row, int]]] = {}
+        to_extend: dict[int, list[tuple[TurnRow, int]]] = {}
         for row in joined:
             length, past = self._class_of(row), kept.get(row)
             if length not in self._pools:
@@ -255,7 +255,7 @@ class Batch:
         self._seats.busy_s[seats] += seconds / len(seats)
         return [self._finish(self._row(int(seats[row])), logprobs[row]) for row in np.flatnonzero(ended)]
 
-    def _forward(self, layout: Layout) -> Sampled:
+    def _forward(self, layout: ForwardLayout) -> Sampled:
         num, seats = len(layout.seats), self._seats
         inputs = np.zeros((2, layout.size), np.int64)
         inputs[0, :num] = seats.last[layout.seats]
@@ -267,22 +267,22 @@ class Batch:
         uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
 
-    def _lay_out(self) -> Layout:
+    def _lay_out(self) -> ForwardLayout:
         pools = [pool for pool in self._pools.values() if pool.seats]
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
         size = rounded_rows(len(rows), self._limits.min_rows)
         products = self._stack.plan([row.adapter for row in rows], size)
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
-        self._layout = Layout(pools, seats, size, products, self._sampling(rows), watched)
+        self._layout = ForwardLayout(pools, seats, size, products, self._sampling(rows), watched)
         return self._layout
 
-    def _sampling(self, rows: Sequence[Row]) -> Plan:
+    def _sampling(self, rows: Sequence[TurnRow]) -> SamplingPlan:
         asked = [row.request.sampling for row in rows]
         greedy = [s.temperature == 0 for s in asked]
         temperature = [s.temperature or 1.0 for s in asked]
         top_p = [s.top_p for s in asked]
-        return Plan(
+        return SamplingPlan(
             temperature=None if set(temperature) == {1.0} else self._column(temperature, torch.float32),
             greedy=torch.tensor(greedy, device=self._device) if any(greedy) else None,
             all_greedy=all(greedy),
@@ -293,14 +293,14 @@ class Batch:
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
 
-    def _row(self, seat: int) -> Row:
+    def _row(self, seat: int) -> TurnRow:
         row = self._seats.rows[seat]
         assert row is not None, "a row of the forward has no seat"
         return row
 
     # ---- after a token -------------------------------------------------------------------------------------
 
-    def _watch(self, row: Row, place: int, sampled: Sampled) -> bool:
+    def _watch(self, row: TurnRow, place: int, sampled: Sampled) -> bool:
         """What needs Python for a row: top log-probs, stop strings. True if a stop string is complete."""
         num_top = row.request.sampling.num_top_logprobs
         if num_top and sampled.top:
@@ -309,16 +309,16 @@ class Batch:
         row.stop_string = self._stop_string(row)
         return bool(row.stop_string)
 
-    def _stop_string(self, row: Row) -> str:
+    def _stop_string(self, row: TurnRow) -> str:
         stops = row.request.sampling.stop
         return first_stop(stops, self._seats.sampled(row.seat)[0], self._decode) if stops else ""
 
-    def _finish(self, row: Row, logprob: float) -> Ended:
+    def _finish(self, row: TurnRow, logprob: float) -> Ended:
         if np.isnan(logprob):
             return self._end(row, None)
         return self._end(row, "stop" if row.stop_string else self._seats.stop_reason(row.seat))
 
-    def _end(self, row: Row, reason: StopReason | None, *, in_pool: bool = True) -> Ended:
+    def _end(self, row: TurnRow, reason: StopReason | None, *, in_pool: bool = True) -> Ended:
         progress = self.progress(row)
         assert progress is not None, "a row ends once"
         ended = Ended(row, reason, *progress)
@@ -328,7 +328,7 @@ class Batch:
         self._remove(row, clear=reason is None, in_pool=in_pool)
         return ended
 
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: TurnRow) -> None:
         """For the trajectory's next turn: all but the last token, which no forward has seen."""
         if not self._prefill.turns.wants(row.request):
             return
@@ -337,10 +337,10 @@ class Batch:
         tokens = prompt + self._seats.tokens[row.seat, : num - row.request.num_prompt].tobytes()
         self._prefill.turns.put(row.request, tokens, self._pools[self._class_of(row)].kept(row.seat, num))
 
-    def _spent(self, row: Row, seconds: float) -> None:
+    def _spent(self, row: TurnRow, seconds: float) -> None:
         self._seats.busy_s[row.seat] += seconds
 
-    def _remove(self, row: Row, *, clear: bool = False, in_pool: bool = True) -> None:
+    def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
             self._pools[self._class_of(row)].remove(row.seat, clear=clear)
         self._seats.leave(row)
@@ -348,5 +348,5 @@ class Batch:
         self._layout = None
 
 
-def _is_watched(row: Row) -> bool:
+def _is_watched(row: TurnRow) -> bool:
     return bool(row.request.sampling.stop or row.request.sampling.num_top_logprobs)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.stacked import FusedAdapter, Product, Stack
+from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.messages import AdapterRef
 from rollout_service.embedded import kv
 from rollout_service.embedded.fused import Attend, FusedDecoder
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.prefix import Key, PrefixCache, TurnCache
-from rollout_service.embedded.seats import Row
+from rollout_service.embedded.seats import TurnRow
 
 PREFILL_BLOCK = 16
 """A prefill's positions are rounded up to a multiple of this."""
@@ -30,11 +30,11 @@ PREFILL_TOKENS = 2048
 """The most positions of one prefill forward, so that rows under way do not wait long."""
 
 T = TypeVar("T")
-Spent = Callable[[Row, float], None]
+Spent = Callable[[TurnRow, float], None]
 """Told the seconds that went into a row."""
 
 
-def key_of(row: Row) -> Key:
+def key_of(row: TurnRow) -> Key:
     return row.request.adapter, row.request.tokens.data[:-4]
 
 
@@ -53,7 +53,7 @@ class Prefill:
         self._model = model
         self._meter = meter
         self._spent = spent
-        self._stack = Stack(model.embedding.device, lane_rows)
+        self._stack = LanePlanner(model.embedding.device, lane_rows)
         self._prefixes = PrefixCache(prefix_bytes)
         self.turns = TurnCache(turn_bytes)
         self.busy_s = 0.0
@@ -68,10 +68,10 @@ class Prefill:
 
     # ---- new prompts ------------------------------------------------------------------------------------------------
 
-    def prefixes(self, rows: Sequence[Row]) -> dict[Key, Tensor]:
+    def prefixes(self, rows: Sequence[TurnRow]) -> dict[Key, Tensor]:
         """Each distinct prefix, [layers, T, 2K, D]: from the cache, or computed, those of like padded length and rank together."""
         found: dict[Key, Tensor] = {}
-        sharing: dict[Key, list[Row]] = {}
+        sharing: dict[Key, list[TurnRow]] = {}
         for row in rows:
             key = key_of(row)
             cached = self._prefixes.get(key)
@@ -87,7 +87,7 @@ class Prefill:
                 found |= self._compute(part, [sharing[key] for key in part], width)
         return found
 
-    def _compute(self, keys: list[Key], sharing: list[list[Row]], width: int) -> dict[Key, Tensor]:
+    def _compute(self, keys: list[Key], sharing: list[list[TurnRow]], width: int) -> dict[Key, Tensor]:
         lengths = [len(key[1]) // 4 for key in keys]
         tokens = [np.frombuffer(key[1], "<i4") for key in keys]
         attend = kv.PrefillAttend(self._model.config, len(keys))
@@ -100,9 +100,9 @@ class Prefill:
 
     # ---- later turns ------------------------------------------------------------------------------------------------
 
-    def extend(self, pool: kv.Pool, rows: Sequence[tuple[Row, int]]) -> None:
+    def extend(self, pool: kv.Pool, rows: Sequence[tuple[TurnRow, int]]) -> None:
         """Rows of a pool, each with the number of tokens whose keys and values it has already."""
-        groups: dict[tuple[int, int], list[tuple[Row, int]]] = {}
+        groups: dict[tuple[int, int], list[tuple[TurnRow, int]]] = {}
         for row, start in rows:
             if (num := len(row.request.tokens) - 1 - start) > 0:
                 groups.setdefault(_class_of(row, num), []).append((row, start))
@@ -117,7 +117,7 @@ class Prefill:
     # ---- both -------------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: Attend, rows: list[list[Row]]
+        self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: Attend, rows: list[list[TurnRow]]
     ) -> None:
         """One forward of sequences that begin at `starts`, each for all of its `rows`."""
         started, since = time.perf_counter(), self._meter.now()
@@ -141,7 +141,7 @@ class Prefill:
         return self._stack.plan_sequences(named) if named else []
 
 
-def _class_of(row: Row, num_tokens: int) -> tuple[int, int]:
+def _class_of(row: TurnRow, num_tokens: int) -> tuple[int, int]:
     """Padded length, and rank: what rows of one forward have in common."""
     return kv.rounded(num_tokens, PREFILL_BLOCK), row.adapter.rank if row.adapter else 0
 

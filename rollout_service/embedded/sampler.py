@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Plan:
+class SamplingPlan:
     """How the rows of a forward sample; remade only when rows come or go."""
 
     temperature: Tensor | None  # [B, 1], 1 for greedy rows; None: 1 for all
@@ -27,7 +27,7 @@ class Sampled:
     top: tuple[Tensor, Tensor] | None  # [B, num_top] log-probs, tokens
 
 
-def sample(logits: Tensor, uniforms: Tensor, plan: Plan) -> Sampled:
+def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
     """logits float32 [B, V], uniforms float64 [B] in [0, 1)."""
     if plan.temperature is not None:
         logits = logits / plan.temperature

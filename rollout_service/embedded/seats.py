@@ -19,7 +19,7 @@ DRAWN_AHEAD = 64
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class TurnRow:
     """One turn under way."""
 
     request: TurnRequest
@@ -35,7 +35,7 @@ class Row:
 class Seats:
     def __init__(self, num: int, vocab: int, end_ids: Sequence[int], context: int) -> None:
         self.context = context
-        self.rows: list[Row | None] = [None] * num
+        self.rows: list[TurnRow | None] = [None] * num
         self.free = list(range(num - 1, -1, -1))
         self.is_end = np.zeros(vocab, bool)
         self.is_end[list(end_ids)] = True
@@ -50,7 +50,7 @@ class Seats:
         self._coordinates = np.zeros((3, num, 1), np.uint64)  # group, sample, turn
         self._drawn = np.zeros((num, DRAWN_AHEAD))
 
-    def take(self, row: Row) -> int:
+    def take(self, row: TurnRow) -> int:
         """Give the row a seat; the tokens that its request brought count as sampled."""
         request, seat = row.request, self.free.pop()
         partial = request.num_partial
@@ -75,7 +75,7 @@ class Seats:
         """Draw the numbers of rows that were just seated."""
         self._draw(seats)
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: TurnRow) -> None:
         self.rows[row.seat] = None
         self.free.append(row.seat)
 

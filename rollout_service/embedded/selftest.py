@@ -17,8 +17,8 @@ from base_model.kernels import NotDeterministic, refuse
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.rng import uniform
-from rollout_service.embedded.batch import Batch, Limits
-from rollout_service.embedded.seats import Row
+from rollout_service.embedded.batch import EngineLimits, RunningRows
+from rollout_service.embedded.seats import TurnRow
 
 RANKS = (8, 3, 16)
 LENGTHS = (5, 40, 70, 1, 33, 12)
@@ -65,7 +65,7 @@ def _adapter(decoder: Decoder, seed: int, rank: int) -> FusedAdapter:
     return fuse(load_adapter(files), shapes, decoder.config.num_layers, like=decoder.embedding)
 
 
-def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> Row:
+def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
     which = index % (len(adapters) + 1)
     num = LENGTHS[index % len(LENGTHS)]
     room = decoder.config.context // 2
@@ -83,16 +83,16 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> Row:
         written=u8(np.zeros(len(tokens))),
         sampling=Sampling(max_tokens=MAX_TOKENS[index % len(MAX_TOKENS)]),
     )
-    return Row(request, None if which == len(adapters) else adapters[which], handle=None)
+    return TurnRow(request, None if which == len(adapters) else adapters[which], handle=None)
 
 
-def _run(decoder: Decoder, rows: list[Row], *, slots: int, min_rows: int) -> Turns:
-    limits = Limits(slots=slots, min_rows=min_rows)
-    batch = Batch(decoder, end_ids=(), decode=lambda _: "", limits=limits)
+def _run(decoder: Decoder, rows: list[TurnRow], *, slots: int, min_rows: int) -> Turns:
+    limits = EngineLimits(slots=slots, min_rows=min_rows)
+    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
     results: Turns = {}
     with torch.inference_mode():
         for row in rows:
-            batch.add(Row(row.request, row.adapter, handle=None))
+            batch.add(TurnRow(row.request, row.adapter, handle=None))
         while batch.has_work:
             results |= {e.row.request.id: (e.tokens, e.logprobs) for e in batch.advance()}
     return results

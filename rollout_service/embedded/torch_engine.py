@@ -24,8 +24,8 @@ from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
 from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
-from rollout_service.embedded.batch import Batch, Ended, Limits
-from rollout_service.embedded.seats import Row
+from rollout_service.embedded.batch import Ended, EngineLimits, RunningRows
+from rollout_service.embedded.seats import TurnRow
 from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 
 BEAT_EVERY_S = 0.25
@@ -45,10 +45,10 @@ class Ticket:
 class TorchEngine:
     """Implements `Engine` over `base_model.Decoder`."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, limits: Limits | None = None) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, limits: EngineLimits | None = None) -> None:
         self._config, self._like = decoder.config, decoder.embedding
-        self._limits = limits or Limits()
-        self._batch = Batch(
+        self._limits = limits or EngineLimits()
+        self._batch = RunningRows(
             decoder,
             end_ids=tokenizer.end_of_turn_ids,
             decode=lambda ids: tokenizer.decode(ids, skip_special=False),
@@ -56,14 +56,14 @@ class TorchEngine:
         )
         self._shapes = decoder.linear_shapes()
         self._adapters: dict[AdapterRef, FusedAdapter] = {}
-        self._open: dict[str, Row] = {}
+        self._open: dict[str, TurnRow] = {}
         self._partials: OrderedDict[str, Partial] = OrderedDict()
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streaming: set[Row] = set()
+        self._streaming: set[TurnRow] = set()
 
     @classmethod
     def load(
@@ -71,7 +71,7 @@ class TorchEngine:
         folder: str | Path,
         tokenizer: Tokenizer,
         *,
-        limits: Limits | None = None,
+        limits: EngineLimits | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "TorchEngine":
@@ -130,7 +130,7 @@ class TorchEngine:
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         fused = self._check(request)
         ticket = Ticket(asyncio.get_running_loop().create_future(), beat)
-        row = Row(request, fused, ticket, on_token)
+        row = TurnRow(request, fused, ticket, on_token)
         self._open[request.id] = row
         self._partials.pop(request.id, None)
         self._submit(lambda: self._add(row))
@@ -168,7 +168,7 @@ class TorchEngine:
             raise InvalidInput("temperature must be at least 0, max_tokens at least 1, top_p in (0, 1]")
         return None if request.adapter.is_base else self._adapters[request.adapter]
 
-    def _abort(self, row: Row) -> None:
+    def _abort(self, row: TurnRow) -> None:
         """Out of the batch before its next step; what it had is kept for `partial`."""
         progress = self._progress(row)
         self._submit(lambda: self._leave(row))
@@ -177,7 +177,7 @@ class TorchEngine:
         while len(self._partials) > KEPT_PARTIALS:
             self._partials.popitem(last=False)
 
-    def _progress(self, row: Row) -> Partial | None:
+    def _progress(self, row: TurnRow) -> Partial | None:
         """None if the row has ended meanwhile."""
         found = self._batch.progress(row)
         return Partial(*found) if found else None
@@ -198,7 +198,7 @@ class TorchEngine:
 
     # ---- in the engine's thread ----------------------------------------------------------------------------
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: TurnRow) -> None:
         if row.handle.future.cancelled():
             return
         self._batch.add(row)
@@ -206,7 +206,7 @@ class TorchEngine:
             row.handle.shown = row.request.num_partial
             self._streaming.add(row)
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: TurnRow) -> None:
         self._streaming.discard(row)
         self._batch.abort(row)
 
@@ -261,7 +261,7 @@ class TorchEngine:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(tell)
 
-    def _delta(self, row: Row) -> Callable[[], None]:
+    def _delta(self, row: TurnRow) -> Callable[[], None]:
         tokens, logprobs = self._batch.sampled_since(row, row.handle.shown)
         row.handle.shown += len(tokens)
 

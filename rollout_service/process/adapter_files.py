@@ -19,7 +19,7 @@ from base_model.adapter import Adapter as Weights
 from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
-from rollout_service.process.core import Adapter
+from rollout_service.process.core import AdapterFolder
 
 MAX_NORM = 1e6
 """Of each module's change of the weights, as a bound on its Frobenius norm: scale x |A| x |B|.
@@ -38,7 +38,7 @@ class Stored:
     """An adapter that the engine was given."""
 
     ref: AdapterRef
-    adapter: Adapter
+    adapter: AdapterFolder
     num_bytes: int
     broken: str = ""  # why no turn can be sampled with it
     users: int = 0
@@ -110,7 +110,7 @@ class AdapterFiles:
         folder.mkdir(parents=True)
         for name, data in files.items():
             (folder / name).write_bytes(data)
-        adapter = Adapter(self._last_number, f"{ref.tenant}/{ref}#{self._last_number}", folder)
+        adapter = AdapterFolder(self._last_number, f"{ref.tenant}/{ref}#{self._last_number}", folder)
         stored = self._stored[ref] = Stored(ref, adapter, sum(map(len, files.values())))
         return stored
 

@@ -20,7 +20,7 @@ class UnreadableAdapter(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterFolder:
     """An adapter as the process knows it."""
 
     number: int  # above 0, never used for another adapter in this process
@@ -29,12 +29,12 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SamplingRequest:
     """One turn, or what is left of it."""
 
     id: str  # never used before in this process
     tokens: list[int]  # [T] all so far
-    adapter: Adapter
+    adapter: AdapterFolder
     salt: str  # what is cached under one salt serves no other
     temperature: float
     top_p: float
@@ -45,7 +45,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TokenChunk:
     """The next tokens of a turn. Axis: n of them."""
 
     tokens: list[int]  # [n]
@@ -74,15 +74,15 @@ class Core(Protocol):
         """Returns when the process has ended."""
         ...
 
-    async def add(self, adapter: Adapter) -> None:
+    async def add(self, adapter: AdapterFolder) -> None:
         """Load it. Raises UnreadableAdapter. May never return if the process dies meanwhile: race it with `wait_dead`."""
         ...
 
-    async def remove(self, adapter: Adapter) -> None:
+    async def remove(self, adapter: AdapterFolder) -> None:
         """Unload it. No request names it. The same warning."""
         ...
 
-    def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+    def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         """Steps until one is finished; closing it early takes the turn out of the batch. The adapter is loaded.
 
         Raises CoreDied. May also never yield again if the process dies.

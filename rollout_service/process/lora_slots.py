@@ -13,14 +13,14 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from rollout_service.process.core import Adapter
+from rollout_service.process.core import AdapterFolder
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """An adapter in a slot."""
 
-    adapter: Adapter
+    adapter: AdapterFolder
     ready: "asyncio.Task[None]"
     users: int = 0
 
@@ -29,7 +29,7 @@ class Slot:
 class Place:
     """An adapter's place in the queue, for all who wait for it."""
 
-    adapter: Adapter
+    adapter: AdapterFolder
     waiting: "list[asyncio.Future[Slot]]" = field(default_factory=list)
 
 
@@ -39,8 +39,8 @@ class LoraSlots:
     def __init__(
         self,
         num_slots: int,
-        load: Callable[[Adapter], Awaitable[None]],
-        unload: Callable[[Adapter], Awaitable[None]],
+        load: Callable[[AdapterFolder], Awaitable[None]],
+        unload: Callable[[AdapterFolder], Awaitable[None]],
     ) -> None:
         self._num_slots = num_slots
         self._load = load
@@ -54,7 +54,7 @@ class LoraSlots:
         return sum(len(place.waiting) for place in self._queue.values())
 
     @contextlib.asynccontextmanager
-    async def hold(self, adapter: Adapter) -> AsyncGenerator[None]:
+    async def hold(self, adapter: AdapterFolder) -> AsyncGenerator[None]:
         """The adapter is loaded inside. Raises what `load` raised."""
         slot = await self._enter(adapter)
         try:
@@ -64,7 +64,7 @@ class LoraSlots:
             slot.users -= 1
             self._advance()
 
-    async def drop(self, adapter: Adapter) -> None:
+    async def drop(self, adapter: AdapterFolder) -> None:
         """Unload an adapter that nobody holds, if it has a slot."""
         slot = self._slots.get(adapter.number)
         if slot is not None and not slot.users:
@@ -80,7 +80,7 @@ class LoraSlots:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _enter(self, adapter: Adapter) -> Slot:
+    async def _enter(self, adapter: AdapterFolder) -> Slot:
         """One user more in the adapter's slot, as soon as it has one."""
         place = self._queue.setdefault(adapter.number, Place(adapter))
         waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
@@ -117,7 +117,7 @@ class LoraSlots:
                     slot.users += 1
                     waiting.set_result(slot)
 
-    def _seat(self, adapter: Adapter) -> Slot | None:
+    def _seat(self, adapter: AdapterFolder) -> Slot | None:
         """A slot that is free, or that nobody uses; None: all are in use."""
         idle = None
         if len(self._slots) >= self._num_slots:
@@ -130,7 +130,7 @@ class LoraSlots:
         ready.add_done_callback(lambda _: self._forget_failed(slot))
         return slot
 
-    async def _exchange(self, old: Slot | None, new: Adapter) -> None:
+    async def _exchange(self, old: Slot | None, new: AdapterFolder) -> None:
         if old is not None and await _was_loaded(old):
             await self._unload(old.adapter)
         await self._load(new)

@@ -27,9 +27,9 @@ from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Par
 from rollout_service.process.adapter_files import AdapterFiles, Stored
 from rollout_service.process.alone import Gate
 from rollout_service.process.busy import BusyClock
-from rollout_service.process.core import Adapter, Core, CoreDied, Step, UnreadableAdapter
+from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
 from rollout_service.process.lora_slots import LoraSlots
-from rollout_service.process.turn import NotFinite, Turn
+from rollout_service.process.turn import NotFinite, OpenTurn
 
 MAX_DEATHS = 4
 """A turn under which so many processes died, the last two while it ran alone, is not tried again."""
@@ -57,14 +57,14 @@ class Shape:
 class Life:
     """One life of the process: its core, who has which slot, and when it is over."""
 
-    def __init__(self, core: Core, base: Adapter, max_loras: int) -> None:
+    def __init__(self, core: Core, base: AdapterFolder, max_loras: int) -> None:
         self.core = core
         self.base = base  # has a place of its own for the whole of this life
         self.slots = LoraSlots(max_loras, self._load, self._unload)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
-    def hold(self, adapter: Adapter) -> contextlib.AbstractAsyncContextManager[None]:
+    def hold(self, adapter: AdapterFolder) -> contextlib.AbstractAsyncContextManager[None]:
         """The adapter is loaded inside."""
         return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter)
 
@@ -95,10 +95,10 @@ class Life:
         await self.core.wait_dead()
         self.end("its process ended")
 
-    async def _load(self, adapter: Adapter) -> None:
+    async def _load(self, adapter: AdapterFolder) -> None:
         await self.unless_over(self.core.add(adapter))
 
-    async def _unload(self, adapter: Adapter) -> None:
+    async def _unload(self, adapter: AdapterFolder) -> None:
         await self.unless_over(self.core.remove(adapter))
 
 
@@ -125,7 +125,7 @@ class ProcessEngine:
         self._gate = Gate()
         self._busy = BusyClock()
         self._counts = Counts()
-        self._open: dict[str, Turn] = {}
+        self._open: dict[str, OpenTurn] = {}
         self._partials: OrderedDict[str, Partial] = OrderedDict()
         self._life: asyncio.Future[Life] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -234,8 +234,8 @@ class ProcessEngine:
             raise InvalidInput(f"this engine's temperature lies in [0, {self._shape.max_temperature:g}]")
         return stored
 
-    def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> Turn:
-        return Turn(
+    def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:
+        return OpenTurn(
             request,
             context=self._shape.context,
             end_ids=self._tokenizer.end_of_turn_ids,
@@ -244,7 +244,7 @@ class ProcessEngine:
             on_token=on_token,
         )
 
-    async def _go_on(self, turn: Turn, stored: Stored) -> None:
+    async def _go_on(self, turn: OpenTurn, stored: Stored) -> None:
         """Sample in the present process until the turn or the process ends. Raises what makes the turn fail."""
         if stored.broken:
             raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
@@ -263,13 +263,13 @@ class ProcessEngine:
             except UnreadableAdapter as error:
                 stored.broken = f"the engine cannot read it: {error}"
 
-    def _blame(self, turn: Turn, stored: Stored, why: str) -> None:
+    def _blame(self, turn: OpenTurn, stored: Stored, why: str) -> None:
         """Once in company it may have been anybody; alone in a fresh process it was this adapter."""
         turn.not_finite += 1
         if turn.not_finite > 1:
             stored.broken = f"its scores are not numbers: {why}"
 
-    async def _sample(self, turn: Turn, stored: Stored, life: Life) -> None:
+    async def _sample(self, turn: OpenTurn, stored: Stored, life: Life) -> None:
         """Until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
         async with life.hold(stored.adapter):
             self._counts.asks += 1
@@ -286,7 +286,7 @@ class ProcessEngine:
             finally:
                 turn.busy_s = busy_before + self._busy.leave(entered)
 
-    def _take(self, turn: Turn, step: Step) -> None:
+    def _take(self, turn: OpenTurn, step: TokenChunk) -> None:
         before = len(turn.tokens)
         try:
             turn.take(step)
@@ -294,7 +294,7 @@ class ProcessEngine:
             self._counts.steps += 1
             self._counts.sampled_tokens += len(turn.tokens) - before
 
-    def _keep_partial(self, turn: Turn) -> None:
+    def _keep_partial(self, turn: OpenTurn) -> None:
         self._partials[turn.request.id] = turn.partial()
         while len(self._partials) > KEPT_PARTIALS:
             self._partials.popitem(last=False)

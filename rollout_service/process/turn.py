@@ -8,7 +8,7 @@ from typing import Any
 from common.messages import StopReason, TurnRequest
 from common.rng import bits
 from rollout_service.engine import Beat, Generated, OnToken, Partial
-from rollout_service.process.core import Adapter, Ask, Step
+from rollout_service.process.core import AdapterFolder, SamplingRequest, TokenChunk
 from rollout_service.stops import first_stop
 
 SEED_BITS = 63
@@ -20,7 +20,7 @@ class NotFinite(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class OpenTurn:
     """Axis: N tokens of the turn, those that the request brought first."""
 
     request: TurnRequest
@@ -55,12 +55,12 @@ class Turn:
         """Whether it may be what harms the process: it runs alone from now on."""
         return self.deaths >= 2 or self.not_finite >= 1
 
-    def ask(self, name: str, adapter: Adapter) -> Ask:
+    def ask(self, name: str, adapter: AdapterFolder) -> SamplingRequest:
         """What is left of the turn. A resumed one draws from a stream of its own: see `seed`."""
         self.asks += 1
         sampling, request = self.request.sampling, self.request
         sequence = request.tokens.numpy()[: request.num_prompt].tolist() + self.tokens
-        return Ask(
+        return SamplingRequest(
             id=name,
             tokens=sequence,
             adapter=adapter,
@@ -79,7 +79,7 @@ class Turn:
         coordinates: Sequence[Any] = (ref.group, ref.sample, self.request.turn, len(self.tokens))
         return int(bits(*ref.sampling_stream, *coordinates)) & ((1 << SEED_BITS) - 1)
 
-    def take(self, step: Step) -> None:
+    def take(self, step: TokenChunk) -> None:
         """Add tokens up to the turn's end; what was sampled beyond it is forgotten. Raises NotFinite."""
         before = len(self.tokens)
         try:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from common.errors import InvalidInput, Unavailable
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
-from rollout_service.process.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
 from rollout_service.process.process_engine import ProcessEngine, Shape
 
 MAX_TEMPERATURE = 2.0
@@ -107,7 +107,7 @@ class VllmCore:
     async def wait_dead(self) -> None:
         await self._dead.wait()
 
-    async def add(self, adapter: Adapter) -> None:
+    async def add(self, adapter: AdapterFolder) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         lora: Any = LoRARequest(adapter.name, adapter.number, str(adapter.folder))
@@ -119,11 +119,11 @@ class VllmCore:
             raise UnreadableAdapter(str(error)) from error
         self._loras[adapter.number] = lora
 
-    async def remove(self, adapter: Adapter) -> None:
+    async def remove(self, adapter: AdapterFolder) -> None:
         await self._llm.remove_lora(adapter.number)
         del self._loras[adapter.number]
 
-    async def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+    async def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
         lora = self._loras[ask.adapter.number]
         outputs: Any = self._llm.generate(prompt, _parameters(ask), ask.id, lora_request=lora)
@@ -148,10 +148,10 @@ class VllmCore:
 
     async def _warm_up(self) -> None:
         """The first requests of a process compile and allocate."""
-        bare = Adapter(0, "", self._options.folder)
+        bare = AdapterFolder(0, "", self._options.folder)
         self._loras[0] = None
         for temperature in (0.0, 1.0):
-            ask = Ask(f"warm-up-{temperature}", [0, 0], bare, "warm-up", temperature, 1.0, 1, 4, (), 0)
+            ask = SamplingRequest(f"warm-up-{temperature}", [0, 0], bare, "warm-up", temperature, 1.0, 1, 4, (), 0)
             async for _ in self.sample(ask):
                 pass
 
@@ -219,7 +219,7 @@ def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
     }
 
 
-def _parameters(ask: Ask) -> Any:
+def _parameters(ask: SamplingRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     return SamplingParams(
@@ -237,7 +237,7 @@ def _parameters(ask: Ask) -> Any:
     )
 
 
-def _step(output: Any, num_top: int) -> Step:
+def _step(output: Any, num_top: int) -> TokenChunk:
     """vLLM lists for each position the sampled token first, then the best ones by rank."""
     completion = output.outputs[0]
     flat = completion.logprobs
@@ -246,7 +246,7 @@ def _step(output: Any, num_top: int) -> Step:
     top = [
         [(t, max(p, LEAST_LOGPROB)) for t, p in pairs[s + 1 : e][:num_top]] for s, e in zip(starts, ends, strict=True)
     ]
-    return Step(
+    return TokenChunk(
         tokens=list(completion.token_ids),
         logprobs=[flat.logprobs[start] for start in starts],
         top_logprobs=top if num_top else [],

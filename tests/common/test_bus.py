@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.bus import CLAIM_CHECK_BYTES, Bus, Settlement, Undecodable, connect
-from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, Step, decode, encode
+from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep, decode, encode
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from harness.redis_server import RedisServer
@@ -230,7 +230,7 @@ def test_steps_survive_the_wire() -> None:
 
     for message in EXAMPLES:
         assert decode(encode(message)) == message
-    assert any(isinstance(m, Step) for m in EXAMPLES)
+    assert any(isinstance(m, TrainStep) for m in EXAMPLES)
 
 
 def test_connecting_is_lazy() -> None:

@@ -30,7 +30,7 @@ from common.messages import (
     ScoredTrajectory,
     Span,
     Start,
-    Step,
+    TrainStep,
     TrajectoryRef,
     TurnDelta,
     TurnRequest,
@@ -101,7 +101,7 @@ EXAMPLES: list[Message] = [
     ),
     Parked(**PLAIN, request=REQUEST),
     Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",))),
-    Step(
+    TrainStep(
         **PLAIN,
         adapter=ADAPTER,
         seed=1,
@@ -130,7 +130,7 @@ EXAMPLES: list[Message] = [
         spans=(Span(1, 2, "t", "j", "env"),),
     ),
 ]
-SNAPSHOT = "fd4d741c7ccd701261b53c6fdb1ccafc20709b27f2c0a7d796a9f6534bd65f72"
+SNAPSHOT = "43e9affe1615f6e6ea82daf87203bad914ff1b9d5e0b8cfa2f959eb05da68b51"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -12,7 +12,7 @@ from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced, running
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
-from manager_service.local.supervisor import Service
+from manager_service.local.supervisor import ServiceCommand
 
 CELL = Cell("tiny")
 PASSWORDS = {user: [f"{user}-password"] for user in USERS}
@@ -131,9 +131,9 @@ def test_a_base_model_is_a_name_and_not_a_pattern() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_job_succeeds_with_each_service_under_its_own_user(server: RedisServer, tmp_path: Path) -> None:
-    def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[Service]:
+    def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
         return [
-            Service(
+            ServiceCommand(
                 f"{name}-0" if name != "manager" else name,
                 (sys.executable, "-m", f"{name}_service"),
                 {"MARLAAS_REDIS_URL": f"redis://{name}:{PASSWORDS[name][0]}@127.0.0.1:{server.port}/0"},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from env_service.sandbox.sandbox import LAYERS, Limits, Outcome, Sandbox
+from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -14,7 +14,7 @@ CONFIGURATIONS = [LAYERS, ("seccomp", "landlock"), ("seccomp",)]
 
 
 def run(
-    source: str, *, timeout_s: float = 5.0, layers: tuple[str, ...] = LAYERS, limits: Limits | None = None
+    source: str, *, timeout_s: float = 5.0, layers: tuple[str, ...] = LAYERS, limits: SandboxLimits | None = None
 ) -> Outcome:
     sandbox = Sandbox(layers=layers, limits=limits)
     return asyncio.run(sandbox.run(source, timeout_s=timeout_s))
@@ -62,13 +62,15 @@ def test_code_that_ignores_signals_is_killed_all_the_same() -> None:
 
 
 def test_a_gigabyte_printed_is_stopped_early() -> None:
-    outcome = run("for _ in range(1024): print('x' * 2**20)", limits=Limits(output_bytes=10_000))
+    outcome = run("for _ in range(1024): print('x' * 2**20)", limits=SandboxLimits(output_bytes=10_000))
     assert outcome.ending == "output"
     assert len(outcome.output) == 10_000
 
 
 def test_a_memory_bomb_ends_in_a_memory_error() -> None:
-    outcome = run("x = []\nwhile True: x.append(bytearray(10**7))", limits=Limits(memory_bytes=128 * 1024 * 1024))
+    outcome = run(
+        "x = []\nwhile True: x.append(bytearray(10**7))", limits=SandboxLimits(memory_bytes=128 * 1024 * 1024)
+    )
     assert outcome.ending == "raised"
     assert "MemoryError" in outcome.reason
 

@@ -20,7 +20,7 @@ from manager_service.cli.client import Client, error_message, server_sent_events
 from manager_service.cli.jobs import event_line
 from manager_service.cli.main import app
 from manager_service.cli.options import CliSettings
-from manager_service.cli.progress import Progress, shortened, sparkline
+from manager_service.cli.progress import JobProgress, shortened, sparkline
 from manager_service.cli.pull import unpack
 from manager_service.cli.submit import parse_environment, parse_grader, parse_hyper
 
@@ -312,7 +312,7 @@ def test_shorthands() -> None:
 
 
 def test_progress_is_what_the_events_say() -> None:
-    progress = Progress("ftjob-1")
+    progress = JobProgress("ftjob-1")
     for now, event in enumerate(EVENTS):
         progress.add(event, now=float(now))
     progress.update(JOB)
@@ -322,7 +322,7 @@ def test_progress_is_what_the_events_say() -> None:
 
 
 def test_the_rate_counts_the_last_seconds() -> None:
-    progress = Progress("ftjob-1")
+    progress = JobProgress("ftjob-1")
     for event in EVENTS:
         progress.add(event, now=10.0)
     assert progress.tokens_per_s(11.0) == 600

@@ -18,7 +18,7 @@ from common.messages import (
     Sampling,
     ScoredTrajectory,
     Start,
-    Step,
+    TrainStep,
     TrajectoryRef,
     TurnRequest,
     f32,
@@ -53,7 +53,7 @@ class World:
     on_its_way: list[Any] = field(default_factory=list)
     ledger: Counter[str] = field(default_factory=Counter)
     open: set[str] = field(default_factory=set)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TrainStep] = field(default_factory=list)
     entries: int = 0
     pauses: int = 0
     now: float = 0.0
@@ -82,8 +82,8 @@ class World:
             results = [self.made(message)]
         return results + [r for r in results if self.rng.random() < 0.1]
 
-    def made(self, message: Init | Step) -> AdapterUpdate:
-        if isinstance(message, Step):
+    def made(self, message: Init | TrainStep) -> AdapterUpdate:
+        if isinstance(message, TrainStep):
             if message.id not in {s.id for s in self.steps}:
                 self.steps.append(message)
             target = message.adapter.next()

@@ -10,7 +10,7 @@ import pytest
 
 from common.adapters import AdapterStore
 from common.bus import Bus
-from common.messages import Cancel, DeadLetter, Failure, Start, Step, decode, encode
+from common.messages import Cancel, DeadLetter, Failure, Start, TrainStep, decode, encode
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
 from common.worker import Inbox
@@ -298,7 +298,7 @@ async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: Syste
     class Losing(StandInTrainer):
         async def __call__(self, message: Any, beat: Any) -> Any:
             nonlocal lost
-            if isinstance(message, Step) and not lost:
+            if isinstance(message, TrainStep) and not lost:
                 lost += 1
                 await system.bus.client.xtrim(system.bus.cell.train, maxlen=0)
                 return []
@@ -362,7 +362,7 @@ async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:
 
     class Hanging(StandInTrainer):
         async def __call__(self, message: Any, beat: Any) -> Any:
-            if isinstance(message, Step) and message.job == "job-a":
+            if isinstance(message, TrainStep) and message.job == "job-a":
                 beat()
                 await waiting.wait()
             return await super().__call__(message, beat)
@@ -436,7 +436,7 @@ async def forget_leases(bus: Bus) -> None:
 async def test_a_step_lost_for_a_cancelled_job_is_given_up(system: System) -> None:
     class Losing(StandInTrainer):
         async def __call__(self, message: Any, beat: Any) -> Any:
-            if isinstance(message, Step):
+            if isinstance(message, TrainStep):
                 await command(system.bus, spec, "cancel")
                 await until_status(system.bus, spec.id, "cancelled")
                 await system.bus.client.xtrim(system.bus.cell.train, maxlen=0)

@@ -20,7 +20,7 @@ from common.errors import REFUSED
 from manager_service.local.processes import describe, rotate, tail
 from manager_service.local.supervisor import (
     LocalCluster,
-    Service,
+    ServiceCommand,
     StartError,
     read_cluster_file,
     service_commands,
@@ -45,8 +45,8 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def stand_ins(worker: str = SLEEP) -> list[Service]:
-    return [Service("manager", python(API)), Service("rollout-0", python(worker))]
+def stand_ins(worker: str = SLEEP) -> list[ServiceCommand]:
+    return [ServiceCommand("manager", python(API)), ServiceCommand("rollout-0", python(worker))]
 
 
 def cluster(data_dir: Path, worker: str = SLEEP, **options: object) -> LocalCluster:
@@ -159,21 +159,21 @@ async def test_a_taken_port_is_refused(tmp_path: Path) -> None:
 async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_line(tmp_path: Path) -> None:
     heard: list[str] = []
     refuses = f"import sys; print('other'); print('trainer: MARLAAS_X=0: must be 1'); sys.exit({REFUSED})"
-    services = [Service("manager", python(SLEEP)), Service("trainer-0", python(refuses))]
+    services = [ServiceCommand("manager", python(SLEEP)), ServiceCommand("trainer-0", python(refuses))]
     with pytest.raises(StartError, match=r"^trainer: MARLAAS_X=0: must be 1$"):
         await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services, notify=heard.append).start()
     assert heard == ["trainer-0 refused its settings; starting again in 10.0 s"]
 
 
 async def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    services = [Service("manager", python(SLEEP)), Service("trainer-0", python(BROKEN))]
+    services = [ServiceCommand("manager", python(SLEEP)), ServiceCommand("trainer-0", python(BROKEN))]
     with pytest.raises(StartError, match=r"(?s)trainer-0 keeps ending.*no such model"):
         await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services).start()
 
 
 async def test_cancelling_the_start_leaves_no_process(tmp_path: Path) -> None:
     # Given a cluster whose API never becomes ready
-    silent = [Service("manager", python(SLEEP))]
+    silent = [ServiceCommand("manager", python(SLEEP))]
     starting = LocalCluster(data_dir=tmp_path, services=lambda counts, env: silent)
     task = asyncio.create_task(starting.start())
     while len(starting.pids) < 2:

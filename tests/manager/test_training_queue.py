@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from harness.standin import FixedSlots, job_spec
 from manager_service.scheduling.training_queue import (
     DISCIPLINES,
-    Batch,
     Discipline,
+    ReadyBatch,
     TrainingQueue,
     response_ratio,
 )
@@ -26,11 +26,11 @@ def same(tenant: str) -> float:
     return 1.0
 
 
-def batch(job: str, tenant: str = "a", since: float = 0.0, tokens: int = 100, *urgency: float) -> Batch:
-    return Batch(job, tenant, since, tokens, urgency)
+def batch(job: str, tenant: str = "a", since: float = 0.0, tokens: int = 100, *urgency: float) -> ReadyBatch:
+    return ReadyBatch(job, tenant, since, tokens, urgency)
 
 
-def queue_of(discipline: Discipline, *batches: Batch) -> TrainingQueue:
+def queue_of(discipline: Discipline, *batches: ReadyBatch) -> TrainingQueue:
     queue = TrainingQueue(discipline)
     for each in batches:
         queue.put(each)

@@ -10,13 +10,13 @@ import torch
 
 from base_model.adapter import save_adapter
 from base_model.kernels import NotDeterministic
-from base_model.stacked import Stack, fuse, padded_rank
+from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
-from rollout_service.embedded.batch import Batch, Limits, rounded_rows
+from rollout_service.embedded.batch import EngineLimits, RunningRows, rounded_rows
 from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.prefix import PrefixCache
-from rollout_service.embedded.sampler import Plan, sample
+from rollout_service.embedded.sampler import SamplingPlan, sample
 from rollout_service.embedded.selftest import selftest
 from tests.support.rollout_cases import (
     TINY,
@@ -106,7 +106,7 @@ def test_forwards_have_rounded_rows(num: int, least: int, expected: int) -> None
 
 def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
     with pytest.raises(ValueError, match="context"):
-        Batch(decoder(), end_ids=(), decode=lambda _: "", limits=Limits(kv_bytes=1000))
+        RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
 
 
 @pytest.mark.exact
@@ -128,7 +128,7 @@ def test_stacked_products_equal_each_adapters_own() -> None:
     owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
     x = torch.randn(40, 384)
     y = torch.zeros(40, 128)
-    stack = Stack(torch.device("cpu"), LANE_ROWS)
+    stack = LanePlanner(torch.device("cpu"), LANE_ROWS)
     for product in stack.plan([fused[o] if o < 4 else None for o in owners], 40):
         product.add_to(y, x, 7)  # layers.1.mlp.down_proj
     for row, owner in enumerate(owners):
@@ -142,7 +142,7 @@ def test_stacked_products_equal_each_adapters_own() -> None:
 def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
     fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(20)]
-    stack = Stack(torch.device("cpu"), LANE_ROWS)
+    stack = LanePlanner(torch.device("cpu"), LANE_ROWS)
     for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
         (product,) = stack.plan(rows, 64)
         assert len(product.factors.a[0]) <= 2 * len(rows)
@@ -164,7 +164,7 @@ def test_uniform_numbers_for_many_rows_are_those_of_each() -> None:
 def test_sampling_follows_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(20000, 4)
     uniforms = torch.from_numpy(uniform(1, "test", np.arange(20000)))
-    plan = Plan(temperature=None, greedy=None, all_greedy=False, top_p=None, num_top=0)
+    plan = SamplingPlan(temperature=None, greedy=None, all_greedy=False, top_p=None, num_top=0)
     drawn = sample(logits, uniforms, plan)
     share = torch.bincount(drawn.tokens, minlength=4) / 20000
     assert torch.allclose(share, logits[0].softmax(-1), atol=0.01) and share[2] == 0
@@ -175,7 +175,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(1000, 4)
     uniforms = torch.from_numpy(uniform(1, "test", np.arange(1000)))
     top_p = torch.full((1000, 1), 0.6, dtype=torch.float64)
-    drawn = sample(logits, uniforms, Plan(None, None, False, top_p, 0))
+    drawn = sample(logits, uniforms, SamplingPlan(None, None, False, top_p, 0))
     assert set(drawn.tokens.tolist()) == {0, 1}
     assert torch.allclose(drawn.logprobs, logits[0][drawn.tokens], atol=1e-6)  # of the whole vocabulary
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.messages import AdapterRef
-from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.batch import EngineLimits
 from rollout_service.embedded.prefix import TurnCache
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
@@ -38,7 +38,7 @@ def prefilled(engine: TorchEngine) -> float:
     return engine.counters()["prefill_tokens"]
 
 
-async def talks(limits: Limits) -> tuple[Talks, float]:
+async def talks(limits: EngineLimits) -> tuple[Talks, float]:
     """The second of two rounds, and how many tokens it prefilled: the first shows the engine that these jobs have turns."""
     async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2, rank=16)}, limits=limits) as engine:
         await talk(engine, turns=2)
@@ -48,8 +48,8 @@ async def talks(limits: Limits) -> tuple[Talks, float]:
 
 @pytest.mark.asyncio
 async def test_a_later_turn_computes_what_is_new_and_gives_the_same() -> None:
-    whole, all_tokens = await talks(Limits(turn_bytes=0))
-    kept, new_tokens = await talks(Limits())
+    whole, all_tokens = await talks(EngineLimits(turn_bytes=0))
+    kept, new_tokens = await talks(EngineLimits())
     for mine, theirs in zip(kept, whole, strict=True):
         for turn, expected in zip(mine, theirs, strict=True):
             assert turn.tokens == expected.tokens
@@ -61,7 +61,7 @@ async def test_a_later_turn_computes_what_is_new_and_gives_the_same() -> None:
 @pytest.mark.asyncio
 async def test_rows_that_go_on_do_not_disturb_each_other() -> None:
     """Slots for all or for few, so that other rows are computed together: the same tokens, all but the same log-probs."""
-    (many, _), (few, _) = await talks(Limits()), await talks(Limits(slots=3))
+    (many, _), (few, _) = await talks(EngineLimits()), await talks(EngineLimits(slots=3))
     for mine, theirs in zip(many, few, strict=True):
         assert [turn.tokens for turn in mine] == [turn.tokens for turn in theirs]
 

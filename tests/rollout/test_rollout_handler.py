@@ -23,7 +23,7 @@ from common.messages import (
 from common.objects import Objects
 from common.streams import Cell
 from rollout_service.adapters import AdapterCache
-from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.batch import EngineLimits
 from rollout_service.engine import Beat, Engine, Generated, OnToken, Partial
 from rollout_service.handler import RolloutHandler
 from tests.support.rollout_cases import beat, broken_files, files_of, ref, request, running
@@ -189,7 +189,7 @@ async def test_handing_back_keeps_the_tokens_unless_bits_must_not_change(determi
 async def test_a_turn_handed_back_halfway_ends_as_if_nothing_had_happened() -> None:
     store, _ = await store_with(ref("a"))
     asked = request(ref("a"), max_tokens=300)
-    async with running(ends=False, limits=Limits(slots=2)) as engine, serving(engine, store) as (handler, _):
+    async with running(ends=False, limits=EngineLimits(slots=2)) as engine, serving(engine, store) as (handler, _):
         _, whole = await turn(handler, asked)
         task = asyncio.create_task(handler(asked, beat))
         while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:

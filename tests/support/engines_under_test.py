@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import pytest
 
 from common.messages import AdapterRef
-from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.batch import EngineLimits
 from rollout_service.engine import Engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
-from rollout_service.process.core import Adapter, Ask, Core, CoreDied, Step
+from rollout_service.process.core import AdapterFolder, Core, CoreDied, SamplingRequest, TokenChunk
 from rollout_service.process.process_engine import ProcessEngine, Shape
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import TINY, NoEnd, exact_limits, running, tokenizer
@@ -57,8 +57,8 @@ class TorchRunning:
     ) -> "contextlib.AbstractAsyncContextManager[Engine]":
         return running(adapters=dict(adapters or {}), ends=ends, limits=self._limits(slots))
 
-    def _limits(self, slots: int) -> Limits:
-        return Limits(slots=slots) if self.min_rows is None else exact_limits(self.min_rows, slots=slots)
+    def _limits(self, slots: int) -> EngineLimits:
+        return EngineLimits(slots=slots) if self.min_rows is None else exact_limits(self.min_rows, slots=slots)
 
 
 @dataclasses.dataclass
@@ -159,7 +159,7 @@ class SharedCore:
         self._shared = shared
         self._prefix = shared.next_number()
         self._core: Core | None = None
-        self._known: dict[int, Adapter] = {}
+        self._known: dict[int, AdapterFolder] = {}
 
     @property
     def _running(self) -> Core:
@@ -181,16 +181,16 @@ class SharedCore:
     async def wait_dead(self) -> None:
         await self._running.wait_dead()
 
-    async def add(self, adapter: Adapter) -> None:
+    async def add(self, adapter: AdapterFolder) -> None:
         number = self._shared.next_number()
-        renamed = Adapter(number, f"{adapter.name}+{number}", adapter.folder)
+        renamed = AdapterFolder(number, f"{adapter.name}+{number}", adapter.folder)
         await self._running.add(renamed)
         self._known[adapter.number] = renamed
 
-    async def remove(self, adapter: Adapter) -> None:
+    async def remove(self, adapter: AdapterFolder) -> None:
         await self._running.remove(self._known.pop(adapter.number))
 
-    async def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+    async def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prefix, adapter = self._prefix, self._known[ask.adapter.number]
         mine = dataclasses.replace(ask, id=f"{prefix}/{ask.id}", adapter=adapter, salt=f"{prefix}/{ask.salt}")
         try:

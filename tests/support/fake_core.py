@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout_service.process.core import Adapter, Ask, CoreDied, Step, UnreadableAdapter
+from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
 
 STEP_S = 0.0005
 
@@ -45,7 +45,7 @@ class FakeCore:
     async def wait_dead(self) -> None:
         await self.dead.wait()
 
-    async def add(self, adapter: Adapter) -> None:
+    async def add(self, adapter: AdapterFolder) -> None:
         await self._answer()
         if _job(adapter) in self.unreadable:
             raise UnreadableAdapter("not for me")
@@ -56,11 +56,11 @@ class FakeCore:
         self.most_loaded = max(self.most_loaded, len(self.loaded))
         assert len(self.loaded) <= self.max_loras, "more adapters than slots"
 
-    async def remove(self, adapter: Adapter) -> None:
+    async def remove(self, adapter: AdapterFolder) -> None:
         await self._answer()
         del self.loaded[adapter.number]
 
-    async def sample(self, ask: Ask) -> AsyncGenerator[Step]:
+    async def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         self.named.append(ask.adapter.name)
         digest, tokens = self.loaded[ask.adapter.number], list(ask.tokens)
         random = np.random.default_rng(ask.seed)
@@ -79,7 +79,7 @@ class FakeCore:
         finally:
             self.running -= 1
 
-    async def _step(self, ask: Ask) -> None:
+    async def _step(self, ask: SamplingRequest) -> None:
         await asyncio.sleep(STEP_S)
         if _job(ask.adapter) in self.deadly:
             self.dead.set()
@@ -94,7 +94,9 @@ class FakeCore:
             await asyncio.Event().wait()
             raise CoreDied("unreachable")
 
-    def _next(self, ask: Ask, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool) -> Step:
+    def _next(
+        self, ask: SamplingRequest, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool
+    ) -> TokenChunk:
         self.poisoned |= _job(ask.adapter) in self.poison
         logprobs = _logprobs(digest, tokens, self.vocab, ask.temperature or 1.0)
         best = np.argsort(-logprobs)
@@ -105,7 +107,7 @@ class FakeCore:
             token = int(random.choice(kept, p=shares / shares.sum()))
         top = [(int(t), float(logprobs[t])) for t in best[: ask.num_top_logprobs]]
         logprob = float("nan") if self.poisoned else float(np.float32(logprobs[token]))  # as it travels
-        return Step([token], [logprob], [top] if top else [], last or token in ask.end_ids)
+        return TokenChunk([token], [logprob], [top] if top else [], last or token in ask.end_ids)
 
 
 def _logprobs(digest: str, tokens: list[int], vocab: int, temperature: float) -> np.ndarray:
@@ -117,6 +119,6 @@ def _logprobs(digest: str, tokens: list[int], vocab: int, temperature: float) ->
     return scores - np.log(np.exp(scores).sum())
 
 
-def _job(adapter: Adapter) -> str:
+def _job(adapter: AdapterFolder) -> str:
     """From a name such as `tenant/job@3#7`."""
     return adapter.name.partition("/")[2].partition("@")[0].partition("#")[0]

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.messages import AdapterUpdate, Init, Start, Step, Usage
+from common.messages import AdapterUpdate, Init, Start, TrainStep, Usage
 from common.streams import Cell
 from harness.standin import FixedSlots, StandInEnv
 from manager_service.jobs.changes import Changes
@@ -97,8 +97,8 @@ class World:
                 scored = [StandInEnv(CELL)._scored(message, sample)[1] for sample in message.samples]
                 for trajectory in scored:
                     (self.in_env if self.rng.random() < 0.5 else self.on_its_way).append(trajectory)
-            case Init() | Step():
-                if isinstance(message, Step):
+            case Init() | TrainStep():
+                if isinstance(message, TrainStep):
                     self.trained.append(message.job)
                 else:
                     self.started.append(message.job)
@@ -107,7 +107,7 @@ class World:
                 pass
 
 
-def _update(message: Init | Step) -> AdapterUpdate:
+def _update(message: Init | TrainStep) -> AdapterUpdate:
     return AdapterUpdate(
         id=f"{message.id}/done",
         **message.about(),

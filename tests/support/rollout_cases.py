@@ -12,7 +12,7 @@ from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.text.tokens import ChatTokenizer
-from rollout_service.embedded.batch import Limits
+from rollout_service.embedded.batch import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
 
@@ -109,15 +109,15 @@ def request(
     )
 
 
-def exact_limits(min_rows: int, **options: int) -> Limits:
+def exact_limits(min_rows: int, **options: int) -> EngineLimits:
     """As in deterministic mode, which keeps nothing between turns."""
-    return Limits(min_rows=min_rows, turn_bytes=0, **options)
+    return EngineLimits(min_rows=min_rows, turn_bytes=0, **options)
 
 
 @contextlib.asynccontextmanager
 async def running(
     *,
-    limits: Limits | None = None,
+    limits: EngineLimits | None = None,
     ends: bool = True,
     adapters: dict[AdapterRef, dict[str, bytes]] | None = None,
 ) -> AsyncGenerator[TorchEngine]:

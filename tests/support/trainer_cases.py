@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from base_model.decoder import Decoder
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32, i32, u8
+from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -59,7 +59,7 @@ def make_init(job: str = "j", lora: LoraSpec = LORA) -> Init:
     return Init(id=f"{job}/0", tenant="t", job=job, partition=3, adapter=AdapterRef("t", job, 0), seed=11, lora=lora)
 
 
-def make_step(version: int, rows: Rows, job: str = "j", **changes: Any) -> Step:
+def make_step(version: int, rows: Rows, job: str = "j", **changes: Any) -> TrainStep:
     """The step that trains `version` of a job into the next."""
     fields: dict[str, Any] = {
         "id": f"{job}/{version + 1}",
@@ -75,9 +75,9 @@ def make_step(version: int, rows: Rows, job: str = "j", **changes: Any) -> Step:
         "trajectories": ("j/0/0",),
         "next_group": 4 * (version + 1),
     }
-    return Step(**(fields | changes))
+    return TrainStep(**(fields | changes))
 
 
-def steps(count: int, job: str = "j", make: Callable[[int], Rows] | None = None, **changes: Any) -> list[Step]:
+def steps(count: int, job: str = "j", make: Callable[[int], Rows] | None = None, **changes: Any) -> list[TrainStep]:
     """The first steps of a job; `make` gives the rows that train a version."""
     return [make_step(v, make(v) if make else make_rows(v, version=v), job, **changes) for v in range(count)]

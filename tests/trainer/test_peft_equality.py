@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from base_model.adapter import PEFT_PREFIX, Adapter, save_adapter
 from base_model.decoder import Decoder
-from common.messages import LoraSpec, LossSpec, OptimSpec, Step
+from common.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
 from tests.support.trainer_cases import LORA, TINY, load_tiny, make_init, make_rows, make_step, nothing, steps
 from trainer_service import lora
 from trainer_service.batch import Batch, parse_rows
@@ -55,13 +55,13 @@ def our_logprobs(decoder: Decoder, adapter: Adapter, batch: Batch, *, share: boo
     rows = [row for tree in sequences for row in tree.rows]
     targets = [batch.tokens[r][batch.written[r]] for r in rows]
     inputs = make_inputs(sequences, targets, [temperature] * len(rows), decoder, multiple=1)
-    stack = lora.Stack(lora.Layout.of(adapter), decoder.device)
+    stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), decoder.device)
     places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(sequences)
     values_M = logprobs(decoder, inputs, lora.Projection([lora.Part.make(0, stack, places)]))
     return list(values_M.detach().split([int(batch.written[r].sum()) for r in rows]))
 
 
-def after(decoder: Decoder, todo: list[Step], spec: LoraSpec = LORA) -> TrainState:
+def after(decoder: Decoder, todo: list[TrainStep], spec: LoraSpec = LORA) -> TrainState:
     trainer = Trainer(decoder)
     state = trainer.init(make_init(lora=spec))
     for step in todo:
@@ -69,7 +69,7 @@ def after(decoder: Decoder, todo: list[Step], spec: LoraSpec = LORA) -> TrainSta
     return state
 
 
-def parsed(decoder: Decoder, step: Step) -> Batch:
+def parsed(decoder: Decoder, step: TrainStep) -> Batch:
     return parse_rows(
         step.rows, version=step.adapter.version, vocab=decoder.config.vocab, context=decoder.config.context
     )

@@ -14,7 +14,7 @@ from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.errors import Unavailable
-from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, LossSpec, OptimSpec, Step, f32, i32
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, LossSpec, OptimSpec, TrainStep, f32, i32
 from common.objects import Objects
 from common.streams import Cell
 from tests.support.trainer_cases import LORA, NO_ROWS, load_tiny, make_init, make_rows, make_step, nothing, steps
@@ -30,7 +30,7 @@ class CountingTrainer(Trainer):
 
     num_steps = 0
 
-    def begin(self, message: Step, state: TrainState) -> OpenStep:
+    def begin(self, message: TrainStep, state: TrainState) -> OpenStep:
         self.num_steps += 1
         return Trainer.begin(self, message, state)
 
@@ -62,7 +62,7 @@ class System:
         self.trainer = CountingTrainer(self.decoder)
         return TrainHandler(self.trainer, self.store, "tiny", retry_delays_s=(0.0, 0.0))
 
-    async def run(self, *messages: Init | Step, handler: TrainHandler | None = None) -> AdapterUpdate:
+    async def run(self, *messages: Init | TrainStep, handler: TrainHandler | None = None) -> AdapterUpdate:
         """The update that follows the last message."""
         outs = [await (handler or self.first)(message, nothing) for message in messages]
         [(stream, update)] = outs[-1]
@@ -249,7 +249,7 @@ async def test_a_step_goes_on_from_the_store_as_from_memory(decoder: Decoder, tm
         make_step(0, make_rows(tokens=i32([100_000] * len(make_rows().tokens)))),
     ],
 )
-async def test_a_batch_that_cannot_be_trained_is_refused(system: System, step: Step) -> None:
+async def test_a_batch_that_cannot_be_trained_is_refused(system: System, step: TrainStep) -> None:
     update = await system.run(make_init(), step)
 
     assert update.failure is not None and update.failure.kind == "invalid"

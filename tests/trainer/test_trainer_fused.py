@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from base_model.decoder import Decoder
 from common.adapters import PEFT_FILES, AdapterStore
 from common.errors import InvalidInput, TrainingFailed
-from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, Step, f32
+from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
 from common.objects import Objects
 from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, nothing
 from trainer_service.fusion import Fusion
@@ -45,7 +45,7 @@ def decoder() -> Decoder:
     return load_tiny()
 
 
-def job(trainer: Trainer, number: int, *, num_groups: int = 3, group_size: int = 4) -> tuple[Step, TrainState]:
+def job(trainer: Trainer, number: int, *, num_groups: int = 3, group_size: int = 4) -> tuple[TrainStep, TrainState]:
     """A job that differs from its neighbours in all that may differ, its adapter not at zero any more."""
     spec, loss = LORAS[number % len(LORAS)], LOSSES[number // 2 % len(LOSSES)]
     state = trainer.init(make_init(f"job{number}", lora=spec))
@@ -56,7 +56,7 @@ def job(trainer: Trainer, number: int, *, num_groups: int = 3, group_size: int =
     return step, replace(state, values_P=state.values_P + 0.02 * noise_P)
 
 
-def together(trainer: Trainer, jobs: list[tuple[Step, TrainState]]) -> list[Trained]:
+def together(trainer: Trainer, jobs: list[tuple[TrainStep, TrainState]]) -> list[Trained]:
     opened = [trainer.begin(*one) for one in jobs]
     while open_steps := [step for step in opened if not step.done]:
         trainer.micro_batch(open_steps)
@@ -111,7 +111,7 @@ def test_in_deterministic_mode_they_are_the_same_bytes(
         assert same_bytes(one.state, lone.state)
 
 
-def poisoned(trainer: Trainer) -> tuple[Step, TrainState]:
+def poisoned(trainer: Trainer) -> tuple[TrainStep, TrainState]:
     """Its adapter is finite, its logits are not."""
     step, state = job(trainer, 0)
     return step, replace(state, values_P=torch.full_like(state.values_P, 1e30))
@@ -177,7 +177,7 @@ async def test_every_caller_gets_its_own_result_or_error(decoder: Decoder) -> No
         assert same_bytes(result.state, Trainer(decoder, deterministic=True).step(*one, nothing).state)
 
 
-def replace_optim(step: Step, rate: float) -> Step:
+def replace_optim(step: TrainStep, rate: float) -> TrainStep:
     return make_step(0, make_rows(), step.job, optim=OptimSpec(rate))
 
 

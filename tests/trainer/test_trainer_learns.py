@@ -58,7 +58,7 @@ def sample(decoder: Decoder, adapter: Adapter, generator: torch.Generator) -> tu
     prompts = torch.randint(0, VOCAB, (NUM_GROUPS, NUM_PROMPT), generator=generator)
     tokens = prompts.repeat_interleave(GROUP_SIZE, 0)
     logprobs = torch.zeros(tokens.shape)
-    stack = lora.Stack(lora.Layout.of(adapter), decoder.device)
+    stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), decoder.device)
     places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(tokens)
     project = lora.Projection([lora.Part.make(0, stack, places)])
     for _ in range(NUM_SAMPLED):

@@ -32,7 +32,7 @@ from manager_service.api.sampling.requests import (
     unless_gone,
     usage_of,
 )
-from manager_service.api.sampling.shares import Ask
+from manager_service.api.sampling.shares import InferenceRequest
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
 
@@ -74,7 +74,7 @@ class Completion:
     tenant: str
     body: CompletionGiven
     named: Named
-    ask: Ask
+    ask: InferenceRequest
     answers: list[AnswerText]
     id: str
     created: int

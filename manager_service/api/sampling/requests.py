@@ -18,7 +18,7 @@ from manager_service.api.errors import error_body, json_bytes, translated
 from manager_service.api.model_names import Named
 from manager_service.api.quota import count_inference
 from manager_service.api.sampling.replies import AnswerText
-from manager_service.api.sampling.shares import Ask, Fresh
+from manager_service.api.sampling.shares import Fresh, InferenceRequest
 
 VERSION_HEADER = "x-marlaas-version"
 MAX_CHOICES = 64
@@ -77,13 +77,13 @@ def make_ask(
     *,
     limit: int | None,
     num_top: int,
-) -> Ask:
+) -> InferenceRequest:
     """Raises InvalidInput for a prompt that leaves no room for an answer."""
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidInput(f"a request gives at most {MAX_CHOICES} choices", param="n")
     context = named.base.tokenizer.context
     sampling = [_sampling(body, len(prompt), context, limit, num_top) for prompt in prompts]
-    return Ask(
+    return InferenceRequest(
         tenant=tenant,
         adapter=named.adapter,
         prompts=prompts,
@@ -114,7 +114,7 @@ def _sampling(body: SamplingGiven, num_prompt: int, context: int, limit: int | N
     )
 
 
-def usage_of(ask: Ask, answers: Sequence[AnswerText]) -> dict[str, Any]:
+def usage_of(ask: InferenceRequest, answers: Sequence[AnswerText]) -> dict[str, Any]:
     prompt = sum(len(tokens) for tokens in ask.prompts)
     completion = sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -122,7 +122,7 @@ def usage_of(ask: Ask, answers: Sequence[AnswerText]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def counted(
-    api: Api, named: Named, tenant: str, ask: Ask, answers: Sequence[AnswerText]
+    api: Api, named: Named, tenant: str, ask: InferenceRequest, answers: Sequence[AnswerText]
 ) -> AsyncGenerator[AsyncGenerator[Fresh]]:
     """The progress of the choices. The tenant is charged for them however this ends, a client that leaves included."""
     try:
@@ -143,7 +143,7 @@ def _cost(answer: AnswerText, num_prompt: int) -> Usage:
 
 
 def make_answers(
-    ask: Ask, tokenizer: ChatTokenizer, stop: Sequence[str], tools: Sequence[Any] | None
+    ask: InferenceRequest, tokenizer: ChatTokenizer, stop: Sequence[str], tools: Sequence[Any] | None
 ) -> list[AnswerText]:
     return [AnswerText(tokenizer, stop, tools) for _ in range(len(ask.prompts) * ask.num_choices)]
 

@@ -107,7 +107,7 @@ class Replies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class InferenceRequest:
     """One completion request: every prompt is answered `num_choices` times."""
 
     tenant: str
@@ -193,7 +193,7 @@ class Inference:
 
     # ---- completions ------------------------------------------------------------------------------------------------
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Fresh]:
+    async def answer(self, ask: InferenceRequest) -> AsyncGenerator[Fresh]:
         """Tokens as they come, each once and in order, then each choice's result.
 
         Closing the iterator early frees the workers. Raises Unavailable when no worker makes progress or one fails,
@@ -239,14 +239,14 @@ class Inference:
         fresh = _take(choice, message, key[0] * num_choices + key[1] if key else 0)
         return [] if fresh is None else [fresh]
 
-    def _choices(self, job: str, ask: Ask) -> list[_Choice]:
+    def _choices(self, job: str, ask: InferenceRequest) -> list[_Choice]:
         return [
             _Choice(self._request(job, ask, group, sample), ask.prompts[group])
             for group in range(len(ask.prompts))
             for sample in range(ask.num_choices)
         ]
 
-    def _request(self, job: str, ask: Ask, group: int, sample: int) -> TurnRequest:
+    def _request(self, job: str, ask: InferenceRequest, group: int, sample: int) -> TurnRequest:
         prompt = ask.prompts[group]
         trajectory = TrajectoryRef("chat", ask.seed, group, sample)
         return TurnRequest(
