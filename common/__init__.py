@@ -14,6 +14,7 @@ It imports no service and no torch.
     dead_letters.py       makes a dead letter of a message that cannot be worked on
     spelling.py           finds the name that somebody meant
     service.py            starts a worker service
+    membership.py         lets workers join a cell only if they compute the same bits as the others
     telemetry.py          tells once a second what a worker does
     tasks.py              ends tasks for certain
     objects.py            reads and writes object storage

@@ -43,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: tuple[str, ...] = ()
     metrics: dict[str, float | None] = {}
     usage: Usage = Usage()
+    fingerprints: dict[str, str] = {}  # service -> of the bits that it computed, in deterministic mode
     created_at: float = 0.0  # seconds since 1970, the trainer's clock
 
 

@@ -417,7 +417,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     service: str
     pid: int
     host: str
-    state: str  # "starting", "idle", "busy", "draining", "stopped"
+    state: str  # "starting", "refused", "idle", "busy", "draining", "stopped"
     busy: float  # share of the last period, 0 to 1
     base_model: str
     resident: tuple[str, ...] = ()  # adapters in memory, as `job@version`
@@ -426,6 +426,8 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     kv_tokens: int | None = None  # whose keys and values it holds at once; None: it does not say
     max_lora_rank: int | None = None
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
+    fingerprint: str = ""  # of the bits that it computes in deterministic mode
+    reason: str = ""  # why it was refused
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics
 

@@ -14,12 +14,13 @@ from common import log
 from common.adapters import AdapterStore
 from common.bus import Bus
 from common.errors import REFUSED, InvalidInput, MarlaasError
+from common.membership import Membership
 from common.messages import AdapterNew
 from common.objects import Objects, patiently
 from common.settings import Settings, explained, refuse_unknown
 from common.streams import Cell
-from common.tasks import cancel_all
-from common.telemetry import Reporter
+from common.tasks import cancel_all, running
+from common.telemetry import KEEP_S, Reporter
 from common.worker import Handler, Inbox, Worker, worker_id
 
 S = TypeVar("S", bound=Settings)
@@ -34,6 +35,8 @@ class Parts:
     bus: Bus
     objects: Objects
     store: AdapterStore
+    fingerprints: dict[str, str]
+    """Of the cell's services in deterministic mode; kept current while the worker runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,15 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
-    service = await build(settings, Parts(cell, bus, objects, AdapterStore(objects)))
+    parts = Parts(cell, bus, objects, AdapterStore(objects), fingerprints={})
+    service = await build(settings, parts)
+    membership = Membership(
+        bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.fingerprint,
+        fingerprints=parts.fingerprints,
+    )
     reporter = Reporter(
         worker_id(name),
         name,
@@ -113,6 +124,7 @@ async def _serve(
         kv_tokens=service.kv_tokens,
         max_lora_rank=service.max_lora_rank,
         dtype=service.dtype,
+        fingerprint=service.fingerprint,
         resident=service.resident,
         measured=service.counters,
     )
@@ -128,11 +140,28 @@ async def _serve(
         has_room=service.has_room,
     )
     try:
-        await worker.run(stop)
+        if await _join(membership, reporter, bus, stop):
+            async with running(membership.keep(stop)):
+                await worker.run(stop)
     finally:
         for close in service.close:
             await close()
         await bus.close()
+
+
+async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:
+    """Waits until the cell takes this worker, and says meanwhile why it does not. False: told to stop before that."""
+
+    async def tell(reason: str) -> None:
+        await bus.broadcast(bus.cell.telemetry, reporter.report("refused", 0, reason=reason), keep_s=KEEP_S)
+
+    joining, stopped = asyncio.create_task(membership.wait_to_join(tell)), asyncio.create_task(stop.wait())
+    await asyncio.wait({joining, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    joined = joining.done()
+    await cancel_all([joining, stopped])
+    if joined:
+        joining.result()
+    return joined
 
 
 @contextlib.asynccontextmanager

@@ -14,9 +14,12 @@
     dead                       stream   DeadLetter                                 no group
     lease:<p>                  string   the owner's random token, expires
     rev:<p>                    string   number of the owner's last write
+    bits                       hash     `mode`, and service -> fingerprint: what workers must compute to join
+    bits:live                  zset     services that have live workers, by when they count as gone, ms
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
-    active:<p>                 set      ids of the partition's unfinished jobs
+    active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
+    unfinished                 set      ids of the cell's unfinished jobs
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
     tenant-jobs:<tenant>       zset     job id by creation time
     jobs-all                   zset     job id by creation time
@@ -83,6 +86,18 @@ class Cell:
     @property
     def dead(self) -> str:
         return self.key("dead")
+
+    @property
+    def bits(self) -> str:
+        return self.key("bits")
+
+    @property
+    def unfinished(self) -> str:
+        return self.key("unfinished")
+
+    @property
+    def bits_live(self) -> str:
+        return self.key("bits:live")
 
     def scored(self, partition: int) -> str:
         return self.key(f"scored:{partition}")

@@ -85,6 +85,7 @@ class Reporter:
     kv_tokens: int | None = None
     max_lora_rank: int | None = None
     dtype: str = ""
+    fingerprint: str = ""
     resident: Callable[[], list[str]] = field(default=list)
     measured: Callable[[], dict[str, float]] = field(default=dict)
     """Totals that the service counts itself, such as `busy_s`."""
@@ -100,7 +101,7 @@ class Reporter:
         self.count("delivered")
         self.count("delivery_s", max(0.0, time.time() - int(entry.partition("-")[0]) / 1000))
 
-    def report(self, state: str, in_use: int) -> WorkerReport:
+    def report(self, state: str, in_use: int, *, reason: str = "") -> WorkerReport:
         now = time.monotonic()
         spans, busy_s = self.timeline.take()
         period, self._last = max(now - self._last, 1e-6), now
@@ -121,6 +122,8 @@ class Reporter:
             kv_tokens=self.kv_tokens,
             max_lora_rank=self.max_lora_rank,
             dtype=self.dtype,
+            fingerprint=self.fingerprint,
+            reason=reason,
             spans=spans,
             counters={**self.counters, **self.measured(), "cpu_s": time.process_time()},
         )

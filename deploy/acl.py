@@ -9,9 +9,9 @@
     health     PING
     operator   everything; no service uses it
 
-Every worker also appends to `telemetry`. The user `default` is off. Redis checks each call of a script like any other
-command, so EVALSHA gives no more than this. Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys,
-so there a worker may also read what it appends to.
+Every worker also appends to `telemetry`, joins its cell by `bits` and `bits:live`, and sees whether `unfinished` is empty.
+The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
+Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ it would leave them out, and lose at a restart what scripts wrote."""
 
 _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
+    exists del hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
 _MANAGER = """
     multi exec info xlen xrange xrevrange xtrim del exists expire get mget set hdel hget hgetall hincrby hincrbyfloat
@@ -92,22 +93,22 @@ class _Keys:
     def env(self) -> Rights:
         cell = self.cell
         outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
-        return Rights(settles=(cell.env,), reads=(cell.control,), appends=outputs + self._always)
+        return self._member(settles=(cell.env,), reads=(cell.control,), appends=outputs)
 
     @property
     def rollout(self) -> Rights:
         cell = self.cell
-        return Rights(
+        return self._member(
             settles=(cell.rollout, cell.rollout_first),
             reads=(cell.control, cell.adapters_new),
-            appends=(cell.env, *self._scored, cell.reply("*"), *self._always),
+            appends=(cell.env, *self._scored, cell.reply("*")),
         )
 
     @property
     def trainer(self) -> Rights:
         cell = self.cell
         updates = tuple(cell.adapters(partition) for partition in range(NUM_PARTITIONS))
-        return Rights(settles=(cell.train,), reads=(cell.control,), appends=updates + self._always)
+        return self._member(settles=(cell.train,), reads=(cell.control,), appends=updates)
 
     @property
     def work(self) -> tuple[str, ...]:
@@ -117,9 +118,14 @@ class _Keys:
     def _scored(self) -> tuple[str, ...]:
         return tuple(self.cell.scored(partition) for partition in range(NUM_PARTITIONS))
 
-    @property
-    def _always(self) -> tuple[str, ...]:
-        return (self.cell.dead, self.cell.telemetry)
+    def _member(self, settles: tuple[str, ...], reads: tuple[str, ...], appends: tuple[str, ...]) -> Rights:
+        """A worker's rights, with what it needs to join the cell and to report."""
+        cell = self.cell
+        return Rights(
+            settles=(*settles, cell.bits, cell.bits_live),
+            reads=(*reads, cell.unfinished),
+            appends=(*appends, cell.dead, cell.telemetry),
+        )
 
 
 def _worker(cells: list[Rights]) -> Rights:

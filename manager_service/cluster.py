@@ -84,23 +84,27 @@ class Cluster:
         ]
         return sorted(alive, key=lambda report: (report.service, report.id))
 
+    def working(self, service: str | None = None) -> list[WorkerReport]:
+        """Live workers that the cell did not refuse: of one service, or of all."""
+        return [w for w in self.workers() if w.state != "refused" and service in (None, w.service)]
+
     def slots(self, service: str) -> int:
         """How much the live workers of a service can work on at once."""
-        return sum(worker.slots for worker in self.workers() if worker.service == service)
+        return sum(worker.slots for worker in self.working(service))
 
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: one does not say."""
-        announced = [worker.kv_tokens for worker in self.workers() if worker.service == "rollout"]
+        announced = [worker.kv_tokens for worker in self.working("rollout")]
         return None if None in announced else sum(filter(None, announced))
 
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: nobody announces one."""
-        ranks = [worker.max_lora_rank for worker in self.workers() if worker.max_lora_rank is not None]
+        ranks = [worker.max_lora_rank for worker in self.working() if worker.max_lora_rank is not None]
         return min(ranks, default=None)
 
     def sampling_gap_bound(self) -> float:
         """What a job's `sampling_gap` may be: of the coarsest dtype that a live rollout worker announces."""
-        return max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in self.workers()), default=0.0) or min(
+        return max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in self.working()), default=0.0) or min(
             GAP_BOUNDS.values()
         )
 

@@ -54,7 +54,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
 async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     trainer, bits = load_trainer(settings)
     base, cached = parts.cell.base_model, settings.trainer_cache_bytes
-    handler = TrainHandler(trainer, parts.store, base, cache_bytes=cached)
+    handler = TrainHandler(trainer, parts.store, base, cache_bytes=cached, fingerprints=parts.fingerprints)
     return BuiltService(
         handler,
         [Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],

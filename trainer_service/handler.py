@@ -7,7 +7,8 @@ after a crash: another trainer makes the version again; the manifest, created on
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
@@ -52,7 +53,9 @@ class TrainHandler:
         *,
         cache_bytes: int = 512 << 20,
         retry_delays_s: tuple[float, ...] = (0.2, 1.0, 3.0),
+        fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`fingerprints`: by service, of the bits that the cell computes just now; written into manifests."""
         self._trainer = trainer
         self._store = store
         self._base_model = base_model
@@ -60,6 +63,7 @@ class TrainHandler:
         self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
         """Each of a committed version."""
         self._retry_delays_s = retry_delays_s
+        self._fingerprints = fingerprints
         self._fusion = Fusion(trainer)
         self._held_tokens = 0
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
@@ -127,7 +131,7 @@ class TrainHandler:
         files[OPTIMIZER_FILE] = save_moments(trained.state.moments)
         try:
             manifest = await self._patiently(
-                lambda: self._store.commit(_manifest(message, target, trained, self._base_model), files)
+                lambda: self._store.commit(self._manifest(message, target, trained), files)
             )
         except AlreadyExists:
             winner = await self._patiently(lambda: self._store.manifest(target))
@@ -141,6 +145,23 @@ class TrainHandler:
         self._cache.put(target, trained.state)
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
         return manifest
+
+    def _manifest(self, message: Init | TrainStep, target: AdapterRef, trained: Trained) -> Manifest:
+        is_step = isinstance(message, TrainStep)
+        return Manifest(
+            adapter=target,
+            base_model=self._base_model,
+            attempt="",
+            files={},
+            parent=message.adapter.version if is_step else None,
+            batch=message.id,
+            seed=message.seed,
+            next_group=message.next_group if is_step else 0,
+            trajectories=message.trajectories if is_step else (),
+            metrics=trained.metrics,
+            fingerprints=dict(self._fingerprints),
+            usage=Usage(trained_tokens=trained.trained_tokens, train_s=trained.train_s),
+        )
 
     def _count(self, trained: Trained) -> None:
         forward = trained.metrics.get("forward_tokens") or 0.0
@@ -199,20 +220,3 @@ def _failure_kind(error: MarlaasError) -> FailureKind:
             return "invalid"
         case _:
             return "corrupt_adapter"
-
-
-def _manifest(message: Init | TrainStep, target: AdapterRef, trained: Trained, base_model: str) -> Manifest:
-    is_step = isinstance(message, TrainStep)
-    return Manifest(
-        adapter=target,
-        base_model=base_model,
-        attempt="",
-        files={},
-        parent=message.adapter.version if is_step else None,
-        batch=message.id,
-        seed=message.seed,
-        next_group=message.next_group if is_step else 0,
-        trajectories=message.trajectories if is_step else (),
-        metrics=trained.metrics,
-        usage=Usage(trained_tokens=trained.trained_tokens, train_s=trained.train_s),
-    )

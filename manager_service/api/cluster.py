@@ -56,6 +56,8 @@ def _worker(worker: WorkerReport, key: KeyRecord, own: set[str]) -> WorkerObject
         slots=worker.slots,
         in_use=worker.in_use,
         max_lora_rank=worker.max_lora_rank,
+        fingerprint=worker.fingerprint,
+        reason=worker.reason,
         working_for=[dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)],
         counters=worker.counters,
     )

@@ -30,10 +30,14 @@ async def healthz() -> Health:
 async def readyz(api: Parts) -> Response:
     """Redis and the store are there, and at least one worker of each service for each base model."""
     waiting = [name for name, works in await _parts(api) if not works]
+    refused: list[str] = []
     for base in api.bases.values():
-        alive = {worker.service for worker in base.cluster.workers() if worker.state != "starting"}
-        waiting += [f"{service} ({base.name})" for service in SERVICES if service not in alive]
-    answer = Readiness(status="not_ready" if waiting else "ready", waiting_for=waiting)
+        working = {worker.service for worker in base.cluster.working() if worker.state != "starting"}
+        waiting += [f"{service} ({base.name})" for service in SERVICES if service not in working]
+        refused += [
+            f"{worker.service} ({base.name}): {worker.reason}" for worker in base.cluster.workers() if worker.reason
+        ]
+    answer = Readiness(status="not_ready" if waiting else "ready", waiting_for=waiting, refused=refused)
     return JSONResponse(answer.model_dump(), 503 if waiting else 200)
 
 

@@ -142,6 +142,8 @@ class WorkerObject(Identified):
     slots: int
     in_use: int
     max_lora_rank: int | None
+    fingerprint: str  # of the bits that it computes in deterministic mode, else empty
+    reason: str  # why its cell refuses it, with the state `refused`
     working_for: list[dict[str, str]]  # tenant, job and phase in the last second
     counters: dict[str, float]
 
@@ -218,3 +220,4 @@ class Health(BaseModel):
 class Readiness(BaseModel):
     status: Literal["ready", "not_ready"]
     waiting_for: list[str]
+    refused: list[str]  # workers that do not join their cell, each with the reason

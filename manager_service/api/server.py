@@ -24,6 +24,7 @@ from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
 from manager_service.api.sampling.shares import Inference
 from manager_service.cluster import Cluster
+from manager_service.data_format import check_format
 from manager_service.records import GLOBAL
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap
@@ -41,6 +42,7 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
     bases = {name: await make_base(settings, name, where, objects, api_id) for name, where in settings.models.items()}
     try:
         bus = next(iter(bases.values())).bus
+        await bus.retrying(lambda: check_format(redis))
         await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
         tokenizers = {name: base.tokenizer for name, base in bases.items()}
         files = Files(redis, objects, tokenizers, max_line_bytes=settings.max_line_bytes)

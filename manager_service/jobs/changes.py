@@ -33,6 +33,7 @@ class Changes:
     samples: list[tuple[str, int, list[SampleRecord]]] = field(default_factory=list)
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     touched: set[str] = field(default_factory=set)  # jobs that something happened to
+    ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
     finished: list[str] = field(default_factory=list)  # leave the active set
 
     def __bool__(self) -> bool:
@@ -73,6 +74,8 @@ def commands(
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
     for job, state in changes.states.items():
         result.append(["HSET", cell.job(job), "state", JSON.encode(state)])
+    for job in changes.ended:
+        result.append(["SREM", cell.unfinished, job])
     for job in changes.finished:
         result.append(["SREM", cell.active(partition), job])
     for stream, entries in changes.acks.items():

@@ -522,6 +522,7 @@ class Job:
         self.groups, self.eval_open, self.parked = {}, {}, {}
         self.state.evals = {}
         self.state.status, self.state.finished_at = status, int(now)
+        changes.ended.append(self.id)
         self._dirty(changes)
 
     def _void(self, changes: Changes, *, park: bool) -> None:

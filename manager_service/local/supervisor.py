@@ -129,12 +129,16 @@ class LocalCluster:
             await asyncio.sleep(POLL_S)
 
     async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until /readyz answers 200. Raises StartError after `timeout_s`, or if a child keeps dying before that."""
+        """Until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
+        can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
+        """
         deadline = time.monotonic() + timeout_s
         async with httpx.AsyncClient(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
-            while not await _is_ready(client):
+            while (refused := await _refused_when_ready(client)) is None:
                 self._check_start("manager", late=time.monotonic() > deadline)
                 await asyncio.sleep(POLL_S)
+        for line in refused:
+            self._notify(line)
 
     async def start(self) -> None:
         """Returns once the API is ready.
@@ -341,11 +345,18 @@ async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any
         waiting.cancel()
 
 
-async def _is_ready(client: httpx.AsyncClient) -> bool:
+async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
+    """Why workers do not join, once nothing else is waited for; None before that."""
     try:
-        return (await client.get("/readyz")).status_code == 200
+        answer = await client.get("/readyz")
     except httpx.TransportError:
-        return False
+        return None
+    if answer.status_code not in (200, 503):
+        return None
+    body = answer.json()
+    refused: list[str] = body["refused"]
+    explained = {line.partition(":")[0] for line in refused}
+    return refused if explained.issuperset(body["waiting_for"]) else None
 
 
 def _raise_first(task: "asyncio.Task[None]") -> None:

@@ -130,7 +130,7 @@ EXAMPLES: list[Message] = [
         spans=(Span(1, 2, "t", "j", "env"),),
     ),
 ]
-SNAPSHOT = "43e9affe1615f6e6ea82daf87203bad914ff1b9d5e0b8cfa2f959eb05da68b51"
+SNAPSHOT = "66efa1c4e8f8524f3966fac73faa4dc76a6278db7d896010f49597becc083c2f"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

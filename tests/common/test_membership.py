@@ -1,0 +1,92 @@
+"""Who may join a cell: workers that compute the same bits as those that its jobs began with."""
+
+import asyncio
+
+import pytest
+
+from common.bus import Bus
+from common.membership import Membership, Refused
+
+
+def member(bus: Bus, service: str = "rollout", bits: str = "aaa", *, deterministic: bool = True) -> Membership:
+    found: dict[str, str] = {}
+    fingerprint = bits if deterministic else ""
+    return Membership(bus, service, deterministic=deterministic, fingerprint=fingerprint, fingerprints=found)
+
+
+async def all_are_gone(bus: Bus) -> None:
+    """As if no worker had been heard for longer than a hold."""
+    for service in await bus.client.zrange(bus.cell.bits_live, 0, -1):
+        await bus.client.zadd(bus.cell.bits_live, {service: 1})
+
+
+async def test_the_first_worker_of_a_service_sets_its_fingerprint_and_others_must_agree(bus: Bus) -> None:
+    await member(bus).join()
+    await member(bus).join()
+    await member(bus, "trainer", "bbb").join()
+    with pytest.raises(Refused, match="fingerprint of rollout: ccc instead of aaa"):
+        await member(bus, bits="ccc").join()
+
+
+async def test_a_worker_learns_the_fingerprints_of_all_services(bus: Bus) -> None:
+    found: dict[str, str] = {}
+    await member(bus).join()
+    await Membership(bus, "trainer", deterministic=True, fingerprint="bbb", fingerprints=found).join()
+    assert found == {"rollout": "aaa", "trainer": "bbb"}
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_workers_of_the_two_modes_do_not_mix_in_any_service(bus: Bus, first: bool) -> None:
+    await member(bus, deterministic=first).join()
+    advice = "unset MARLAAS_DETERMINISTIC" if not first else "set MARLAAS_DETERMINISTIC=1"
+    with pytest.raises(Refused, match=advice):
+        await member(bus, "env", deterministic=not first).join()
+
+
+async def test_default_mode_asks_for_no_bits(bus: Bus) -> None:
+    await member(bus, bits="aaa", deterministic=False).join()
+    await member(bus, bits="bbb", deterministic=False).join()
+
+
+async def test_bits_stand_until_their_workers_are_gone_and_their_jobs_have_ended(bus: Bus) -> None:
+    await member(bus).join()
+    await bus.client.sadd(bus.cell.unfinished, "job-a")
+    # Given an unfinished job, nobody else may go on with it, even when all workers are gone
+    await all_are_gone(bus)
+    with pytest.raises(Refused):
+        await member(bus, bits="ccc").join()
+    with pytest.raises(Refused):
+        await member(bus, deterministic=False).join()
+    # When the job has ended, but a worker lives, the bits still stand
+    await member(bus).join()
+    await bus.client.delete(bus.cell.unfinished)
+    with pytest.raises(Refused):
+        await member(bus, bits="ccc").join()
+    # Then, once it is gone too, the next worker sets them anew
+    await all_are_gone(bus)
+    await member(bus, deterministic=False).join()
+
+
+async def test_a_worker_that_was_not_heard_and_finds_other_bits_stops(bus: Bus) -> None:
+    frozen, stop = member(bus), asyncio.Event()
+    await frozen.join()
+    await all_are_gone(bus)
+    await member(bus, bits="ccc").join()
+    keeping = asyncio.create_task(frozen.keep(stop))
+    await asyncio.wait_for(stop.wait(), 10)
+    keeping.cancel()
+
+
+async def test_a_refused_worker_waits_and_says_why(bus: Bus) -> None:
+    await member(bus).join()
+    told, said = asyncio.Event(), list[str]()
+
+    async def tell(reason: str) -> None:
+        said.append(reason)
+        told.set()
+
+    waiting = asyncio.create_task(member(bus, bits="ccc").wait_to_join(tell))
+    await asyncio.wait_for(told.wait(), 10)
+    assert not waiting.done() and "cancel the unfinished jobs" in said[0]
+    await all_are_gone(bus)
+    await asyncio.wait_for(waiting, 10)
