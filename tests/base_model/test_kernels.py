@@ -1,0 +1,91 @@
+"""How kernels are chosen and remembered, with a self-test that knows what it wants instead of the machine's."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from base_model import kernels
+from base_model.kernels import CANDIDATES, Kernels, NotDeterministic, choose, fingerprint
+from common.errors import InvalidInput, MarlaasError
+
+PICKY = "tests.support.picky_selftest"
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MKL_CBWR", "as it is")
+
+
+def num_runs(folder: Path) -> int:
+    return len((folder / "runs").read_text())
+
+
+def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, passes: str) -> Kernels:
+    monkeypatch.setenv("MARLAAS_TEST_PASSES", passes)
+    return choose(PICKY, folder)
+
+
+@pytest.mark.parametrize(
+    "passes,expected",
+    [("as it is 4", CANDIDATES[0]), ("AUTO,STRICT 4", CANDIDATES[1]), ("as it is 8", CANDIDATES[2])],
+)
+def test_the_first_candidate_that_passes_is_chosen_and_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: str, expected: Kernels
+) -> None:
+    assert chosen(tmp_path, monkeypatch, passes) == expected
+    assert num_runs(tmp_path) == CANDIDATES.index(expected) + 1
+    assert os.environ["MKL_CBWR"] == (expected.mkl_cbwr or "as it is")
+
+
+def test_the_choice_is_remembered_for_this_machine_as_it_is_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = chosen(tmp_path, monkeypatch, "as it is 8")
+    assert chosen(tmp_path, monkeypatch, "as it is 8") == first
+    assert num_runs(tmp_path) == 3
+    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "SSE4_2")
+    assert chosen(tmp_path, monkeypatch, "as it is 8") == first
+    assert num_runs(tmp_path) == 6
+
+
+def test_a_machine_on_which_nothing_passes_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotDeterministic, match="unset MARLAAS_DETERMINISTIC") as refused:
+        chosen(tmp_path, monkeypatch, "nothing")
+    assert len(str(refused.value).splitlines()) == 1 and num_runs(tmp_path) == len(CANDIDATES)
+    assert os.environ["MKL_CBWR"] == "as it is"
+
+
+def test_a_self_test_that_cannot_be_run_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="no such processor") as error:
+        chosen(tmp_path, monkeypatch, "crash")
+    assert not isinstance(error.value, NotDeterministic)
+
+
+def test_a_choice_that_does_not_hold_any_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs() -> str:
+        raise NotDeterministic("bits differ")
+
+    assert chosen(tmp_path, monkeypatch, "as it is 4") == CANDIDATES[0]
+    with pytest.raises(MarlaasError, match="start again"):
+        fingerprint(PICKY, tmp_path, differs)
+    monkeypatch.setenv("MARLAAS_TEST_PASSES", "as it is 8")
+    assert choose(PICKY, tmp_path) == CANDIDATES[2]
+
+
+def test_without_a_cache_folder_each_start_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    for _ in range(2):
+        chosen(tmp_path, monkeypatch, "as it is 4")
+    assert num_runs(tmp_path) == 2
+
+
+def test_a_memory_that_cannot_be_read_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(tmp_path, monkeypatch, "as it is 4")
+    (file,) = (tmp_path / "cache" / "marlaas").iterdir()
+    file.write_text('{"mkl_cbwr": "nonsense", "min_rows": 4}')
+    assert chosen(tmp_path, monkeypatch, "as it is 4") == CANDIDATES[0]
+    assert kernels.Memory.of_this_machine(PICKY, tmp_path).recall(CANDIDATES) == CANDIDATES[0]
