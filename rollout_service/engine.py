@@ -14,6 +14,8 @@ from common.messages import AdapterRef, StopReason, TurnRequest
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
 """Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""
 Beat = Callable[[], None]
+"""Called every BEAT_EVERY_S or so while a turn gets nearer to its end."""
+BEAT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)

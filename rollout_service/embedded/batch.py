@@ -28,6 +28,7 @@ from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.prefill import Prefill, key_of
 from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
 from rollout_service.embedded.seats import Seats, TurnRow
+from rollout_service.engine import Partial
 from rollout_service.stops import first_stop
 
 
@@ -44,10 +45,7 @@ class EngineLimits:
 class Ended:
     row: TurnRow
     stop_reason: StopReason | None  # None: the scores were not numbers
-    tokens: list[int]
-    logprobs: list[float]
-    num_sampled: int
-    busy_s: float
+    partial: Partial  # the whole turn
 
 
 @dataclass(slots=True)
@@ -144,25 +142,22 @@ class RunningRows:
         elif row in self._waiting:
             self._waiting.remove(row)
 
-    def progress(self, row: TurnRow) -> tuple[list[int], list[float], int, float] | None:
-        """Tokens and log-probs of the turn so far, how many were sampled here, busy seconds; None if it has ended.
+    def progress(self, row: TurnRow) -> Partial | None:
+        """How far the row has come; None if it has ended.
 
         May be called from another thread: a row's count is raised after its tokens are written.
         """
-        seats, seat = self._seats, row.seat
+        seats, seat, request = self._seats, row.seat, row.request
         if seat < 0:
-            first = row.request.num_prompt
-            return (
-                row.request.tokens.numpy()[first:].tolist(),
-                row.request.logprobs.numpy()[first:].tolist(),
-                0,
-                0.0,
+            tokens, logprobs = (
+                each.numpy()[request.num_prompt :].tolist() for each in (request.tokens, request.logprobs)
             )
+            return Partial(tokens, logprobs, 0, 0.0)
         tokens, logprobs = seats.sampled(seat)
         busy_s = float(seats.busy_s[seat])
         if seats.rows[seat] is not row:
             return None
-        return tokens, logprobs, len(tokens) - row.request.num_partial, busy_s
+        return Partial(tokens, logprobs, len(tokens) - request.num_partial, busy_s)
 
     def sampled_since(self, row: TurnRow, first: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a seated row from the turn's token `first` on."""
@@ -319,14 +314,13 @@ class RunningRows:
         return self._end(row, "stop" if row.stop_string else self._seats.stop_reason(row.seat))
 
     def _end(self, row: TurnRow, reason: StopReason | None, *, in_pool: bool = True) -> Ended:
-        progress = self.progress(row)
-        assert progress is not None, "a row ends once"
-        ended = Ended(row, reason, *progress)
-        self.meter.ended(ended.num_sampled)
+        partial = self.progress(row)
+        assert partial is not None, "a row ends once"
+        self.meter.ended(partial.num_sampled)
         if in_pool and reason == "stop":
             self._keep(row)
         self._remove(row, clear=reason is None, in_pool=in_pool)
-        return ended
+        return Ended(row, reason, partial)
 
     def _keep(self, row: TurnRow) -> None:
         """For the trajectory's next turn: all but the last token, which no forward has seen."""

@@ -88,13 +88,13 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
 
 def _run(decoder: Decoder, rows: list[TurnRow], *, slots: int, min_rows: int) -> Turns:
     limits = EngineLimits(slots=slots, min_rows=min_rows)
-    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
+    running = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
     results: Turns = {}
     with torch.inference_mode():
         for row in rows:
-            batch.add(TurnRow(row.request, row.adapter, handle=None))
-        while batch.has_work:
-            results |= {e.row.request.id: (e.tokens, e.logprobs) for e in batch.advance()}
+            running.add(TurnRow(row.request, row.adapter, handle=None))
+        while running.has_work:
+            results |= {e.row.request.id: (e.partial.tokens, e.partial.logprobs) for e in running.advance()}
     return results
 
 

@@ -13,7 +13,6 @@ adapter is to blame, and nobody else is harmed.
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,21 +22,20 @@ import structlog
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
 from common.tasks import cancel_all
-from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
+from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, Stored
 from rollout_service.process.alone import Gate
 from rollout_service.process.busy import BusyClock
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
 from rollout_service.process.lora_slots import LoraSlots
 from rollout_service.process.turn import NotFinite, OpenTurn
+from rollout_service.turns import TurnsUnderWay, check_request
 
 MAX_DEATHS = 4
 """A turn under which so many processes died, the last two while it ran alone, is not tried again."""
-BEAT_EVERY_S = 0.25
 SILENCE_S = 120.0
 """A process that owes tokens and gives none for so long is taken for dead."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
-KEPT_PARTIALS = 1024
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -125,8 +123,7 @@ class ProcessEngine:
         self._gate = Gate()
         self._busy = BusyClock()
         self._counts = Counts()
-        self._open: dict[str, OpenTurn] = {}
-        self._partials: OrderedDict[str, Partial] = OrderedDict()
+        self._turns = TurnsUnderWay(OpenTurn.partial)
         self._life: asyncio.Future[Life] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -138,7 +135,7 @@ class ProcessEngine:
 
     @property
     def in_use(self) -> int:
-        return len(self._open)
+        return len(self._turns)
 
     @property
     def pid(self) -> int | None:
@@ -194,23 +191,13 @@ class ProcessEngine:
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         stored = self._check(request)
         turn = self._turn(request, on_token, beat)
-        self._open[request.id] = turn
-        self._partials.pop(request.id, None)
-        try:
-            with self._files.hold(stored):
-                while turn.stop_reason is None:
-                    await self._go_on(turn, stored)
-            return turn.generated()
-        except asyncio.CancelledError:
-            self._keep_partial(turn)
-            raise
-        finally:
-            if self._open.get(request.id) is turn:
-                del self._open[request.id]
+        with self._turns.enter(request.id, turn), self._files.hold(stored):
+            while turn.stop_reason is None:
+                await self._go_on(turn, stored)
+        return turn.generated()
 
     def partial(self, request_id: str) -> Partial | None:
-        turn = self._open.get(request_id)
-        return self._partials.get(request_id) if turn is None else turn.partial()
+        return self._turns.partial(request_id)
 
     # ---- a turn -----------------------------------------------------------------------------------------------------
 
@@ -221,17 +208,7 @@ class ProcessEngine:
         stored = self._files.put_base() if base else self._files.get(request.adapter)
         if stored is None:
             raise NotFound(f"adapter {request.adapter} is not resident")
-        tokens, sampling = request.tokens.numpy(), request.sampling
-        if request.num_prompt < 1 or request.num_partial < 0:
-            raise InvalidInput("a turn needs at least one token before it")
-        if tokens.min() < 0 or tokens.max() >= self._shape.vocab:
-            raise InvalidInput("a token is outside of the base model's vocabulary")
-        if len(request.logprobs) != len(tokens):
-            raise InvalidInput("tokens and log-probs differ in length")
-        if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
-            raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
-        if not 0 <= sampling.temperature <= self._shape.max_temperature:
-            raise InvalidInput(f"this engine's temperature lies in [0, {self._shape.max_temperature:g}]")
+        check_request(request, vocab=self._shape.vocab, max_temperature=self._shape.max_temperature)
         return stored
 
     def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:
@@ -293,11 +270,6 @@ class ProcessEngine:
         finally:
             self._counts.steps += 1
             self._counts.sampled_tokens += len(turn.tokens) - before
-
-    def _keep_partial(self, turn: OpenTurn) -> None:
-        self._partials[turn.request.id] = turn.partial()
-        while len(self._partials) > KEPT_PARTIALS:
-            self._partials.popitem(last=False)
 
     # ---- the process ------------------------------------------------------------------------------------------------
 
@@ -370,5 +342,5 @@ class ProcessEngine:
             await asyncio.sleep(BEAT_EVERY_S)
             if self._counts.steps != seen:
                 seen = self._counts.steps
-                for turn in list(self._open.values()):
+                for turn in self._turns.all():
                     turn.beat()

@@ -72,7 +72,7 @@ def _log_probs(model: Any, tokens: list[int], answer: list[int], temperature: fl
 @pytest.mark.asyncio
 async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> None:
     async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2)}) as engine:
-        batch = engine._batch  # pyright: ignore[reportPrivateUsage]
+        batch = engine._running  # pyright: ignore[reportPrivateUsage]
         asked = [request(adapter, sample=i, max_tokens=3) for adapter in (ref("a"), ref("b")) for i in range(8)]
         done = await asyncio.gather(*[one(engine, r) for r in asked])
         prefixes = batch._prefill._prefixes  # pyright: ignore[reportPrivateUsage]
@@ -196,7 +196,7 @@ async def test_a_failed_forward_is_told_to_its_rows_and_the_engine_goes_on(
 ) -> None:
     async with running() as engine:
         expected = await one(engine, request(max_tokens=4))
-        model = engine._batch._model  # pyright: ignore[reportPrivateUsage]
+        model = engine._running._model  # pyright: ignore[reportPrivateUsage]
         logits, calls = model.logits, iter([True])
 
         def fails_once(hidden: torch.Tensor) -> torch.Tensor:
