@@ -32,10 +32,10 @@ def check_request(request: TurnRequest, *, vocab: int, max_temperature: float = 
 
 
 class TurnsUnderWay(Generic[T]):
-    """The turns of one engine by id of their request, and what was sampled of those that were cancelled lately."""
+    """The turns of one engine by id of their request, and the partials of those that were cancelled lately."""
 
     def __init__(self, partial_of: Callable[[T], Partial | None]) -> None:
-        """`partial_of`: how far a turn has come; None if it has ended."""
+        """`partial_of`: reports how far a turn has come; None if it has ended."""
         self._partial_of = partial_of
         self._turns: dict[str, T] = {}
         self._cancelled: OrderedDict[str, Partial] = OrderedDict()
@@ -48,7 +48,7 @@ class TurnsUnderWay(Generic[T]):
 
     @contextlib.contextmanager
     def enter(self, request_id: str, turn: T) -> Generator[None]:
-        """The turn is under way inside. If it is cancelled there, its partial is kept."""
+        """Lists the turn as under way inside. If it is cancelled there, its partial is kept."""
         self._turns[request_id] = turn
         self._cancelled.pop(request_id, None)
         try:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -34,7 +33,7 @@ IDLE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Who waits for a row."""
+    """The caller that waits for a row."""
 
     future: "asyncio.Future[Generated]"
     beat: Beat
@@ -62,19 +61,6 @@ class TorchEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streaming: set[TurnRow] = set()
-
-    @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        tokenizer: Tokenizer,
-        *,
-        limits: EngineLimits | None = None,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> "TorchEngine":
-        """From a local folder in Hugging Face layout. Raises InvalidInput for a model that it cannot compute."""
-        return cls(Decoder.load(folder, device=device, dtype=dtype), tokenizer, limits=limits)
 
     # ---- Engine --------------------------------------------------------------------------------------------
 
@@ -192,7 +178,7 @@ class TorchEngine:
             self._post(results, beats)
 
     def _next_commands(self) -> bool:
-        """Run what was asked for; blocks while there is nothing to do. False: stop."""
+        """Runs the commands; blocks while there is nothing to do. False: stop."""
         with self._wake:
             while not (self._commands or self._running.has_work or self._stopping):
                 if not self._wake.wait(IDLE_S):
@@ -214,7 +200,7 @@ class TorchEngine:
         return [(end.row.handle, _result(end)) for end in ended]
 
     def _post(self, results: list[tuple[Ticket, Generated | Exception]], beats: list[Beat]) -> None:
-        """One call into the event loop a step, and none when there is nothing to say."""
+        """Makes one call into the event loop a step, and none when there is nothing to say."""
         ended = {ticket for ticket, _ in results}
         deltas = [self._delta(row) for row in self._streaming if row.handle not in ended and row.seat >= 0]
         for row in [row for row in self._streaming if row.handle in ended]:

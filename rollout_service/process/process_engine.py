@@ -1,10 +1,10 @@
-"""An engine whose tokens are computed by a process of its own, which may die: it is started again, and turns go on.
+"""Runs turns in a process of its own, which may die: it is started again, and turns go on.
 
     generate ─► [alone?] ─► a seat ─► a slot for its adapter ─► Core.sample ─► tokens
-                                ▲  the process died: again, from the tokens so far
+                                ▲  if the process dies: once more, from the tokens so far
 
     holds: turns under way, with their tokens; folders of adapters   waits for: a seat, a slot, a running process
-    after the process dies: `_keep` starts another; every turn goes on in it, those that saw two deaths one by one
+    after the process dies: `_keep` starts another, in which every turn goes on; turns that saw two deaths run one by one
 
 A log-prob that is not a number may come from the turn's own adapter, or from what another one left in memory that the
 process reuses. So the process is given up, and the turn runs once more, alone in a fresh one: if it fails again its
@@ -32,9 +32,9 @@ from rollout_service.process.turn import NotFinite, OpenTurn
 from rollout_service.turns import TurnsUnderWay, check_request
 
 MAX_DEATHS = 4
-"""A turn under which so many processes died, the last two while it ran alone, is not tried again."""
+"""A turn is given up when so many processes have died under it, the last two while it ran alone."""
 SILENCE_S = 120.0
-"""A process that owes tokens and gives none for so long is taken for dead."""
+"""A process is taken for dead when it owes tokens and gives none for so long."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a process engine must know of the base model and of the process."""
+    """Sizes of the base model and of the process."""
 
     vocab: int
     context: int  # the most tokens of a sequence
@@ -53,21 +53,21 @@ class Shape:
 
 
 class Life:
-    """One life of the process: its core, who has which slot, and when it is over."""
+    """One life of the process: its core, its slots, and when it is over."""
 
     def __init__(self, core: Core, base: AdapterFolder, max_loras: int) -> None:
         self.core = core
-        self.base = base  # has a place of its own for the whole of this life
+        self.base = base  # always loaded, in a slot of its own
         self.slots = LoraSlots(max_loras, self._load, self._unload)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
     def hold(self, adapter: AdapterFolder) -> contextlib.AbstractAsyncContextManager[None]:
-        """The adapter is loaded inside."""
+        """Keeps the adapter loaded inside."""
         return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter)
 
     def end(self, reason: str) -> None:
-        """Whoever runs in it gets CoreDied."""
+        """Gives all turns in this life CoreDied."""
         if not self.over.done():
             self.over.set_result(reason)
 
@@ -84,7 +84,7 @@ class Life:
         return task.result()
 
     async def close(self) -> None:
-        """The process is gone when this returns."""
+        """Ends the process; returns when it is gone."""
         await self.slots.close()
         await self.core.stop()
         await cancel_all([self._watching])
@@ -106,8 +106,8 @@ class Counts:
 
     sampled_tokens: int = 0
     restarts: int = 0
-    asks: int = 0  # of the process, so that each has a name of its own
-    steps: int = 0  # that it gave
+    requests: int = 0  # to the process, so that each has a name of its own
+    chunks: int = 0  # that it gave
 
 
 class ProcessEngine:
@@ -139,13 +139,13 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The process's id; None while there is none."""
         life = self._current()
         return life.core.pid if life else None
 
     @property
     def kv_tokens(self) -> None:
-        """Not told by the process."""
+        """None: the process does not tell."""
 
     def resident(self) -> list[AdapterRef]:
         return self._files.refs()
@@ -222,18 +222,18 @@ class ProcessEngine:
         )
 
     async def _go_on(self, turn: OpenTurn, stored: Stored) -> None:
-        """Sample in the present process until the turn or the process ends. Raises what makes the turn fail."""
+        """Samples in the present process until the turn or the process ends. Raises the error that makes the turn fail."""
         if stored.broken:
             raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
         if turn.deaths >= MAX_DEATHS:
             raise InvalidInput(f"the engine's process died {turn.deaths} times under this turn, also when it ran alone")
         async with self._gate.enter(alone=turn.is_suspect), self._seats:
-            life, asks = await self._running(), turn.asks
+            life, before = await self._running(), turn.num_requests
             try:
                 await life.unless_over(self._sample(turn, stored, life))
             except CoreDied as error:
                 life.end(str(error))
-                turn.deaths += turn.asks - asks  # none if it was not in the process yet
+                turn.deaths += turn.num_requests - before  # none if it was not in the process yet
             except NotFinite as error:
                 self._blame(turn, stored, str(error))
                 life.end(f"{stored.ref} gave log-probs that are not numbers")
@@ -241,21 +241,21 @@ class ProcessEngine:
                 stored.broken = f"the engine cannot read it: {error}"
 
     def _blame(self, turn: OpenTurn, stored: Stored, why: str) -> None:
-        """Once in company it may have been anybody; alone in a fresh process it was this adapter."""
+        """Blames the adapter at the second time: at the first a neighbour may be the cause, then the turn ran alone in a fresh process."""
         turn.not_finite += 1
         if turn.not_finite > 1:
             stored.broken = f"its scores are not numbers: {why}"
 
     async def _sample(self, turn: OpenTurn, stored: Stored, life: Life) -> None:
-        """Until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
+        """Samples until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
         async with life.hold(stored.adapter):
-            self._counts.asks += 1
-            ask = turn.ask(f"{turn.request.id}+{self._counts.asks}", stored.adapter)
+            self._counts.requests += 1
+            request = turn.next_request(f"{turn.request.id}+{self._counts.requests}", stored.adapter)
             entered, busy_before = self._busy.enter(), turn.busy_s
             try:
-                async with contextlib.aclosing(life.core.sample(ask)) as steps:
-                    async for step in steps:
-                        self._take(turn, step)
+                async with contextlib.aclosing(life.core.sample(request)) as chunks:
+                    async for chunk in chunks:
+                        self._take(turn, chunk)
                         turn.busy_s = busy_before + self._busy.share_s(entered)
                         if turn.stop_reason is not None:
                             return
@@ -263,12 +263,12 @@ class ProcessEngine:
             finally:
                 turn.busy_s = busy_before + self._busy.leave(entered)
 
-    def _take(self, turn: OpenTurn, step: TokenChunk) -> None:
+    def _take(self, turn: OpenTurn, chunk: TokenChunk) -> None:
         before = len(turn.tokens)
         try:
-            turn.take(step)
+            turn.take(chunk)
         finally:
-            self._counts.steps += 1
+            self._counts.chunks += 1
             self._counts.sampled_tokens += len(turn.tokens) - before
 
     # ---- the process ------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class ProcessEngine:
             await asyncio.sleep(0)  # `_keep` is about to notice
 
     async def _begin(self) -> Life:
-        """A fresh process with the bare base model's adapter."""
+        """Starts a fresh process and loads the bare base model's adapter."""
         core = self._make_core()
         try:
             await core.start()
@@ -299,7 +299,7 @@ class ProcessEngine:
             raise
 
     async def _keep(self, life: Life) -> None:
-        """Notice that the process has died, report it, start another."""
+        """Notices that the process has died, reports it, and starts another."""
         while True:
             following = await self._until_over(life)
             self._counts.restarts += 1
@@ -310,7 +310,7 @@ class ProcessEngine:
             log.warning("engine_restarted", pid=life.core.pid, turns=self.in_use)
 
     async def _until_over(self, life: Life) -> "asyncio.Future[Life]":
-        """Until the process has died, or is not to be used any more. Gives the next life, which `_running` awaits from now on."""
+        """Waits until the process has died or is given up. Returns the next life, which `_running` awaits from now on."""
         silent = asyncio.create_task(self._until_silent())
         await asyncio.wait([silent, life.over], return_when=asyncio.FIRST_COMPLETED)
         self._life = following = asyncio.get_running_loop().create_future()
@@ -319,9 +319,9 @@ class ProcessEngine:
         return following
 
     async def _until_silent(self) -> None:
-        """Returns when turns are in the process, and for a while none came and none got a token."""
+        """Returns when, with turns in the process, no turn came and none got a token for SILENCE_S."""
         seen = (-1, -1)
-        while (now := (self._counts.asks, self._counts.steps)) != seen or not self._busy.num_under_way:
+        while (now := (self._counts.requests, self._counts.chunks)) != seen or not self._busy.num_under_way:
             seen = now
             await asyncio.sleep(SILENCE_S)
 
@@ -336,11 +336,11 @@ class ProcessEngine:
                 log.error("engine_not_restarted", attempt=attempt, reason=repr(error))
 
     async def _beat_all(self) -> None:
-        """While the process gives tokens, those who wait for a slot or a seat are getting nearer too."""
+        """Beats for all turns while the process gives tokens: those that wait for a slot or a seat get nearer too."""
         seen = 0
         while True:
             await asyncio.sleep(BEAT_EVERY_S)
-            if self._counts.steps != seen:
-                seen = self._counts.steps
+            if self._counts.chunks != seen:
+                seen = self._counts.chunks
                 for turn in self._turns.all():
                     turn.beat()

@@ -128,8 +128,8 @@ def test_stacked_products_equal_each_adapters_own() -> None:
     owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
     x = torch.randn(40, 384)
     y = torch.zeros(40, 128)
-    stack = LanePlanner(torch.device("cpu"), LANE_ROWS)
-    for product in stack.plan([fused[o] if o < 4 else None for o in owners], 40):
+    planner = LanePlanner(torch.device("cpu"), LANE_ROWS)
+    for product in planner.plan([fused[o] if o < 4 else None for o in owners], 40):
         product.add_to(y, x, 7)  # layers.1.mlp.down_proj
     for row, owner in enumerate(owners):
         expected = torch.zeros(128)
@@ -142,9 +142,9 @@ def test_stacked_products_equal_each_adapters_own() -> None:
 def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
     fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(20)]
-    stack = LanePlanner(torch.device("cpu"), LANE_ROWS)
+    planner = LanePlanner(torch.device("cpu"), LANE_ROWS)
     for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
-        (product,) = stack.plan(rows, 64)
+        (product,) = planner.plan(rows, 64)
         assert len(product.factors.a[0]) <= 2 * len(rows)
         assert product.gather is not None and product.rows is None and product.places is not None
         for row, place in enumerate(product.places.tolist()[: len(rows)]):
