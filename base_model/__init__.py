@@ -8,5 +8,5 @@ Its files:
     stacked.py   computes adapter products for rows of different adapters
     adapter.py   loads, checks and saves the weights of one adapter version
     kernels.py   chooses how this machine multiplies, so that no bits depend on what is computed beside them
-    device.py    finds a device, and measures the time that it takes
+    device.py    finds a device, prepares a processor, and measures computing time
 """

@@ -1,4 +1,4 @@
-"""LoRA weights of one adapter version: shapes, deterministic initial values, PEFT's file layout.
+"""Makes, checks, loads and saves the LoRA weights of one adapter version: deterministic initial values, PEFT's file layout.
 
 LoRA: Hu et al. 2021, arXiv 2106.09685. y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]; B starts at 0.
 """
@@ -24,7 +24,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model.model."
 DRAWN_TOGETHER = 8
-"""Modules whose initial values are drawn in one call: what a call costs counts for small ones, its memory for large ones."""
+"""Modules whose initial values are drawn in one call: fewer cost time with small modules, more cost memory with large ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Adapter:
 
 
 def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """The modules that `spec` targets. Raises InvalidInput for a target that the base does not have."""
+    """Lists the modules that `spec` targets. Raises InvalidInput for a target that the base does not have."""
     leaves = spec.targets or LINEAR_LAYERS
     unknown = set(leaves) - {name.rsplit(".", 1)[-1] for name in shapes}
     if unknown:
@@ -54,7 +54,7 @@ def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[
 
 
 def init_adapter(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], seed: int) -> Adapter:
-    """Version 0: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero. A pure function of its arguments."""
+    """Makes version 0: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero. A pure function of its arguments."""
     names = target_names(spec, shapes)
     a: dict[str, Tensor] = {}
     for first in range(0, len(names), DRAWN_TOGETHER):
@@ -65,7 +65,7 @@ def init_adapter(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], seed: in
 def _drawn(
     names: Sequence[str], first: int, rank: int, shapes: Mapping[str, tuple[int, int]], seed: int
 ) -> dict[str, Tensor]:
-    """A of some modules; `first`: the number of the first among all."""
+    """Draws A of some modules; `first`: the number of the first among all."""
     sizes = [rank * shapes[name][1] for name in names]
     numbers = np.repeat(np.arange(first, first + len(names)), sizes)
     draws = uniform(seed, "lora_init", numbers, np.concatenate([np.arange(size) for size in sizes]))
@@ -77,7 +77,7 @@ def _drawn(
 
 
 def save_adapter(adapter: Adapter, base_model: str) -> dict[str, bytes]:
-    """File name -> content, in PEFT's layout: `PeftModel.from_pretrained` and vLLM load it as it is."""
+    """Returns file name -> content, in PEFT's layout: `PeftModel.from_pretrained` and vLLM load it as it is."""
     tensors: dict[str, Tensor] = {}
     for name in adapter.names():
         tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = adapter.a[name].detach().cpu().contiguous()

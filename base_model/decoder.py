@@ -1,7 +1,7 @@
-"""A decoder-only transformer (Qwen3, Qwen2, Llama) as one function of its weights.
+"""Computes a decoder-only transformer (Qwen3, Qwen2, Llama) as one function of its weights.
 
-What differs between rollout and training is passed in: `attend` (a cache, or a whole causal sequence) and `project` (the
-linear layers, with or without adapters). So both services run the very same arithmetic on the base model.
+Callers pass in the parts that differ between rollout and training: `attend` (a cache, or a whole causal sequence) and
+`project` (the linear layers, with or without adapters). So both services run the very same arithmetic on the base model.
 
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -30,14 +30,15 @@ class Project(Protocol):
 
 
 class Attend(Protocol):
-    """Attention of one layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. Caching is its business."""
+    """Attention of one layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. It may cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    model_type: str
+    """The architecture and sizes of a base model."""
+
     num_layers: int
     hidden: int
     num_heads: int
@@ -51,12 +52,11 @@ class DecoderConfig:
 
     @classmethod
     def load(cls, folder: Path) -> "DecoderConfig":
-        """Raises InvalidInput for an architecture that this decoder does not compute exactly."""
+        """Reads a base model's configuration. Raises InvalidInput for an architecture that this decoder does not compute exactly."""
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
         _refuse_unsupported(raw, folder)
         rope = raw.get("rope_parameters") or {}
         return cls(
-            model_type=raw["model_type"],
             num_layers=raw["num_hidden_layers"],
             hidden=raw["hidden_size"],
             num_heads=raw["num_attention_heads"],
@@ -71,7 +71,7 @@ class DecoderConfig:
 
 
 class RunLayer(Protocol):
-    """Calls a layer's function with its arguments; what it keeps for the backward is its business."""
+    """Calls a layer's function with its arguments; it decides what is kept for the backward."""
 
     def __call__(self, layer: Callable[..., Tensor], *args: Any) -> Tensor: ...
 
@@ -115,13 +115,13 @@ class Decoder:
         self._gated: Callable[[Tensor, Tensor], Tensor] = gated
 
     def compile(self) -> None:
-        """From now on torch compiles what stands between the matrix products, each part at its first use."""
+        """Makes torch compile the operations between the matrix products, each part at its first use."""
         self._rotate = torch.compile(rotate, dynamic=True)
         self._gated = torch.compile(gated, dynamic=True)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
-        """From a local folder in Hugging Face layout. Raises InvalidInput if it is not one that we compute exactly."""
+        """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that this decoder does not compute exactly."""
         folder = Path(folder)
         config = DecoderConfig.load(folder)
         shards = sorted(folder.glob("*.safetensors"))

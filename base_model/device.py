@@ -1,5 +1,4 @@
-"""Devices by name, checked before anything is loaded onto them; the clock of a thread that computes on one; a processor's
-threads and memory."""
+"""Finds a device by name, prepares a processor's threads and memory, and measures the time of a computing thread."""
 
 import ctypes
 import time
@@ -11,7 +10,7 @@ from common.errors import InvalidInput
 
 
 def find_device(name: str, setting: str) -> torch.device:
-    """Raises InvalidInput, naming the setting, for what torch does not know or does not find on this machine."""
+    """Finds a device. Raises InvalidInput, naming the setting, if torch does not know it or does not find it on this machine."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -26,10 +25,10 @@ _C = ctypes.CDLL(None)
 
 
 def prepare_cpu(num_threads: int) -> None:
-    """Call before any thread computes. Freed memory stays the process's, for its next tensors, until `give_back_memory`.
+    """Sets the threads, and lets the process keep freed memory for its next tensors, until `give_back_memory`. Call it first.
 
-    glibc gives large blocks back at once and asks for them again in the next forward, page by page: of a training step that
-    is a tenth of the processor time. With another C library, or one older than 2.35, nothing changes.
+    glibc gives large blocks back at once and asks for them again in the next forward, page by page, which takes a
+    tenth of the processor time of a training step. With another C library, or one older than 2.35, nothing changes.
     """
     torch.set_num_threads(num_threads)
     mallopt = getattr(_C, "mallopt", None)
@@ -39,12 +38,12 @@ def prepare_cpu(num_threads: int) -> None:
 
 
 def give_back_memory() -> None:
-    """What is free, for when there is nothing to compute."""
+    """Gives free memory back to the system. Call it when there is nothing to compute."""
     trim = getattr(_C, "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def compute_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds of a computing thread: on a processor, without waiting for a core; on a GPU, of the clock."""
+    """A clock of a computing thread's seconds: on a processor, without waiting for a core; on a GPU, of the clock."""
     return time.thread_time if device.type == "cpu" else time.perf_counter

@@ -1,8 +1,8 @@
-"""Chooses how this machine multiplies matrices in deterministic mode, so that no bits depend on what is computed beside them.
+"""Chooses how this machine multiplies matrices in deterministic mode, so that a row's bits do not depend on other rows.
 
 MKL and oneDNN pick a kernel by the processor and by the number of rows, so the same row may get other bits in other company.
-Which settings prevent that is found out by trying: each candidate in a process of its own, because MKL reads MKL_CBWR once, at
-its first product. The fastest one that a service's self-test accepts is chosen, and remembered for this machine.
+Each candidate setting is tried in a process of its own, because MKL reads MKL_CBWR once, at its first product. The fastest one
+that a service's self-test accepts is chosen, and remembered for this machine.
 
     choose ─ a child for each candidate ─► self-test ─► the first that passes ─► MKL_CBWR in this process's environment
 """
@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import structlog
 import torch
 
+from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
 from common.errors import InvalidInput, MarlaasError
 
 DIFFERS = 3
@@ -39,13 +40,13 @@ class NotDeterministic(InvalidInput):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How products are computed."""
+    """One way of computing products."""
 
     mkl_cbwr: str | None = None  # Intel's "conditional bitwise reproducibility"; None: as the environment has it
     min_rows: int = 4  # of a forward, and of an adapter's product in it
 
     def environment(self) -> dict[str, str]:
-        """This process's variables, with what these kernels need."""
+        """This process's variables, with those that these kernels need."""
         return {**os.environ, **({} if self.mkl_cbwr is None else {"MKL_CBWR": self.mkl_cbwr})}
 
 
@@ -57,7 +58,7 @@ CANDIDATES = tuple(Kernels(cbwr, rows) for rows in (4, 8) for cbwr in (None, "AU
 
 
 def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> Kernels:
-    """Takes effect in this process, which must not have multiplied anything yet.
+    """Chooses kernels for this process, which must not have multiplied anything yet.
 
     `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS` and ends with status 0 if the kernels that it was
     started with keep the promise, DIFFERS if not. `folder`: the base model's.
@@ -89,10 +90,14 @@ def fingerprint(selftest: str, folder: Path, outputs: Callable[[], str]) -> str:
         ) from error
 
 
-def refuse(error: NotDeterministic) -> NoReturn:
-    """Ends a self-test's own process, whose kernels do not keep the promise."""
-    sys.stdout.write(str(error))
-    sys.exit(DIFFERS)
+def run_selftest(selftest: Callable[[Decoder, int], object]) -> None:
+    """The main program of a self-test in a process of its own, see `choose`. `selftest`: takes the base model and MIN_ROWS."""
+    prepare_cpu(num_threads=1)
+    try:
+        selftest(Decoder.load(sys.argv[1]), int(sys.argv[2]))
+    except NotDeterministic as error:
+        sys.stdout.write(str(error))
+        sys.exit(DIFFERS)
 
 
 def _first_that_passes(selftest: str, folder: Path, candidates: Sequence[Kernels]) -> Kernels:
@@ -114,7 +119,7 @@ def _first_that_passes(selftest: str, folder: Path, candidates: Sequence[Kernels
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was chosen on this machine before: a file in the user's cache folder, named by all that the answer depends on."""
+    """Remembers the choice for this machine: a file in the user's cache folder, named by all that the choice depends on."""
 
     file: Path
 
@@ -127,7 +132,7 @@ class Memory:
         return cls(_cache_folder(os.environ) / "marlaas" / f"kernels-{digest[:16]}.json")
 
     def recall(self, candidates: Sequence[Kernels]) -> Kernels | None:
-        """None: nothing is known, or nothing that can be chosen."""
+        """The choice, if it is among the candidates; None if nothing is known."""
         try:
             found = Kernels(**json.loads(self.file.read_text()))
         except (OSError, ValueError, TypeError):
@@ -135,7 +140,7 @@ class Memory:
         return found if found in candidates else None
 
     def keep(self, kernels: Kernels) -> None:
-        """Best effort: without a cache folder the next start tries again."""
+        """Writes the choice; without a cache folder the next start tries all candidates again."""
         written = self.file.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +157,7 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _cpu() -> str:
-    """What sets one kind of processor apart from another."""
+    """Describes the kind of this machine's processor."""
     try:
         first = CPUINFO.read_text().partition("\n\n")[0]
     except OSError:

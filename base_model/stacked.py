@@ -1,8 +1,8 @@
-"""Adapter products for batches whose rows belong to different adapters: batched products, no loop over adapters.
+"""Computes adapter products for rows of different adapters: batched products, no loop over adapters.
 
 The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: the A factors of the layers stand
-side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of what comes
-out. Rows that share an adapter fill *lanes* of `lane_rows` places; a lane holds a copy of its adapter's factors, so that
+side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of the
+result. Rows that share an adapter fill *lanes* of `lane_rows` places; a lane holds a copy of its adapter's factors, so that
 one batched product serves all lanes.
 
     x [N, in] ─ gather ─► [lanes, lane_rows, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
@@ -40,7 +40,7 @@ NUM_FUSED = len(FUSED)
 
 @dataclass(frozen=True, slots=True)
 class LaneFactors:
-    """By number of the fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
+    """Factors by number of the fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
 
     a: tuple[Tensor, ...]
     b: tuple[tuple[Tensor, ...], ...]
@@ -70,7 +70,7 @@ def padded_rank(rank: int) -> int:
 
 
 def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: int, *, like: Tensor) -> FusedAdapter:
-    """`shapes`: module name -> (out, in) of the base. Factors get the device and dtype of `like`.
+    """Fuses an adapter. `shapes`: module name -> (out, in) of the base; factors get the device and dtype of `like`.
 
     Raises CorruptObject if the adapter does not fit the base.
     """
@@ -87,7 +87,7 @@ def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: in
 
 
 def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:
-    """[in, R]; layers that the adapter does not target stay zero."""
+    """Joins the A factors, [in, R]; layers that the adapter does not target stay zero."""
     joined = torch.zeros(shapes[names[0]][1], max(MIN_INNER, rank * len(names)))
     for index, name in enumerate(names):
         if name in adapter.a:
@@ -96,7 +96,7 @@ def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple
 
 
 def _padded_b(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:
-    """[rank, out]"""
+    """Pads the B factor, [rank, out]."""
     padded = torch.zeros(rank, shapes[name][0])
     if name in adapter.b:
         padded[: adapter.spec.rank] = adapter.b[name].t() * adapter.scale
@@ -112,14 +112,14 @@ class Lanes:
     _first: dict[int, LaneFactors] = field(default_factory=dict[int, LaneFactors])
 
     def first(self, num: int) -> LaneFactors:
-        """Those of the first lanes."""
+        """The factors of the first lanes."""
         assert self._factors is not None, "lanes that nobody was assigned"
         if num not in self._first:
             self._first[num] = self._factors.map(lambda factor: factor[:num])
         return self._first[num]
 
     def assign(self, wanted: Sequence[FusedAdapter]) -> list[int]:
-        """A lane for each entry of `wanted` (all of one padded rank); an adapter may be wanted several times."""
+        """Finds a lane for each entry of `wanted` (all of one padded rank); an adapter may be wanted several times."""
         if len(self.owners) > 2 * len(wanted):
             del self.owners[len(wanted) :]
         missing = Counter(wanted)
@@ -135,7 +135,7 @@ class Lanes:
         return [found[w].pop() if found.get(w) else self.put(free.pop(0), w) for w in wanted]
 
     def put(self, lane: int, adapter: FusedAdapter) -> int:
-        """Make `lane` the adapter's, unless it is already; returns `lane`."""
+        """Makes `lane` the adapter's, unless it is already; returns `lane`."""
         factors = self._grown(lane + 1, adapter)
         self.owners += [None] * (lane + 1 - len(self.owners))
         if self.owners[lane] is not adapter:
@@ -145,7 +145,7 @@ class Lanes:
         return lane
 
     def _grown(self, num: int, like: FusedAdapter) -> LaneFactors:
-        """Of at least `num` lanes."""
+        """The factors of at least `num` lanes."""
         old = self._factors
         if old is not None and len(old.a[0]) >= num:
             return old
@@ -160,15 +160,15 @@ class Lanes:
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """What one rank class adds to a forward's rows."""
+    """The product that adds the adapters of one rank class to a forward's rows."""
 
     factors: LaneFactors
     gather: Tensor | None = None  # [L * lane_rows] row in each place; None: all rows, in order, evenly over the lanes
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
-    places: Tensor | None = None  # [n] where they stand; None: in order
+    places: Tensor | None = None  # [n] the places of `rows`; None: in order
 
     def add_to(self, y: Tensor, x: Tensor, number: int) -> None:
-        """y [N, out] += B A x [N, in]"""
+        """Adds to y [N, out] B A x, of x [N, in]."""
         spread = x if self.gather is None else x.index_select(0, self.gather)
         a, bs = self.factors.a[number], self.factors.b[number]
         inner = torch.bmm(spread.view(len(a), -1, x.shape[1]), a)
@@ -196,9 +196,9 @@ class LanePlanner:
         self._lanes: dict[int, Lanes] = {}
 
     def plan(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
-        """For a forward of `size` rows of one position each; None: a row of the bare base model.
+        """Plans a forward of `size` rows of one position each; None: a row of the bare base model.
 
-        Rows after those of `adapters` only round the size up; what they get does not count.
+        Rows after those of `adapters` only round the size up; their results do not count.
         """
         present = {a for a in adapters if a is not None}
         if len(present) == 1 and None not in adapters:
@@ -207,7 +207,7 @@ class LanePlanner:
         return [self._spread([a if a and a.rank == rank else None for a in adapters], rank, size) for rank in ranks]
 
     def plan_sequences(self, adapters: Sequence[FusedAdapter]) -> list[Product]:
-        """For a forward of len(adapters) sequences of equal length, end to end, all adapters of one padded rank."""
+        """Plans a forward of len(adapters) sequences of equal length, end to end, all adapters of one padded rank."""
         if all(a is adapters[0] for a in adapters):
             return [uniform(adapters[0])]
         lanes = self._of_rank(adapters[0].rank)
@@ -244,5 +244,5 @@ class LanePlanner:
 
 
 def uniform(adapter: FusedAdapter) -> Product:
-    """All rows of the forward are of one adapter."""
+    """A product for a forward whose rows are all of one adapter."""
     return Product(adapter.factors)

@@ -159,7 +159,7 @@ async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
     decoder, tokenizer = Decoder.load(TINY), ChatTokenizer.load(TINY)
     found: dict[str, float] = {}
     for dtype in DTYPES:
-        engines: dict[str, Engine] = {"torch": TorchEngine.load(TINY, tokenizer, dtype=getattr(torch, dtype))}
+        engines: dict[str, Engine] = {"torch": TorchEngine(Decoder.load(TINY, dtype=getattr(torch, dtype)), tokenizer)}
         if with_vllm:
             engines["vllm"] = vllm_engine(options(dtype), tokenizer)
         for name, engine in engines.items():

@@ -53,7 +53,7 @@ class Shape:
 
 
 def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, vocab: int, inner: int) -> Shape:
-    config = DecoderConfig("qwen3", layers, hidden, heads, kv_heads, head_dim, vocab, 4096, 1e6, 1e-6, tied=True)
+    config = DecoderConfig(layers, hidden, heads, kv_heads, head_dim, vocab, 4096, 1e6, 1e-6, tied=True)
     return Shape(config, inner)
 
 

@@ -13,6 +13,7 @@ the turn goes on from the tokens in the request. When only an engine's process d
     settings.py   reads the settings of one rollout worker
     handler.py    answers a TurnRequest, with no bus and no retry
     engine.py     says what an engine must do
+    turns.py      checks a request, and keeps the turns under way: the same for every engine
     adapters.py   loads adapters into the engine when a request names them, and drops unused ones
     stops.py      finds stop strings in token ids
 """

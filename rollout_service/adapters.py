@@ -1,7 +1,7 @@
-"""Adapters in the engine's memory: pulled from the store when first named, dropped when no request names them.
+"""Loads adapters into the engine when a request names them, and drops unused ones.
 
-Keyed by (tenant, job, version). One in use is never dropped; those that nobody uses are kept, most recent first, up to a
-budget, because a version that was just trained will be named again by the next group.
+Adapters are keyed by (tenant, job, version). One in use is never dropped; those that nobody uses are kept, most recent
+first, up to a budget, because the next group will name the version that was just trained.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import structlog
 from common.adapters import AdapterStore
 from common.errors import MarlaasError
 from common.messages import AdapterRef
+from common.tasks import cancel_all
 from rollout_service.engine import Engine
 
 log = structlog.get_logger()
@@ -23,15 +24,17 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Entry:
+    """An adapter that the engine holds or is loading."""
+
     loading: "asyncio.Task[int]"  # gives the bytes in memory
     users: int = 0
 
 
 class AdapterCache:
-    """Which adapters the engine holds, and for whom. Used from one event loop."""
+    """Knows which adapters the engine holds, and how many requests use each. Used from one event loop."""
 
     def __init__(self, store: AdapterStore, engine: Engine, *, idle_bytes: int) -> None:
-        """`idle_bytes`: what adapters that no request names may take together."""
+        """`idle_bytes`: the most memory of the adapters that no request names, together."""
         self._store = store
         self._engine = engine
         self._idle_bytes = idle_bytes
@@ -42,7 +45,7 @@ class AdapterCache:
 
     @contextlib.asynccontextmanager
     async def hold(self, adapter: AdapterRef) -> AsyncGenerator[None]:
-        """The adapter is resident inside. Concurrent holders share one download.
+        """Keeps the adapter resident inside. Concurrent holders share one download.
 
         Raises NotFound, CorruptObject (it does not match its sha256, or is none of this base) or Unavailable.
         """
@@ -59,7 +62,7 @@ class AdapterCache:
             await self._trim()
 
     def prefetch(self, adapter: AdapterRef) -> None:
-        """A hint: the adapter will soon be named. Failure is found out when it is."""
+        """Loads an adapter that will soon be named. A failure shows when it is named."""
         self._enter(adapter)
 
     def counters(self) -> dict[str, float]:
@@ -67,10 +70,7 @@ class AdapterCache:
         return {"loads": float(self._loads), "load_s": self._load_s}
 
     async def close(self) -> None:
-        tasks = [entry.loading for entry in self._entries.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([entry.loading for entry in self._entries.values()])
         self._entries.clear()
         self._loaded_bytes = 0
 
@@ -94,7 +94,7 @@ class AdapterCache:
         return num_bytes
 
     def _forget_failed(self, adapter: AdapterRef, task: "asyncio.Task[int]") -> None:
-        """A failed download is tried afresh by whoever asks next."""
+        """Makes the next request try a failed download again."""
         if task.cancelled():
             return
         error = task.exception()
@@ -104,7 +104,7 @@ class AdapterCache:
             kind("adapter_not_loaded", adapter=str(adapter), reason=str(error))
 
     async def _trim(self) -> None:
-        """Drop the idle adapters that are over the budget, least recently used first."""
+        """Drops the idle adapters that are over the budget, least recently used first."""
         if self._loaded_bytes <= self._idle_bytes:
             return
         idle = [(a, e.loading.result()) for a, e in self._entries.items() if not e.users and _loaded(e)]

@@ -1,8 +1,6 @@
-"""The one seam of the rollout service: what an engine must do, whoever computes the tokens.
+"""The seam between the rollout service and its engines: says what an engine must do, whatever computes the tokens.
 
-One file touches vLLM, one package torch.
-
-    handler ─ load_files, generate ─► Engine ─ Generated ─► handler
+handler ─ load_files, generate ─► Engine ─ Generated ─► handler
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +12,8 @@ from common.messages import AdapterRef, StopReason, TurnRequest
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
 """Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""
 Beat = Callable[[], None]
+"""Called every BEAT_EVERY_S or so while a turn gets nearer to its end."""
+BEAT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """How far an unfinished turn has come."""
+    """The progress of an unfinished turn."""
 
     tokens: list[int]  # the resumed ones included
     logprobs: list[float]
@@ -45,7 +45,7 @@ class CorruptAdapter(Exception):
 
 
 class Tokenizer(Protocol):
-    """What an engine needs of `common.text.tokens.ChatTokenizer`."""
+    """The part of `common.text.tokens.ChatTokenizer` that an engine uses."""
 
     end_of_turn_ids: tuple[int, ...]
 
@@ -57,7 +57,7 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many turns are generated at once; more wait, in order of arrival."""
+        """The number of turns generated at once; more wait, in order of arrival."""
         ...
 
     @property
@@ -71,33 +71,33 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Ready to generate when it returns; raises if this machine cannot keep the engine's promises."""
+        """Returns when the engine is ready to generate; raises if this machine cannot keep the engine's promises."""
         ...
 
     async def stop(self) -> None:
-        """Turns under way end with CancelledError."""
+        """Ends turns under way with CancelledError."""
         ...
 
     async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
-        """Make an adapter resident from its files (PEFT layout); returns its bytes in memory. Loading twice is harmless.
+        """Makes an adapter resident from its files (PEFT layout); returns its bytes in memory. Loading twice is harmless.
 
         Raises CorruptObject if the files are no adapter of this base model.
         """
         ...
 
     async def drop(self, adapter: AdapterRef) -> None:
-        """Forget a resident adapter and all that was cached under its name. Nothing that names it may be under way."""
+        """Forgets a resident adapter and all that was cached under its name. No turn that names it may be under way."""
         ...
 
     def resident(self) -> list[AdapterRef]:
-        """Adapters that `generate` accepts now; the base model always is, and is not listed."""
+        """Lists the adapters that `generate` accepts now; the base model always is accepted, and is not listed."""
         ...
 
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
-        """Sample one turn, from `request.num_partial` on. Cancelling it takes it out of the batch at once.
+        """Samples one turn, from `request.num_partial` on. Cancelling it takes it out of the batch at once.
 
-        What decides the tokens is the request alone: its base, adapter, tokens, sampling and trajectory, never its
-        neighbours, attempt or time. `torch` keeps that to the bit, but for the last digits where an earlier turn's keys and
+        The request alone decides the tokens: its base, adapter, tokens, sampling and trajectory, never its neighbours,
+        attempt or time. `torch` keeps that to the bit, but for the last digits where an earlier turn's keys and
         values were kept (`MARLAAS_ROLLOUT_TURN_BYTES`); on `vllm` scores differ in their last digits with what else is in
         the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
 
@@ -107,5 +107,5 @@ class Engine(Protocol):
         ...
 
     def partial(self, request_id: str) -> Partial | None:
-        """What was sampled of a turn that is under way or was cancelled lately; None if nothing is known of it."""
+        """The progress of a turn that is under way or was cancelled lately; None if nothing is known of it."""
         ...

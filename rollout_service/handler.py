@@ -1,6 +1,6 @@
-"""A turn request in; a finished turn out. No bus, no retry.
+"""Answers a turn request with a finished turn. Knows no bus and no retry.
 
-What is held is lost with the process, and resumed elsewhere from the request's tokens.
+Turns under way are lost with the process, and resumed elsewhere from the request's tokens.
 
     TurnRequest ─► hold its adapter ─► engine ─► TurnResult ─► env, or the API replica that asked (deltas before it)
 """
@@ -55,7 +55,7 @@ class RolloutHandler:
         self._deterministic = deterministic
 
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
-        """Raises Unavailable when the store is away. Whatever else goes wrong with this request is a failed TurnResult."""
+        """Generates the turn. Raises Unavailable when the store is away; any other trouble of this request is a failed TurnResult."""
         request = self._restarted(message)
         try:
             async with self._adapters.hold(request.adapter):
@@ -67,13 +67,13 @@ class RolloutHandler:
         return [(self._reply_stream(message), _result(request, generated))]
 
     def park(self, message: TurnRequest) -> list[Out]:
-        """The request as it was at the start of its turn goes to the owner; what the turn has cost so far is kept."""
+        """Sends the request to the owner as it was at the start of its turn, with what the turn has cost so far."""
         request = _without_partial(self._charged(message))
         parked = Parked(**message.about(), id=message.id, request=request)
         return [(self._cell.scored(message.partition), parked)]
 
     def drop(self, message: TurnRequest) -> list[Out]:
-        """The owner hears what the trajectory of an ended job had cost; a chat's API replica counts for itself."""
+        """Tells the owner what the trajectory of an ended job had cost; a chat's API replica counts for itself."""
         if message.reply_to:
             return []
         return self.failed(self._charged(message), Failure("cancelled", "the job has ended"))
@@ -159,7 +159,7 @@ class RolloutHandler:
 
 @dataclass(slots=True)
 class Deltas:
-    """Sends tokens as they come, in order; what comes while one message is under way goes into the next."""
+    """Sends tokens as they come, in order; tokens that come while one message is under way go into the next."""
 
     request: TurnRequest
     send: SendDelta
@@ -175,7 +175,7 @@ class Deltas:
         self._changed.set()
 
     def close(self) -> None:
-        """Nothing more comes; `pump` ends once all is sent."""
+        """Says that no more tokens come; `pump` ends once all are sent."""
         self._closed = True
         self._changed.set()
 
@@ -222,7 +222,7 @@ def _result(request: TurnRequest, generated: Generated) -> TurnResult:
 
 
 def _prompt_tokens(request: TurnRequest) -> int:
-    """What the model reads and did not write; a prompt that neighbours share counts for each of them."""
+    """The number of tokens that the model reads and did not write; a prompt that neighbours share counts for each of them."""
     return int((request.written.numpy() == 0).sum())
 
 

@@ -7,20 +7,20 @@ from pydantic import Field, field_validator
 from common.settings import Settings
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can be started with."""
+"""Largest ranks that vLLM can be started with."""
 
 
 class RolloutSettings(Settings):
     """Environment variables `MARLAAS_<NAME>`."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    """Who computes the tokens."""
+    """The engine that computes the tokens."""
     rollout_device: str = "cpu"
     """A torch device: cpu, cuda, cuda:1. For vLLM cpu or cuda; CUDA_VISIBLE_DEVICES chooses among several."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base model and the adapters; log-probs are always float32. auto: bfloat16 for vLLM on CUDA, else float32."""
+    """The dtype of the base model and the adapters; log-probs are always float32. auto: bfloat16 for vLLM on CUDA, else float32."""
     rollout_threads: int = Field(default=1, ge=1)
-    """Of torch. Deterministic mode needs 1."""
+    """Threads of torch. Deterministic mode needs 1."""
     rollout_slots: int = Field(default=64, ge=1)
     """Turns generated at once."""
     rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
@@ -28,8 +28,8 @@ class RolloutSettings(Settings):
     rollout_prefix_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for keys and values of prompts, kept for the other samples of a group."""
     rollout_turn_bytes: int = Field(default=64 << 20, ge=0)
-    """Memory for keys and values of trajectories whose tools are at work, kept for their next turn. Of the torch engine; not
-    used in deterministic mode."""
+    """Memory for keys and values of trajectories whose tools are at work, kept for their next turn. Only the torch engine
+    uses it, and not in deterministic mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment."""
     vllm_max_loras: int = Field(default=8, ge=1)
@@ -39,7 +39,7 @@ class RolloutSettings(Settings):
     vllm_tensor_parallel: int = Field(default=1, ge=1)
     """Devices over which the base model is spread."""
     vllm_memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Of a CUDA device's memory that vLLM takes for weights, adapters, keys and values."""
+    """The share of a CUDA device's memory that vLLM takes for weights, adapters, keys and values."""
     vllm_enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts faster, samples slower. On the CPU always."""
 
@@ -52,7 +52,7 @@ class RolloutSettings(Settings):
 
     @property
     def dtype(self) -> str:
-        """What `rollout_dtype` means here."""
+        """The dtype that `rollout_dtype` stands for here."""
         if self.rollout_dtype != "auto":
             return self.rollout_dtype
         return "bfloat16" if self.engine == "vllm" and self.rollout_device != "cpu" else "float32"

@@ -1,9 +1,9 @@
-"""Stop strings, found in token ids: the tokens that complete one are kept, text is cut by the reader."""
+"""Finds stop strings in token ids. The tokens that complete one are kept; the reader cuts the text."""
 
 from collections.abc import Callable, Sequence
 
 STOP_MARGIN = 4
-"""Tokens decoded beyond a stop string's bytes when looking for it: a character may need so many."""
+"""Tokens decoded beyond a stop string's bytes in the search for it: one character may need so many."""
 
 
 def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:

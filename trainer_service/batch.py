@@ -1,4 +1,4 @@
-"""The training batch as arrays, checked.
+"""Checks a training batch, as arrays.
 
 Axes: R rows (trajectories), T tokens of one row.
 """
@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows sorted by (group, sample)."""
+    """A training batch: rows sorted by (group, sample)."""
 
     tokens: list[Ints]  # R times [T]
     logprobs: list[Floats]  # R times [T], log-prob of each token at sampling
@@ -40,7 +40,7 @@ class Batch:
 
 
 def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> Batch:
-    """The rows of a TrainStep that trains `version`.
+    """Parses the rows of a TrainStep that trains `version`.
 
     A token at position 0 is never trained: nothing predicts it. Raises InvalidInput for rows that contradict themselves
     or the base model, TrainingFailed for rewards and log-probs that are not finite numbers.

@@ -1,10 +1,10 @@
-"""Steps of many jobs trained together: a step joins between two micro-batches and leaves when its own are done.
+"""Trains steps of many jobs together: a step joins between two micro-batches and leaves when its own are done.
 
 waits for: a step   unblocked by: the handler
 
-Steps are served by age, so none waits for the slowest, and none is overtaken for ever. What is wrong with a step is
-raised to its own caller. An error that a micro-batch cannot put down to one step (memory that ran out, a fault of ours) makes
-each step begin again, alone, so that it fails for the one that causes it and for no other.
+Steps are served by age, so none waits for the slowest, and none is overtaken for ever. The error of a step goes to its own
+caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a fault of ours) makes each step
+begin again, alone, so that only the step that causes it fails.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A step that somebody waits for."""
+    """A step that a caller waits for."""
 
     message: TrainStep
     state: TrainState
@@ -37,16 +37,16 @@ class _Member:
 
 @dataclass(slots=True)
 class Fusion:
-    """Runs a trainer in a thread for whoever waits for a step."""
+    """Runs a trainer in a thread for the callers that wait for a step."""
 
     trainer: Trainer
     compute_s: float = 0.0
-    """In forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
+    """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
 
     async def train(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
-        """The step's result; raises as `Trainer.begin` and `finish`. `beat` is called after every micro-batch.
+        """Trains the step; returns its result, and raises as `Trainer.begin` and `finish`. `beat` is called after every micro-batch.
 
         A caller that is cancelled takes its step out before the next micro-batch.
         """
@@ -71,7 +71,7 @@ class Fusion:
                     member.result.set_result(outcome)
 
     def _round(self, members: list[_Member]) -> "dict[_Member, Trained | Exception]":
-        """One micro-batch, in the computing thread. Returns who leaves, and with what."""
+        """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
         now = compute_clock(self.trainer.decoder.device)
         since = now()
         outcomes = self._advanced(members)
@@ -117,7 +117,7 @@ class Fusion:
 
 
 def _tried(call: Callable[[], T]) -> T | Exception:
-    """What the call returns, or its error, for whoever waits for the step."""
+    """Returns the call's result or its error, for the caller that waits for the step."""
     try:
         return call()
     except Exception as error:

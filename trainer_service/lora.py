@@ -1,9 +1,9 @@
-"""Trainable LoRA factors of many adapters side by side, and linear layers that train them and nothing else.
+"""Holds the trainable LoRA factors of many adapters side by side, with linear layers that train them and nothing else.
 
 Each sequence of a micro-batch goes through its own adapter: one batched product a factor serves all adapters of a shape,
 however many there are. Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
 W is frozen, so no gradient of it is ever made; dA and dB are added in place into the adapter's gradient, sequence by
-sequence, so that their bits do not depend on what else is in the micro-batch.
+sequence, so that their bits do not depend on the rest of the micro-batch.
 
 Axes: B sequences, T positions, C places of a stack, P all values of an adapter.
 """
@@ -22,7 +22,7 @@ from common.messages import LoraSpec
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """How the values of an adapter lie in one flat tensor [P]: by name, A before B. Equal layouts share their products."""
+    """The order of an adapter's values in one flat tensor [P]: by name, A before B. Equal layouts share their products."""
 
     rank: int
     names: tuple[str, ...]
@@ -41,18 +41,18 @@ class AdapterLayout:
         return len({name.split(".")[1] for name in self.names})
 
     def cut(self, values: Tensor) -> list[Tensor]:
-        """[..., P] -> views [..., *shape]"""
+        """Cuts [..., P] into views [..., *shape]."""
         pieces = values.split([shape.numel() for shape in self.shapes], dim=-1)
         return [piece.view(*piece.shape[:-1], *shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
 def flatten(adapter: Adapter) -> Tensor:
-    """All values in one new tensor [P]."""
+    """Copies all values into one new tensor [P]."""
     return torch.cat([factor.reshape(-1) for factor in _factors(adapter)])
 
 
 def unflatten(values_P: Tensor, layout: AdapterLayout, spec: LoraSpec) -> Adapter:
-    """An adapter that is a view of `values_P`."""
+    """Makes an adapter that is a view of `values_P`."""
     factors = layout.cut(values_P)
     a, b = (dict(zip(layout.names, factors[side::2], strict=True)) for side in (0, 1))
     return Adapter(spec, a, b)
@@ -64,8 +64,8 @@ def _factors(adapter: Adapter) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class LayerFactors:
-    """One layer's adapters in a stack: a [C, rank, in], b [C, out, rank], and their gradients, contiguous: adding to a strided
-    tensor by index takes ten times as long."""
+    """One linear layer's factors of all adapters in a stack: a [C, rank, in], b [C, out, rank], and their gradients, contiguous:
+    adding to a strided tensor by index takes ten times as long."""
 
     a: Tensor
     b: Tensor
@@ -90,7 +90,7 @@ class AdapterStack:
         self.factors: dict[str, LayerFactors] = {}
 
     def put(self, values_P: Tensor, scale: float) -> int:
-        """The place of a copy of an adapter, its gradient 0."""
+        """Copies an adapter into the stack, with gradient 0; returns its place."""
         if not self._free:
             self._grow()
         place = self._free.pop()
@@ -101,7 +101,7 @@ class AdapterStack:
         return place
 
     def take(self, place: int) -> tuple[Tensor, Tensor]:
-        """Copies of the values and the gradient of an adapter, [P] both; the second until the next call."""
+        """Copies the values and the gradient of an adapter, [P] both; the gradient is valid until the next call."""
         grads = [grad[:, place].flatten(1) for grad in self._grads]
         torch.cat(grads, dim=1, out=self._taken.view(self._layout.num_layers, -1))
         return self._values_CP[place].clone(), self._taken
@@ -196,7 +196,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _gathered(part: Part, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each sequence's A [B, rank, in] and B [B, out, rank]."""
+    """Gathers each sequence's A [B, rank, in] and B [B, out, rank]."""
     factors = part.stack.factors[name]
     a, b = (factor.index_select(0, part.places_B) for factor in (factors.a, factors.b))
     return a.to(dtype), b.to(dtype)
@@ -210,5 +210,5 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add(totals: Tensor, places_B: Tensor, grads: Tensor) -> None:
-    """Each sequence's gradient to its adapter's, in order of the sequences."""
+    """Adds each sequence's gradient to its adapter's, in order of the sequences."""
     totals.index_add_(0, places_B, grads.to(totals.dtype))

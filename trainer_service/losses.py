@@ -1,4 +1,4 @@
-"""The seven policy-gradient losses: advantages, ratios, clips, aggregation.
+"""Computes the seven policy-gradient losses: advantages, ratios, clips, aggregation.
 
     loss     advantage         ratio to the sampling policy        clip           mean over           source
     grpo     (R - mean) / std  token                               .2 / .2        tokens of a row,    arXiv 2402.03300, eq. 3
@@ -11,8 +11,9 @@
     gspo     (R - mean) / std  geometric mean over the row         3e-4 / 4e-4    as grpo             arXiv 2507.18071, eq. 5
     ppo      (R - mean) / std  token                               .2 / .2        tokens of the batch arXiv 1707.06347, eq. 7
 
-`clip_low`, `clip_high` are distances from 1 (r in [1 - low, 1 + high]), for `cispo` the bounds of the weight themselves.
-`is_clip` matters to losses without a ratio only (truncated importance sampling: Espeholt et al. 2018, arXiv 1802.01561).
+`clip_low`, `clip_high` are distances from 1 (r in [1 - low, 1 + high]); for `cispo` they are the bounds of the weight.
+`is_clip` bounds the weight of a loss without a ratio (truncated importance sampling: Espeholt et al. 2018, arXiv 1802.01561)
+and, with `truncate_ratios`, the ratio of the others.
 std is the sample's (n - 1), plus 1e-6, as in verl and TRL. A group of equal rewards, or of one row, has advantage 0.
 `mask_truncated` is DAPO's overlong filtering: a truncated row's reward still counts in its group's mean and std (it is a
 sample of the policy like any other), but the row is left out of the loss, numerator and denominators.
@@ -37,7 +38,7 @@ MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as exp(20) without gradient: ex
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What sets one loss apart from the others."""
+    """The properties in which the losses differ."""
 
     advantage: Literal["standardised", "centred", "leave_one_out"]
     ratio: Literal["token", "sequence", "weight", "none"]
@@ -59,7 +60,7 @@ RULES: dict[LossName, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """What the whole batch and its loss decide about each row, so that micro-batches only add up, and may mix jobs."""
+    """The terms of each row that depend on the whole batch and its loss: with them, micro-batches only add up, and may mix jobs."""
 
     advantages_R: Floats
     weights_R: Floats  # factor of each token's loss: the reciprocal of its denominator; 0: not in the loss
@@ -73,12 +74,13 @@ class RowTerms:
 
     @classmethod
     def join(cls, parts: "Sequence[tuple[RowTerms, Sequence[int]]]") -> "RowTerms":
-        """The terms of some rows of each of several batches, one after the other."""
+        """Joins the terms of some rows of each of several batches, one after the other."""
         columns = [[getattr(terms, f.name)[list(rows)] for terms, rows in parts] for f in fields(cls)]
         return cls(*(np.concatenate(column) for column in columns))
 
 
 def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
+    """Computes the terms of each row of a batch."""
     rule = RULES[spec.name]
     advantages_R = advantages(batch.rewards_R, batch.groups_R, rule.advantage)
     kept_R = batch.num_written_R() > 0
@@ -100,7 +102,7 @@ def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
 
 
 def _bounds(rule: Rule, spec: LossSpec) -> tuple[float, float]:
-    """Of the ratio, or of the weight."""
+    """The bounds of the ratio, or of the weight."""
     low = rule.clip_low if spec.clip_low is None else spec.clip_low
     high = rule.clip_high if spec.clip_high is None else spec.clip_high
     if rule.ratio == "none":
@@ -109,7 +111,7 @@ def _bounds(rule: Rule, spec: LossSpec) -> tuple[float, float]:
 
 
 def advantages(rewards_R: Floats, groups_R: Ints, kind: str) -> Floats:
-    """Each row's reward against those of its group, [R]."""
+    """Compares each row's reward with those of its group, [R]."""
     advantages_R = np.zeros(len(rewards_R))
     for group in np.unique(groups_R):
         member_R = groups_R == group
@@ -142,11 +144,11 @@ def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
 
 
 def token_losses(terms: RowTerms, logprobs_RW: Tensor, sampled_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, whether the clip binds) of each token, [R, W] both; the weighted sum of the first is the policy loss.
+    """Computes (loss, whether the clip binds) of each token, [R, W] both; the weighted sum of the first is the policy loss.
 
     One formula for all losses, so that rows of different jobs share it. `sampled_RW`: log-probs at sampling; only places
-    in `written_RW` are tokens, the others' values count nowhere. The clip binds where it takes away the gradient, and
-    where the ratio is a weight, where it changes the weight.
+    in `written_RW` are tokens, the others' values count nowhere. The clip binds where it takes away the gradient; where
+    the ratio is a weight, it binds where it changes the weight.
     """
     advantages_R1, low_R1, high_R1 = (
         column(values, logprobs_RW) for values in (terms.advantages_R, terms.low_R, terms.high_R)
@@ -195,8 +197,8 @@ def k3(logprobs: Tensor, base: Tensor) -> Tensor:
 
 
 def off_policy(logprobs_RW: Tensor, sampled_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far the trained policy is from the one that sampled: (KL(sampling || trained), ratio r, r²) of each token, [R, W];
-    0 where there is none. In float64, and k3 as expm1: what rounding leaves of log r is about 1e-7, and of its square 1e-14."""
+    """Compares the trained policy with the one that sampled: (KL(sampling || trained), ratio r, r²) of each token, [R, W]; 0 where
+    there is none. Uses float64, and k3 as expm1: rounding leaves about 1e-7 of log r, and 1e-14 of its square."""
     difference_RW = (logprobs_RW.detach().double() - sampled_RW.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_RW = difference_RW.exp() * written_RW
     return (difference_RW.expm1() - difference_RW) * written_RW, ratio_RW, ratio_RW.square()

@@ -1,4 +1,4 @@
-"""How much memory a micro-batch takes on the base model at hand, measured at a trainer's start."""
+"""Measures at a trainer's start how much memory a micro-batch takes on its base model."""
 
 import os
 from collections.abc import Callable
@@ -22,10 +22,10 @@ NUM_WRITTEN = 9
 
 
 def measured(trainer: Trainer, num_bytes: int) -> Budget:
-    """The trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now.
+    """Measures the trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now.
 
     A micro-batch keeps its activations for the backward; probes of one group and of two tell what a token adds, and in a
-    branched sequence a pair of positions. With checkpointing that is kept of one layer at a time, and of the others the input.
+    branched sequence a pair of positions. With checkpointing only one layer at a time keeps them, and the others their input.
     """
     plain = replace(trainer, budget=Budget(1 << 30), share_prefixes=False, run_layer=directly)
     shared = replace(plain, share_prefixes=True)
@@ -42,14 +42,14 @@ def measured(trainer: Trainer, num_bytes: int) -> Budget:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses."""
+    """The memory that no process uses."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
-    """Bytes that the one micro-batch of a step on random tokens keeps for its backward."""
+    """Measures the bytes that the one micro-batch of a step on random tokens keeps for its backward."""
     num_rows = num_groups * GROUP_SIZE
     ids: dict[str, Any] = {"id": "", "tenant": "", "job": "", "partition": 0, "adapter": AdapterRef("", "", 0)}
     made: dict[str, Any] = {**ids, "seed": 0, "lora": LoraSpec(rank=3)}
@@ -61,7 +61,7 @@ def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
 
 
 def kept_bytes(run: Callable[[], None]) -> int:
-    """Bytes of all storages that the forwards in `run` keep for their backwards."""
+    """Counts the bytes of all storages that the forwards in `run` keep for their backwards."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-probabilities of trained tokens under the base model with adapters, differentiable in the adapters.
+"""Computes log-probabilities of trained tokens under the base model with adapters, differentiable in the adapters.
 
 Axes: B sequences, T positions, M trained tokens of the micro-batch, E hidden, V vocabulary.
 """
@@ -20,9 +20,8 @@ from trainer_service.packing import Cost, Tree
 
 MAX_SCORES = 1 << 22  # logits that exist at one time
 MIN_ROWS = 8  # of a matrix product
-ATTENTION_COST = (
-    4  # time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU
-)
+ATTENTION_COST = 4
+"""Time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +34,22 @@ class Inputs:
     predictors_M: Tensor  # index into the flattened B x T
     targets_M: Tensor  # token ids
     temperatures_M: Tensor
-    num_padding: int
 
 
 def make_inputs(
-    batch: Sequence[Tree], targets: Sequence[Ints], temperatures: Sequence[float], decoder: Decoder, *, multiple: int
+    trees: Sequence[Tree], targets: Sequence[Ints], temperatures: Sequence[float], decoder: Decoder, *, multiple: int
 ) -> Inputs:
-    """`targets`, `temperatures`: trained token ids by (sequence, row), and of each row; T is rounded up to `multiple`."""
-    width = -(-max(len(tree) for tree in batch) // multiple) * multiple
-    tokens_BT, positions_BT, branches_BT = np.zeros((3, len(batch), width), np.int64)
+    """`targets`, `temperatures`: of each row, sequence by sequence, trained token ids and temperature. T: a multiple of `multiple`."""
+    width = -(-max(len(tree) for tree in trees) // multiple) * multiple
+    tokens_BT, positions_BT, branches_BT = np.zeros((3, len(trees), width), np.int64)
     branches_BT -= 1
     predictors: list[Ints] = []
-    for i, tree in enumerate(batch):
+    for i, tree in enumerate(trees):
         tokens_BT[i, : len(tree)], positions_BT[i, : len(tree)] = tree.tokens, tree.positions
         branches_BT[i, : len(tree)] = tree.branches
         predictors += [row_M + i * width for row_M in tree.predictors]
     device, dtype = decoder.device, decoder.embedding.dtype
-    branched = any(tree.branched for tree in batch)
+    branched = any(tree.branched for tree in trees)
     temperatures_M = np.repeat(np.array(temperatures, np.float32), [len(row_M) for row_M in targets])
     return Inputs(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
@@ -60,12 +58,11 @@ def make_inputs(
         predictors_M=torch.from_numpy(np.concatenate(predictors)).to(device),
         targets_M=torch.from_numpy(np.concatenate(targets)).to(device),
         temperatures_M=torch.from_numpy(temperatures_M).to(device),
-        num_padding=len(batch) * width - sum(len(tree) for tree in batch),
     )
 
 
 def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a position sees another, else -inf: backwards, the shared beginning and its own branch. [B, 1, T, T]"""
+    """0 where a position sees another: up to itself in its own branch and in the shared beginning; else -inf. [B, 1, T, T]"""
     to, by = branches_BT[:, None, None, :], branches_BT[:, None, :, None]
     seen = ((to == by) | (to == 0)).tril()
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
@@ -100,7 +97,7 @@ def compile_parts(decoder: Decoder) -> None:
 
 
 def sequence_cost(decoder: Decoder) -> Cost:
-    """What sequences cost in this base model. It only decides how rows are packed."""
+    """The cost of sequences in this base model. It only decides how rows are packed."""
     shapes = decoder.linear_shapes().values()
     config = decoder.config
     per_token = sum(out * width for out, width in shapes) // config.num_layers
@@ -122,8 +119,8 @@ def _attend(decoder: Decoder, bias_BTT: Tensor | None) -> Attend:
 class _TargetLogprobs(torch.autograd.Function):
     """Hidden states [M, E] and a frozen head [V, E] -> log-probs [M], without keeping [M, V].
 
-    d logprob / d hidden = (head[target] - softmax @ head) / temperature does not depend on what comes back from the loss,
-    so it is made in the forward, a chunk of M at a time, and backward is one product by rows.
+    d logprob / d hidden = (head[target] - softmax @ head) / temperature does not depend on the loss's gradient, so the
+    forward computes it, a chunk of M at a time, and the backward is one product by rows.
     """
 
     @staticmethod
@@ -149,6 +146,6 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _head(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W', [M, O]. A product of few rows takes another kernel, with other bits: it is given more."""
+    """x W', [M, O]. Adds rows to a product of few, which would take another kernel, with other bits."""
     missing = max(0, MIN_ROWS - len(x_MI))
     return F.linear(F.pad(x_MI, (0, 0, 0, missing)), weight_OI)[: len(x_MI)]

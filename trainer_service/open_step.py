@@ -1,4 +1,4 @@
-"""One job's optimiser step while its micro-batches are under way, and the figures that it ends with.
+"""Holds one job's optimiser step while its micro-batches are under way, and computes its metrics.
 
 Axes: R rows of the batch, P all values of the adapter.
 """
@@ -53,12 +53,12 @@ class Trained:
 
 
 FIGURES = ("loss", "kl", "clipped", "gap", "num_gap", "num_trained", "sampling_kl", "ratio", "ratio_square")
-"""What is summed over a step's tokens, and added up over micro-batches."""
+"""The figures that are summed over a step's tokens and micro-batches."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """What micro-batches add up."""
+    """The sums to which each micro-batch adds."""
 
     figures_K: Floats = field(default_factory=lambda: np.zeros(len(FIGURES)))
     num_forward: int = 0
@@ -68,7 +68,7 @@ class Sums:
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """What is left to do, and what was added up; the gradient lies in the stack."""
+    """A step with its open sequences and its sums so far; the gradient lies in the stack."""
 
     message: TrainStep
     state: TrainState
@@ -85,7 +85,7 @@ class OpenStep:
         return not self.queue
 
     def fail(self, reason: str) -> None:
-        """Nothing of it needs to be computed any more."""
+        """Makes the step fail; nothing of it needs to be computed any more."""
         self.failure = TrainingFailed(reason)
         self.queue = []
 
@@ -94,7 +94,7 @@ class OpenStep:
 
 
 def check_spec(message: TrainStep) -> None:
-    """Raises InvalidInput for a step that no batch can make sense of."""
+    """Raises InvalidInput for a step that makes no sense, whatever its batch."""
     if not message.loss.temperature > 0:
         raise InvalidInput("training needs a temperature above 0", param="temperature")
     if not 0 <= message.optim.learning_rate <= MAX_LEARNING_RATE:
@@ -102,7 +102,7 @@ def check_spec(message: TrainStep) -> None:
 
 
 def batch_metrics(batch: Batch, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
-    """What is known without a forward. `entropy`: of the sampling policy a token, estimated by its own samples."""
+    """Metrics that need no forward. `entropy`: of the sampling policy for a token, estimated by its own samples."""
     if not len(batch):
         return {"no_signal": 1.0, "num_rows": 0.0, "num_groups": 0.0}
     sampled = np.concatenate([values[mask] for values, mask in zip(batch.logprobs, batch.written, strict=True)])
@@ -123,7 +123,7 @@ def batch_metrics(batch: Batch, terms: RowTerms, message: TrainStep) -> dict[str
 
 
 def _step_metrics(sums: Sums, message: TrainStep, grad_norm: float) -> dict[str, float | None]:
-    """What the forwards showed; None where there was nothing to measure.
+    """Metrics of the forwards; None where there was nothing to measure.
 
     `ess_share`: Kish's effective sample size of the trained tokens, each weighed by its probability ratio to the sampling
     policy, as a share of their number: (Σr)² / (n Σr²). 1: all weigh the same.

@@ -1,4 +1,4 @@
-"""From rows to what goes through the base model: sequences, and micro-batches of sequences.
+"""Packs rows into sequences, and sequences into micro-batches.
 
 The trajectories of a group begin with the same tokens. A sequence is a tree of such rows: the shared beginning once, then
 each row's own tokens as a branch that sees the beginning and itself. The gradient is the same, at a fraction of the tokens
@@ -19,8 +19,8 @@ import numpy as np
 from trainer_service.batch import Batch, Bools, Ints
 
 PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
-WINDOW = 2  # micro-batches' worth of work that is looked at
-PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: what the overhead of one micro-batch more is worth
+WINDOW = 2  # a micro-batch is chosen from work for so many
+PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as the overhead of one micro-batch more
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Cost:
 
 
 def trees(batch: Batch, active_R: Bools, cost: Cost | None) -> list[Tree]:
-    """All active rows as sequences, in order of group. `cost` None: each row on its own."""
+    """Packs all active rows into sequences, in order of group. `cost` None: each row on its own."""
     made: list[Tree] = []
     active = np.flatnonzero(active_R)
     for group in np.unique(batch.groups_R[active]):
@@ -71,7 +71,7 @@ def trees(batch: Batch, active_R: Bools, cost: Cost | None) -> list[Tree]:
 
 
 def _best_size(batch: Batch, rows: list[int], cost: Cost) -> int:
-    """How many rows to a tree is cheapest: all of the group, half of it, a quarter, ..., 1."""
+    """The cheapest number of rows to a tree: all of the group, half of it, a quarter, ..., 1."""
     lengths = [len(_inputs(batch, row)) for row in rows]
     shared = _common(batch, rows)
     best, best_cost = 1, sum(cost.of(n, dense=False) for n in lengths)
@@ -91,7 +91,7 @@ def _inputs(batch: Batch, row: int) -> Ints:
 
 
 def _common(batch: Batch, rows: list[int]) -> int:
-    """Length of the rows' common beginning."""
+    """The length of the rows' common beginning."""
     inputs = [_inputs(batch, row) for row in rows]
     shortest = min(len(tokens) for tokens in inputs)
     differs = np.zeros(shortest, bool)
@@ -125,7 +125,7 @@ def _tree(batch: Batch, rows: list[int]) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a micro-batch may hold, padding included. A lone sequence may exceed it."""
+    """The limits of a micro-batch, padding included. A lone sequence may exceed them."""
 
     tokens: int = 2048
     num_bytes: float = math.inf
@@ -139,12 +139,12 @@ class Budget:
 
 
 def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
-    """A job's open sequences in the order in which they are trained: longest first, `exact`: widest first, then by group."""
+    """Sorts a job's open sequences as they are trained: longest first; `exact`: widest first, then by group."""
     return sorted(sequences, key=lambda tree: tree.kind if exact else len(tree), reverse=True)
 
 
 def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact: bool) -> list[list[Tree]]:
-    """What comes next of each job's open sequences, jobs by age, sequences as `in_order`; at least one of the oldest job.
+    """Chooses the next of each job's open sequences, jobs by age, sequences as `in_order`; at least one of the oldest job.
 
     The oldest jobs whose work fills WINDOW micro-batches take part: the others would only delay them. The oldest job's
     longest sequence gives the width, and the others follow by length while padding is cheaper than a micro-batch more.

@@ -6,16 +6,13 @@ many sequences and of one, with shared prefixes and without: weights and moments
 """
 
 import hashlib
-import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from base_model.decoder import Decoder
-from base_model.device import prepare_cpu
-from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, refuse
+from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, run_selftest
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.rng import bits, uniform
 from trainer_service.open_step import Trained, TrainState
@@ -69,7 +66,7 @@ def _together(trainer: Trainer, steps: list[TrainStep], states: list[TrainState]
 
 
 def _through_bytes(state: TrainState) -> TrainState:
-    """As another trainer would find it in the store."""
+    """The state as another trainer would read it from the store."""
     moments = load_moments(save_moments(state.moments), len(state.values_P), state.values_P.device)
     return TrainState.of(state.adapter, moments)
 
@@ -102,7 +99,7 @@ def _step(number: int, version: int) -> TrainStep:
 
 
 def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: int, version: int = 0) -> Rows:
-    """Random tokens, by row so many of the prompt and so many written; rows of a group begin alike, no two groups are equal."""
+    """Rows of random tokens, with these numbers of prompt and written tokens; rows of a group begin alike, no two groups do."""
     groups, samples = np.divmod(np.arange(len(num_prompt)), group_size)
     tokens = [
         np.concatenate([bits(version, "asked", group, np.arange(p)), bits(version, "answer", row, np.arange(w))])
@@ -123,8 +120,4 @@ def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: 
 
 
 if __name__ == "__main__":
-    prepare_cpu(num_threads=1)
-    try:
-        selftest(Trainer(Decoder.load(sys.argv[1]), deterministic=True))
-    except NotDeterministic as error:
-        refuse(error)
+    run_selftest(lambda decoder, _: selftest(Trainer(decoder, deterministic=True)))

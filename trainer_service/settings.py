@@ -13,20 +13,20 @@ class TrainerSettings(Settings):
     trainer_device: str = "cpu"
     """A torch device: cpu, cuda, cuda:1."""
     trainer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the base model; adapters and moments are always float32."""
+    """The dtype of the base model; adapters and moments are always float32."""
     trainer_threads: int = Field(default=1, ge=1)
-    """Of torch. Deterministic mode needs 1."""
+    """Threads of torch. Deterministic mode needs 1."""
     trainer_slots: int = Field(default=32, ge=1)
     """Steps of different jobs that are trained together at most."""
     trainer_micro_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens in one forward and backward, padding included: on a CPU more do not make it faster, a GPU wants as
     many as its memory holds. Results depend on it by rounding only, in deterministic mode not at all."""
     trainer_memory_bytes: int = Field(default=0, ge=0)
-    """What one forward and backward may take, by a measurement at the start. 0: half of what is free then."""
+    """Memory that one forward and backward may take, by a measurement at the start. 0: half of what is free then."""
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time."""
     trainer_compile: bool = False
-    """Let torch compile what stands between the matrix products, half a minute at the start: a seventh less memory. Made
+    """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
     for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode does without."""
     trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
-    """Of adapters with optimiser state that are kept in memory between their steps, least recently used dropped first."""
+    """Memory for adapters with optimiser state, kept between their steps; the least recently used are dropped first."""

@@ -1,9 +1,9 @@
-"""Optimiser steps of many jobs at once: version v and a batch in, version v+1 and its metrics out, job by job.
+"""Runs optimiser steps of many jobs at once: version v and a batch in, version v+1 and its metrics out, job by job.
 
     begin ─► micro_batch, micro_batch, ... ─► finish        (or `discard` on the way)
 
-Rows of all open steps go through the base model in the same forward and backward, each through its own adapter. What jobs
-share is the base model alone: factors, gradients, clipping and optimiser state are each job's own, every product has
+Rows of all open steps go through the base model in the same forward and backward, each through its own adapter. Jobs
+share the base model alone: factors, gradients, clipping and optimiser state are each job's own, every product has
 the rows of one job, and no number of one job ever meets a number of another's, so that a NaN stays where it is.
 
 Axes: R rows and M trained tokens of a micro-batch, T its positions, W places for the trained tokens of a row.
@@ -32,7 +32,7 @@ from trainer_service.optimiser import Moments
 from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, trees
 
 Taken = Sequence[tuple[OpenStep, Sequence[Tree]]]
-"""A micro-batch: the sequences of each step, steps of one stack side by side."""
+"""A micro-batch: the sequences of each step, those of one stack side by side."""
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class Trainer:
     )
 
     def init(self, message: Init) -> TrainState:
-        """Version 0. Raises InvalidInput for targets that the base does not have."""
+        """Makes version 0. Raises InvalidInput for targets that the base does not have."""
         adapter = init_adapter(message.lora, self.decoder.linear_shapes(), message.seed)
         return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.decoder.device))
 
     def step(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
-        """One step alone; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
+        """Runs one step alone; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
         step = self.begin(message, state)
         while not step.done:
             self.micro_batch([step])
@@ -79,7 +79,7 @@ class Trainer:
         return step
 
     def finish(self, step: OpenStep) -> Trained:
-        """The next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
+        """Makes the next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
         start = time.perf_counter()
         try:
             if step.failure is not None:
@@ -93,18 +93,18 @@ class Trainer:
         return Trained(state, step.metrics(norm) | {"train_s": seconds}, step.batch.num_tokens(), seconds)
 
     def discard(self, step: OpenStep) -> None:
-        """Forget an open step."""
+        """Forgets an open step."""
         step.stack.remove(step.place)
 
     def _stack(self, layout: lora.AdapterLayout) -> lora.AdapterStack:
-        """Empty ones are kept until another layout needs the room."""
+        """The stack of a layout; empty stacks are kept until another layout needs the room."""
         if layout not in self._stacks:
             self._stacks = {other: stack for other, stack in self._stacks.items() if not stack.empty}
             self._stacks[layout] = lora.AdapterStack(layout, self.decoder.device)
         return self._stacks[layout]
 
     def micro_batch(self, steps: Sequence[OpenStep]) -> None:
-        """One forward and backward over some of the open sequences of these steps, oldest first; none of them is done.
+        """Runs one forward and backward over some of the open sequences of these steps, oldest first; none of them is done.
 
         A step whose loss is not finite fails, and only that one.
         """
@@ -119,7 +119,7 @@ class Trainer:
         _credit(taken, sums_KR.cpu().numpy(), inputs.tokens_BT.shape[1], start)
 
     def _take(self, steps: Sequence[OpenStep]) -> Taken:
-        """Moves what comes next out of the steps' queues."""
+        """Takes the next micro-batch out of the steps' queues."""
         found = next_micro_batch([step.queue for step in steps], self.budget, exact=self.deterministic)
         taken = [(step, sequences) for step, sequences in zip(steps, found, strict=True) if sequences]
         for step, sequences in taken:
@@ -199,7 +199,7 @@ def _credit(taken: Taken, figures_KR: Floats, width: int, start: float) -> None:
 
 
 def _advance(step: OpenStep) -> tuple[TrainState, float]:
-    """The state after clipping and applying the gradient, and the gradient's norm."""
+    """Clips and applies the gradient; returns the new state and the gradient's norm."""
     values_P, grad_P = step.stack.take(step.place)
     norm = optimiser.clip_gradient(grad_P, step.message.optim.grad_clip)
     if not math.isfinite(norm):

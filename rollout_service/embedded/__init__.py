@@ -1,18 +1,18 @@
 """The engine in torch: requests come in, tokens with log-probs go out, one step for all rows at a time.
 
     torch_engine ─ commands ─► batch: admit ─► prefill ─► step (fused ─► sampler) ─► ended rows, new tokens ─► torch_engine
-                                        seats, kv: where the rows stand            prefix: what is kept for later
+                                        seats, kv: the rows under way             prefix: keys and values kept for later
 
 Its files:
 
-    torch_engine.py   runs the batch in a thread of its own
+    torch_engine.py   runs the rows in a thread of its own
     batch.py          lets rows join, advance one token a step together, and leave
-    seats.py          keeps what is known of each row, as arrays
+    seats.py          keeps the state of each row under way, as arrays
     prefill.py        computes the keys and values that a turn needs before its first token
     prefix.py         keeps keys and values of prompts and of trajectories for later turns
     kv.py             holds the keys and values of the rows under way
     fused.py          computes the base model with few and large operations
     sampler.py        draws tokens from scores, with exact log-probs
-    meter.py          counts what the batch has done
+    meter.py          counts forwards, their rows, tokens and seconds
     selftest.py       checks that a turn's bits do not depend on what runs beside it
 """

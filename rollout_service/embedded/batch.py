@@ -25,14 +25,17 @@ from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
 from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.prefill import Prefill, key_of
+from rollout_service.embedded.prefill import Prefill, prefix_key
 from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
 from rollout_service.embedded.seats import Seats, TurnRow
+from rollout_service.engine import Partial
 from rollout_service.stops import first_stop
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
+    """Sizes of one engine."""
+
     slots: int = 64  # rows under way at once
     kv_bytes: int = 1 << 30  # keys and values of the rows under way; rows that do not fit wait
     prefix_bytes: int = 64 << 20  # keys and values of prompts kept for neighbours
@@ -42,17 +45,16 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """A row that has ended."""
+
     row: TurnRow
     stop_reason: StopReason | None  # None: the scores were not numbers
-    tokens: list[int]
-    logprobs: list[float]
-    num_sampled: int
-    busy_s: float
+    partial: Partial  # the whole turn
 
 
 @dataclass(slots=True)
 class ForwardLayout:
-    """How the rows under way stand in a forward; remade only when rows come or go."""
+    """The places of the rows under way in a forward; remade only when rows come or go."""
 
     pools: list[kv.Pool]
     seats: np.ndarray  # [n] seat of each row of the forward
@@ -79,7 +81,7 @@ class RunningRows:
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
     ) -> None:
-        """`decode`: token ids to text, special tokens included, to look for stop strings."""
+        """`decode`: turns token ids into text, special tokens included, in which stop strings are looked for."""
         config = decoder.config
         self._model = FusedDecoder(decoder)
         self._config, self._device = config, decoder.device
@@ -92,7 +94,7 @@ class RunningRows:
             raise ValueError("the memory for keys and values does not hold one row of the model's whole context")
         self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
         self._pools: dict[int, kv.Pool] = {}
-        self._stack = LanePlanner(decoder.device, limits.min_rows)
+        self._planner = LanePlanner(decoder.device, limits.min_rows)
         self._waiting: deque[TurnRow] = deque()
         self._reserved = 0
         self._layout: ForwardLayout | None = None
@@ -116,12 +118,12 @@ class RunningRows:
 
     @property
     def busy_s(self) -> float:
-        """In forwards and sampling since the start."""
+        """Seconds in forwards and sampling since the start."""
         return self._step_s + self._prefill.busy_s
 
     @property
     def kv_tokens(self) -> int:
-        """What fits beside each other; a row sets aside the length class of the longest that it may become."""
+        """Tokens that fit beside each other; each row reserves the length class of the longest that it may become."""
         return self._limits.kv_bytes // self._row_bytes
 
     @property
@@ -138,42 +140,39 @@ class RunningRows:
         self._waiting.append(row)
 
     def abort(self, row: TurnRow) -> None:
-        """The row is gone when this returns; nothing happens if it has ended."""
+        """Removes the row; does nothing if it has ended."""
         if row.seat >= 0 and self._seats.rows[row.seat] is row:
             self._remove(row, clear=True)
         elif row in self._waiting:
             self._waiting.remove(row)
 
-    def progress(self, row: TurnRow) -> tuple[list[int], list[float], int, float] | None:
-        """Tokens and log-probs of the turn so far, how many were sampled here, busy seconds; None if it has ended.
+    def progress(self, row: TurnRow) -> Partial | None:
+        """Reports how far the row has come; None if it has ended.
 
         May be called from another thread: a row's count is raised after its tokens are written.
         """
-        seats, seat = self._seats, row.seat
+        seats, seat, request = self._seats, row.seat, row.request
         if seat < 0:
-            first = row.request.num_prompt
-            return (
-                row.request.tokens.numpy()[first:].tolist(),
-                row.request.logprobs.numpy()[first:].tolist(),
-                0,
-                0.0,
+            tokens, logprobs = (
+                each.numpy()[request.num_prompt :].tolist() for each in (request.tokens, request.logprobs)
             )
+            return Partial(tokens, logprobs, 0, 0.0)
         tokens, logprobs = seats.sampled(seat)
         busy_s = float(seats.busy_s[seat])
         if seats.rows[seat] is not row:
             return None
-        return tokens, logprobs, len(tokens) - row.request.num_partial, busy_s
+        return Partial(tokens, logprobs, len(tokens) - request.num_partial, busy_s)
 
     def sampled_since(self, row: TurnRow, first: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a seated row from the turn's token `first` on."""
         return self._seats.sampled(row.seat, first)
 
     def forget(self, adapter: AdapterRef) -> None:
-        """Drop what is cached under an adapter's name."""
+        """Drops what is cached under an adapter's name."""
         self._prefill.forget(adapter)
 
     def clear(self) -> list[TurnRow]:
-        """After an error: start afresh, and say whose work is lost."""
+        """Starts afresh after an error; returns the rows that are lost."""
         lost = self.rows()
         self._waiting.clear()
         self._pools.clear()
@@ -184,13 +183,13 @@ class RunningRows:
         return lost
 
     def relax(self) -> None:
-        """Nothing is under way: give back what only the last rush needed."""
+        """Gives back memory that only the last rush needed. No row is under way."""
         for pool in self._pools.values():
             pool.shrink()
         give_back_memory()
 
     def advance(self) -> list[Ended]:
-        """Admit, then one token for every row. Returns the rows that ended, which are gone."""
+        """Admits rows, then adds one token to every row. Returns the rows that ended, which are removed."""
         ended = self._admit()
         return ended + self._step() if self.num_active else ended
 
@@ -221,7 +220,7 @@ class RunningRows:
     def _seat_all(self, joined: list[TurnRow]) -> None:
         if not joined:
             return
-        self._seats.prepare(np.array([row.seat for row in joined]))
+        self._seats.draw(np.array([row.seat for row in joined]))
         kept = {row: past for row in joined if (past := self._prefill.turns.take(row.request)) is not None}
         prefixes = self._prefill.prefixes([row for row in joined if row not in kept])
         to_extend: dict[int, list[tuple[TurnRow, int]]] = {}
@@ -229,7 +228,7 @@ class RunningRows:
             length, past = self._class_of(row), kept.get(row)
             if length not in self._pools:
                 self._pools[length] = kv.Pool(self._config, length, self._model.embedding)
-            self._pools[length].add(row.seat, prefixes.get(key_of(row)) if past is None else past)
+            self._pools[length].add(row.seat, prefixes.get(prefix_key(row)) if past is None else past)
             if past is not None:
                 to_extend.setdefault(length, []).append((row, past.shape[1]))
         for length, rows in to_extend.items():
@@ -272,7 +271,7 @@ class RunningRows:
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
         size = rounded_rows(len(rows), self._limits.min_rows)
-        products = self._stack.plan([row.adapter for row in rows], size)
+        products = self._planner.plan([row.adapter for row in rows], size)
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
         self._layout = ForwardLayout(pools, seats, size, products, self._sampling(rows), watched)
         return self._layout
@@ -301,17 +300,14 @@ class RunningRows:
     # ---- after a token -------------------------------------------------------------------------------------
 
     def _watch(self, row: TurnRow, place: int, sampled: Sampled) -> bool:
-        """What needs Python for a row: top log-probs, stop strings. True if a stop string is complete."""
+        """Does for one row what needs Python: top log-probs, stop strings. True if a stop string is complete."""
         num_top = row.request.sampling.num_top_logprobs
         if num_top and sampled.top:
             values, tokens = (part[place, :num_top].tolist() for part in sampled.top)
             row.top_logprobs.append(list(zip(tokens, values, strict=True)))
-        row.stop_string = self._stop_string(row)
+        if stops := row.request.sampling.stop:
+            row.stop_string = first_stop(stops, self._seats.sampled(row.seat)[0], self._decode)
         return bool(row.stop_string)
-
-    def _stop_string(self, row: TurnRow) -> str:
-        stops = row.request.sampling.stop
-        return first_stop(stops, self._seats.sampled(row.seat)[0], self._decode) if stops else ""
 
     def _finish(self, row: TurnRow, logprob: float) -> Ended:
         if np.isnan(logprob):
@@ -319,17 +315,16 @@ class RunningRows:
         return self._end(row, "stop" if row.stop_string else self._seats.stop_reason(row.seat))
 
     def _end(self, row: TurnRow, reason: StopReason | None, *, in_pool: bool = True) -> Ended:
-        progress = self.progress(row)
-        assert progress is not None, "a row ends once"
-        ended = Ended(row, reason, *progress)
-        self.meter.ended(ended.num_sampled)
+        partial = self.progress(row)
+        assert partial is not None, "a row ends once"
+        self.meter.ended(partial.num_sampled)
         if in_pool and reason == "stop":
             self._keep(row)
         self._remove(row, clear=reason is None, in_pool=in_pool)
-        return ended
+        return Ended(row, reason, partial)
 
     def _keep(self, row: TurnRow) -> None:
-        """For the trajectory's next turn: all but the last token, which no forward has seen."""
+        """Keeps keys and values for the trajectory's next turn: of all but the last token, which no forward has seen."""
         if not self._prefill.turns.wants(row.request):
             return
         num = int(self._seats.length[row.seat]) - 1

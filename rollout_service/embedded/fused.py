@@ -13,12 +13,14 @@ from torch import Tensor
 from base_model.decoder import Decoder
 from base_model.stacked import NUM_FUSED, Product
 
-Attend = Callable[[int, Tensor], Tensor]
-"""(layer, q and k and v [N, H + 2K, D], q and k rotated) -> [N, H * D]; caching is its business."""
+QkvAttend = Callable[[int, Tensor], Tensor]
+"""(layer, q and k and v [N, H + 2K, D], q and k rotated) -> [N, H * D]; it keeps keys and values as it likes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
+    """The weights of one layer, those of one input joined."""
+
     qkv: Tensor  # [(H + 2K) * D, E]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [H + K, D]
@@ -44,7 +46,7 @@ class FusedDecoder:
         self._cos = decoder.cos.unsqueeze(1)  # [context, 1, D]
         self._sin = torch.cat([-decoder.sin[:, :half], decoder.sin[:, half:]], dim=-1).unsqueeze(1)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, products: Sequence[Product]) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: QkvAttend, products: Sequence[Product]) -> Tensor:
         """tokens, positions [N] -> hidden states [N, E] after the last norm."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
@@ -64,7 +66,7 @@ class FusedDecoder:
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        attend: Attend,
+        attend: QkvAttend,
         products: Sequence[Product],
     ) -> Tensor:
         c = self.config
@@ -114,10 +116,7 @@ def _fuse_layer(decoder: Decoder, layer: int) -> FusedLayer:
         rows = [weights[f"{at}.{name}.weight"] for name in names]
         return torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in zip(found, rows, strict=True)])
 
-    q_norm, k_norm = (
-        weights.get(f"{at}.self_attn.q_norm.weight"),
-        weights.get(f"{at}.self_attn.k_norm.weight"),
-    )
+    q_norm, k_norm = (weights.get(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
     c = decoder.config
     qk_norm = None
     if q_norm is not None and k_norm is not None:

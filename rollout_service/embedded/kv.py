@@ -16,7 +16,7 @@ from base_model.decoder import DecoderConfig
 
 MIN_LENGTH = 64
 MERGED_HEADS = 2
-"""Up to so many key heads, a CPU is faster with the wasted zeros of `_merged_attention`."""
+"""Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
 BLOCK = 32
 """Attention is computed over a length rounded up to this."""
 
@@ -39,10 +39,6 @@ class Pool:
         self._heads = 2 * config.num_kv_heads
         self._shape = (length, self._heads, config.head_dim)
         self.cache = like.new_zeros(config.num_layers, 4, *self._shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.cache.numel() * self.cache.element_size()
 
     def add(self, seat: int, prefix: Tensor | None) -> None:
         """`prefix` [layers, T, 2K, D]: the keys and values of the row's first T tokens."""
@@ -68,7 +64,7 @@ class Pool:
         return self.cache[:, self.seats.index(seat), :num_tokens].clone()
 
     def shrink(self) -> None:
-        """Give memory back that no row has needed for long."""
+        """Gives back memory that no row has needed for long."""
         if self.cache.shape[1] > 4:
             self._resize(max(4, 1 << max(0, len(self.seats) - 1).bit_length()))
 

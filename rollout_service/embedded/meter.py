@@ -1,4 +1,4 @@
-"""What an engine's batch has done since its start, for telemetry and for whoever wants to predict it."""
+"""Counts what an engine has done since its start, for telemetry and for predictions of its speed."""
 
 import math
 import time

@@ -1,7 +1,7 @@
-"""What the cache must hold before a turn's first token: keys and values of all tokens but the last.
+"""Computes what the cache must hold before a turn's first token: keys and values of all tokens but the last.
 
-    a new prompt      computed once for all rows that share adapter and tokens
-    a later turn      its earlier ones are kept from before, if this engine had them; what came since is computed on top
+    a new prompt    is computed once for all rows that share adapter and tokens
+    a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them
 
 Rows of different adapters and lengths are computed together. Everything here runs in the engine's thread.
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.messages import AdapterRef
 from rollout_service.embedded import kv
-from rollout_service.embedded.fused import Attend, FusedDecoder
+from rollout_service.embedded.fused import FusedDecoder, QkvAttend
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.prefix import Key, PrefixCache, TurnCache
+from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
 from rollout_service.embedded.seats import TurnRow
 
 PREFILL_BLOCK = 16
@@ -31,14 +31,16 @@ PREFILL_TOKENS = 2048
 
 T = TypeVar("T")
 Spent = Callable[[TurnRow, float], None]
-"""Told the seconds that went into a row."""
+"""Called with a row and the seconds that went into it."""
 
 
-def key_of(row: TurnRow) -> Key:
+def prefix_key(row: TurnRow) -> PrefixKey:
     return row.request.adapter, row.request.tokens.data[:-4]
 
 
 class Prefill:
+    """Prefills rows, and keeps the results for later ones."""
+
     def __init__(
         self,
         model: FusedDecoder,
@@ -53,7 +55,7 @@ class Prefill:
         self._model = model
         self._meter = meter
         self._spent = spent
-        self._stack = LanePlanner(model.embedding.device, lane_rows)
+        self._planner = LanePlanner(model.embedding.device, lane_rows)
         self._prefixes = PrefixCache(prefix_bytes)
         self.turns = TurnCache(turn_bytes)
         self.busy_s = 0.0
@@ -68,18 +70,18 @@ class Prefill:
 
     # ---- new prompts ------------------------------------------------------------------------------------------------
 
-    def prefixes(self, rows: Sequence[TurnRow]) -> dict[Key, Tensor]:
-        """Each distinct prefix, [layers, T, 2K, D]: from the cache, or computed, those of like padded length and rank together."""
-        found: dict[Key, Tensor] = {}
-        sharing: dict[Key, list[TurnRow]] = {}
+    def prefixes(self, rows: Sequence[TurnRow]) -> dict[PrefixKey, Tensor]:
+        """Finds each distinct prefix, [layers, T, 2K, D], in the cache or computes it, those of like padded length and rank together."""
+        found: dict[PrefixKey, Tensor] = {}
+        sharing: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
-            key = key_of(row)
+            key = prefix_key(row)
             cached = self._prefixes.get(key)
             if cached is not None:
                 found[key] = cached
             elif key[1]:
                 sharing.setdefault(key, []).append(row)
-        groups: dict[tuple[int, int], list[Key]] = {}
+        groups: dict[tuple[int, int], list[PrefixKey]] = {}
         for key, same in sharing.items():
             groups.setdefault(_class_of(same[0], len(key[1]) // 4), []).append(key)
         for (width, _), members in groups.items():
@@ -87,7 +89,7 @@ class Prefill:
                 found |= self._compute(part, [sharing[key] for key in part], width)
         return found
 
-    def _compute(self, keys: list[Key], sharing: list[list[TurnRow]], width: int) -> dict[Key, Tensor]:
+    def _compute(self, keys: list[PrefixKey], sharing: list[list[TurnRow]], width: int) -> dict[PrefixKey, Tensor]:
         lengths = [len(key[1]) // 4 for key in keys]
         tokens = [np.frombuffer(key[1], "<i4") for key in keys]
         attend = kv.PrefillAttend(self._model.config, len(keys))
@@ -101,7 +103,7 @@ class Prefill:
     # ---- later turns ------------------------------------------------------------------------------------------------
 
     def extend(self, pool: kv.Pool, rows: Sequence[tuple[TurnRow, int]]) -> None:
-        """Rows of a pool, each with the number of tokens whose keys and values it has already."""
+        """Computes the rest of `rows` of a pool, each with the number of tokens whose keys and values it has already."""
         groups: dict[tuple[int, int], list[tuple[TurnRow, int]]] = {}
         for row, start in rows:
             if (num := len(row.request.tokens) - 1 - start) > 0:
@@ -117,9 +119,9 @@ class Prefill:
     # ---- both -------------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: Attend, rows: list[list[TurnRow]]
+        self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: QkvAttend, rows: list[list[TurnRow]]
     ) -> None:
-        """One forward of sequences that begin at `starts`, each for all of its `rows`."""
+        """Runs one forward of sequences that begin at `starts`, each for all of its `rows`."""
         started, since = time.perf_counter(), self._meter.now()
         device, context = self._model.embedding.device, self._model.config.context
         padded = np.zeros((len(tokens), width), np.int64)
@@ -138,11 +140,11 @@ class Prefill:
 
     def _products(self, adapters: list[FusedAdapter | None]) -> list[Product]:
         named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class
-        return self._stack.plan_sequences(named) if named else []
+        return self._planner.plan_sequences(named) if named else []
 
 
 def _class_of(row: TurnRow, num_tokens: int) -> tuple[int, int]:
-    """Padded length, and rank: what rows of one forward have in common."""
+    """The padded length and rank that rows of one forward have in common."""
     return kv.rounded(num_tokens, PREFILL_BLOCK), row.adapter.rank if row.adapter else 0
 
 

@@ -1,4 +1,4 @@
-"""From scores to tokens: exact log-probs over the whole vocabulary, one uniform number a token, by inverse CDF.
+"""Draws tokens from scores: exact log-probs over the whole vocabulary, one uniform number a token, by inverse CDF.
 
 Axes: B rows, V vocabulary.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SamplingPlan:
-    """How the rows of a forward sample; remade only when rows come or go."""
+    """The sampling parameters of the rows of a forward; remade only when rows come or go."""
 
     temperature: Tensor | None  # [B, 1], 1 for greedy rows; None: 1 for all
     greedy: Tensor | None  # [B] bool; None: no row is
@@ -22,13 +22,15 @@ class SamplingPlan:
 
 @dataclass(slots=True)
 class Sampled:
+    """The next token of each row of a forward."""
+
     tokens: Tensor  # [B]
     logprobs: Tensor  # [B]; not a number where the row's scores are not
     top: tuple[Tensor, Tensor] | None  # [B, num_top] log-probs, tokens
 
 
 def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
-    """logits float32 [B, V], uniforms float64 [B] in [0, 1)."""
+    """Draws a token for each row. logits float32 [B, V], uniforms float64 [B] in [0, 1)."""
     if plan.temperature is not None:
         logits = logits / plan.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -55,7 +57,7 @@ def _draw(logprobs: Tensor, uniforms: Tensor, top_p: Tensor | None) -> Tensor:
 
 
 def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest best tokens that together reach top_p; rows with top_p 1 keep all."""
+    """Keeps the fewest best tokens that together reach top_p; rows with top_p 1 keep all."""
     best, order = weights.sort(dim=-1, descending=True)
     before = best.cumsum(-1, dtype=torch.float64) - best
     best = best.masked_fill((before >= top_p) & (top_p < 1), 0.0)

@@ -1,6 +1,6 @@
-"""What the engine knows of each row under way, as arrays over seats, so that a step costs no Python per row.
+"""Keeps the state of each row under way, as arrays over seats, so that a step costs no Python per row.
 
-A row keeps its seat from admission to its end; where it stands in a forward changes as others come and go.
+A row keeps its seat from admission to its end; its place in a forward changes as others come and go.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class TurnRow:
 
     request: TurnRequest
     adapter: FusedAdapter | None  # None: the bare base model
-    handle: Any  # whom to tell of it, opaque here
+    handle: Any  # of the caller to tell, opaque here
     on_token: OnToken | None = None
     seat: int = -1
     reserved_bytes: int = 0  # of keys and values
@@ -33,6 +33,8 @@ class TurnRow:
 
 
 class Seats:
+    """The rows under way, by seat."""
+
     def __init__(self, num: int, vocab: int, end_ids: Sequence[int], context: int) -> None:
         self.context = context
         self.rows: list[TurnRow | None] = [None] * num
@@ -51,7 +53,7 @@ class Seats:
         self._drawn = np.zeros((num, DRAWN_AHEAD))
 
     def take(self, row: TurnRow) -> int:
-        """Give the row a seat; the tokens that its request brought count as sampled."""
+        """Gives the row a seat; the tokens that its request brought count as sampled."""
         request, seat = row.request, self.free.pop()
         partial = request.num_partial
         self.length[seat] = len(request.tokens)
@@ -71,10 +73,6 @@ class Seats:
         row.seat = seat  # last: from here on other threads may read its progress
         return seat
 
-    def prepare(self, seats: np.ndarray) -> None:
-        """Draw the numbers of rows that were just seated."""
-        self._draw(seats)
-
     def leave(self, row: TurnRow) -> None:
         self.rows[row.seat] = None
         self.free.append(row.seat)
@@ -84,7 +82,7 @@ class Seats:
         return self._drawn[seats, self.count[seats] % DRAWN_AHEAD]
 
     def append(self, seats: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Add one token a row; says which rows have now ended, or gave log-probs that are not numbers: bool [n]."""
+        """Adds one token a row; says which rows have now ended, or gave log-probs that are not numbers: bool [n]."""
         count = self.count[seats]
         self.tokens[seats, count] = tokens
         self.logprobs[seats, count] = logprobs
@@ -94,7 +92,7 @@ class Seats:
         self.length[seats] += 1
         used_up = count % DRAWN_AHEAD == 0
         if used_up.any():
-            self._draw(seats[used_up])
+            self.draw(seats[used_up])
         ended = self.is_end[tokens] | (count >= self.limit[seats]) | (self.length[seats] >= self.context)
         return ended | np.isnan(logprobs)
 
@@ -112,7 +110,8 @@ class Seats:
         count = self.count[seat]
         return self.tokens[seat, first:count].tolist(), self.logprobs[seat, first:count].tolist()
 
-    def _draw(self, seats: np.ndarray) -> None:
+    def draw(self, seats: np.ndarray) -> None:
+        """Draws the next numbers of rows: of those just seated, or with none left."""
         first = self.count[seats] // DRAWN_AHEAD * DRAWN_AHEAD
         positions = first[:, None] + np.arange(DRAWN_AHEAD)
         self._drawn[seats] = uniform_rows(self._keys[seats], *self._coordinates[:, seats], positions)

@@ -5,15 +5,13 @@ log-probs must be the same bits. `python -m rollout_service.embedded.selftest FO
 """
 
 import hashlib
-import sys
 
 import numpy as np
 import torch
 
 from base_model.adapter import Adapter, init_adapter, load_adapter, save_adapter
 from base_model.decoder import Decoder
-from base_model.device import prepare_cpu
-from base_model.kernels import NotDeterministic, refuse
+from base_model.kernels import NotDeterministic, run_selftest
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.rng import uniform
@@ -24,8 +22,7 @@ RANKS = (8, 3, 16)
 LENGTHS = (5, 40, 70, 1, 33, 12)
 MAX_TOKENS = (6, 3, 9)
 CROWD = 60
-"""As it thins out, forwards have all numbers of rows."""
-
+"""Rows that run together; as they end, forwards of every number of rows occur."""
 
 Turns = dict[str, tuple[list[int], list[float]]]
 """Request id -> tokens and log-probs."""
@@ -54,7 +51,7 @@ def _digest(turns: Turns) -> str:
 
 
 def _adapter(decoder: Decoder, seed: int, rank: int) -> FusedAdapter:
-    """Through its file format, with a B that is not zero."""
+    """An adapter that went through its file format, with a B that is not zero."""
     shapes = decoder.linear_shapes()
     initial = init_adapter(LoraSpec(rank, 16.0), shapes, seed)
     b: dict[str, torch.Tensor] = {}
@@ -88,19 +85,15 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
 
 def _run(decoder: Decoder, rows: list[TurnRow], *, slots: int, min_rows: int) -> Turns:
     limits = EngineLimits(slots=slots, min_rows=min_rows)
-    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
+    running = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
     results: Turns = {}
     with torch.inference_mode():
         for row in rows:
-            batch.add(TurnRow(row.request, row.adapter, handle=None))
-        while batch.has_work:
-            results |= {e.row.request.id: (e.tokens, e.logprobs) for e in batch.advance()}
+            running.add(TurnRow(row.request, row.adapter, handle=None))
+        while running.has_work:
+            results |= {e.row.request.id: (e.partial.tokens, e.partial.logprobs) for e in running.advance()}
     return results
 
 
 if __name__ == "__main__":
-    prepare_cpu(num_threads=1)
-    try:
-        selftest(Decoder.load(sys.argv[1]), min_rows=int(sys.argv[2]))
-    except NotDeterministic as error:
-        refuse(error)
+    run_selftest(selftest)

@@ -1,41 +1,39 @@
 """The embedded engine: continuous batching on torch in one thread of its own.
 
-The thread owns the batch; the event loop sees it through commands and results only.
+The thread owns the running rows; the event loop sees it through commands and results only.
 
-    event loop ─ commands (add, abort, drop) ─► thread: batch.advance() ─ ended rows, new tokens ─► event loop
+    event loop ─ commands (add, abort, drop) ─► thread: running.advance() ─ ended rows, new tokens ─► event loop
 
     waits for: a command, when no row is under way   unblocked by: generate
-    after an error in a forward: every row under way gets it, the batch starts afresh
+    after an error in a forward: every row under way fails with it, and the next ones start afresh
 """
 
 import asyncio
 import contextlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
-from common.errors import InvalidInput, NotFound
+from common.errors import NotFound
 from common.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.batch import Ended, EngineLimits, RunningRows
 from rollout_service.embedded.seats import TurnRow
-from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
+from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
+from rollout_service.turns import TurnsUnderWay, check_request
 
-BEAT_EVERY_S = 0.25
 IDLE_S = 5.0
-KEPT_PARTIALS = 1024
+"""Memory is given back after so long without work."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Who waits for a row."""
+    """The caller that waits for a row."""
 
     future: "asyncio.Future[Generated]"
     beat: Beat
@@ -48,7 +46,7 @@ class TorchEngine:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, limits: EngineLimits | None = None) -> None:
         self._config, self._like = decoder.config, decoder.embedding
         self._limits = limits or EngineLimits()
-        self._batch = RunningRows(
+        self._running = RunningRows(
             decoder,
             end_ids=tokenizer.end_of_turn_ids,
             decode=lambda ids: tokenizer.decode(ids, skip_special=False),
@@ -56,27 +54,13 @@ class TorchEngine:
         )
         self._shapes = decoder.linear_shapes()
         self._adapters: dict[AdapterRef, FusedAdapter] = {}
-        self._open: dict[str, TurnRow] = {}
-        self._partials: OrderedDict[str, Partial] = OrderedDict()
+        self._turns = TurnsUnderWay(self._running.progress)
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streaming: set[TurnRow] = set()
-
-    @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        tokenizer: Tokenizer,
-        *,
-        limits: EngineLimits | None = None,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> "TorchEngine":
-        """From a local folder in Hugging Face layout. Raises InvalidInput for a model that it cannot compute."""
-        return cls(Decoder.load(folder, device=device, dtype=dtype), tokenizer, limits=limits)
 
     # ---- Engine --------------------------------------------------------------------------------------------
 
@@ -86,19 +70,19 @@ class TorchEngine:
 
     @property
     def in_use(self) -> int:
-        return len(self._open)
+        return len(self._turns)
 
     @property
     def kv_tokens(self) -> int:
-        return self._batch.kv_tokens
+        return self._running.kv_tokens
 
     def resident(self) -> list[AdapterRef]:
         return list(self._adapters)
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: `busy_s` in forwards and sampling, `sampled_tokens`, and what the meter counts."""
-        totals = {"busy_s": self._batch.busy_s, "sampled_tokens": float(self._batch.sampled_tokens)}
-        return totals | self._batch.meter.counters()
+        totals = {"busy_s": self._running.busy_s, "sampled_tokens": float(self._running.sampled_tokens)}
+        return totals | self._running.meter.counters()
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,7 +98,7 @@ class TorchEngine:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(thread.join)
-        for row in list(self._open.values()):
+        for row in self._turns.all():
             row.handle.future.cancel()
 
     async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
@@ -125,27 +109,22 @@ class TorchEngine:
 
     async def drop(self, adapter: AdapterRef) -> None:
         self._adapters.pop(adapter, None)
-        self._submit(lambda: self._batch.forget(adapter))
+        self._submit(lambda: self._running.forget(adapter))
 
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         fused = self._check(request)
         ticket = Ticket(asyncio.get_running_loop().create_future(), beat)
         row = TurnRow(request, fused, ticket, on_token)
-        self._open[request.id] = row
-        self._partials.pop(request.id, None)
-        self._submit(lambda: self._add(row))
         try:
-            return await ticket.future
+            with self._turns.enter(request.id, row):
+                self._submit(lambda: self._add(row))
+                return await ticket.future
         except asyncio.CancelledError:
-            self._abort(row)
+            self._submit(lambda: self._leave(row))
             raise
-        finally:
-            if self._open.get(request.id) is row:
-                del self._open[request.id]
 
     def partial(self, request_id: str) -> Partial | None:
-        row = self._open.get(request_id)
-        return self._partials.get(request_id) if row is None else self._progress(row)
+        return self._turns.partial(request_id)
 
     # ---- on the event loop ---------------------------------------------------------------------------------
 
@@ -157,30 +136,8 @@ class TorchEngine:
             raise RuntimeError("the engine is not running")
         if not request.adapter.is_base and request.adapter not in self._adapters:
             raise NotFound(f"adapter {request.adapter} is not resident")
-        tokens, sampling = request.tokens.numpy(), request.sampling
-        if request.num_prompt < 1 or request.num_partial < 0:
-            raise InvalidInput("a turn needs at least one token before it")
-        if tokens.min() < 0 or tokens.max() >= self._config.vocab:
-            raise InvalidInput("a token is outside of the base model's vocabulary")
-        if len(request.logprobs) != len(tokens):
-            raise InvalidInput("tokens and log-probs differ in length")
-        if sampling.temperature < 0 or sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
-            raise InvalidInput("temperature must be at least 0, max_tokens at least 1, top_p in (0, 1]")
+        check_request(request, vocab=self._config.vocab)
         return None if request.adapter.is_base else self._adapters[request.adapter]
-
-    def _abort(self, row: TurnRow) -> None:
-        """Out of the batch before its next step; what it had is kept for `partial`."""
-        progress = self._progress(row)
-        self._submit(lambda: self._leave(row))
-        if progress is not None:
-            self._partials[row.request.id] = progress
-        while len(self._partials) > KEPT_PARTIALS:
-            self._partials.popitem(last=False)
-
-    def _progress(self, row: TurnRow) -> Partial | None:
-        """None if the row has ended meanwhile."""
-        found = self._batch.progress(row)
-        return Partial(*found) if found else None
 
     def _submit(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -201,14 +158,14 @@ class TorchEngine:
     def _add(self, row: TurnRow) -> None:
         if row.handle.future.cancelled():
             return
-        self._batch.add(row)
+        self._running.add(row)
         if row.on_token:
             row.handle.shown = row.request.num_partial
             self._streaming.add(row)
 
     def _leave(self, row: TurnRow) -> None:
         self._streaming.discard(row)
-        self._batch.abort(row)
+        self._running.abort(row)
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -216,34 +173,34 @@ class TorchEngine:
         while self._next_commands():
             results = self._advance()
             now = time.monotonic()
-            beats = [row.handle.beat for row in self._batch.active()] if now - last_beat > BEAT_EVERY_S else []
+            beats = [row.handle.beat for row in self._running.active()] if now - last_beat > BEAT_EVERY_S else []
             last_beat = now if beats else last_beat
             self._post(results, beats)
 
     def _next_commands(self) -> bool:
-        """Run what was asked for; blocks while there is nothing to do. False: stop."""
+        """Runs the commands; blocks while there is nothing to do. False: stop."""
         with self._wake:
-            while not (self._commands or self._batch.has_work or self._stopping):
+            while not (self._commands or self._running.has_work or self._stopping):
                 if not self._wake.wait(IDLE_S):
-                    self._batch.relax()
+                    self._running.relax()
             commands, self._commands = self._commands, []
         for command in commands:
             command()
         return not self._stopping
 
     def _advance(self) -> list[tuple[Ticket, Generated | Exception]]:
-        if not self._batch.has_work:
+        if not self._running.has_work:
             return []
         try:
-            ended = self._batch.advance()
+            ended = self._running.advance()
         except Exception as error:  # the boundary: a failed forward must not end the thread
             self._streaming.clear()
             failure = RuntimeError(f"forward failed: {error!r}")
-            return [(row.handle, failure) for row in self._batch.clear()]
+            return [(row.handle, failure) for row in self._running.clear()]
         return [(end.row.handle, _result(end)) for end in ended]
 
     def _post(self, results: list[tuple[Ticket, Generated | Exception]], beats: list[Beat]) -> None:
-        """One call into the event loop a step, and none when there is nothing to say."""
+        """Makes one call into the event loop a step, and none when there is nothing to say."""
         ended = {ticket for ticket, _ in results}
         deltas = [self._delta(row) for row in self._streaming if row.handle not in ended and row.seat >= 0]
         for row in [row for row in self._streaming if row.handle in ended]:
@@ -262,7 +219,7 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(tell)
 
     def _delta(self, row: TurnRow) -> Callable[[], None]:
-        tokens, logprobs = self._batch.sampled_since(row, row.handle.shown)
+        tokens, logprobs = self._running.sampled_since(row, row.handle.shown)
         row.handle.shown += len(tokens)
 
         def call() -> None:
@@ -277,11 +234,11 @@ def _result(end: Ended) -> Generated | Exception:
         return CorruptAdapter(f"adapter {end.row.request.adapter} gives scores that are not numbers")
     return Generated(
         adapter=end.row.request.adapter,
-        tokens=end.tokens,
-        logprobs=end.logprobs,
+        tokens=end.partial.tokens,
+        logprobs=end.partial.logprobs,
         stop_reason=end.stop_reason,
         stop_string=end.row.stop_string,
         top_logprobs=end.row.top_logprobs,
-        num_sampled=end.num_sampled,
-        busy_s=end.busy_s,
+        num_sampled=end.partial.num_sampled,
+        busy_s=end.partial.busy_s,
     )

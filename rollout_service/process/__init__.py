@@ -1,6 +1,6 @@
 """The engine in a process of its own: requests come in, tokens go out, and turns survive the death of that process.
 
-    process_engine ─► [alone] ─► seat ─► lora_slots ─► Core.sample ─ Steps ─► turn ─► tokens
+    process_engine ─► [alone] ─► seat ─► lora_slots ─► Core.sample ─ chunks ─► turn ─► tokens
            ▲                                            │
            └── the process died: start another, go on from the tokens so far
 

@@ -1,7 +1,7 @@
-"""Adapters as folders in PEFT layout, from which an engine's process loads them; each stays while a request names it.
+"""Writes adapters as folders in PEFT layout, from which an engine's process loads them; each stays while a request names it.
 
-A number names one adapter in one content: whoever loads the same version again gets another number, so that nothing that
-a process remembers of the first can be taken for the second.
+A number names one adapter with one content: a version that is loaded again gets another number, so that the process cannot
+take anything that it remembers of the first for the second.
 """
 
 import contextlib
@@ -14,21 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, init_adapter, load_adapter, save_adapter
-from base_model.adapter import Adapter as Weights
+from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, check_fits, init_adapter, load_adapter, save_adapter
 from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.process.core import AdapterFolder
 
 MAX_NORM = 1e6
-"""Of each module's change of the weights, as a bound on its Frobenius norm: scale x |A| x |B|.
+"""The largest change of one module's weights, as a bound on its Frobenius norm: scale x |A| x |B|.
 
 Trained adapters stay below 1e3. Up to this bound no product of a layer can leave the range of float32 and bfloat16 (3e38):
 inputs of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
 """
-
-
 PREFIX = "marlaas-adapters-"
 LOCK = "lock"
 
@@ -63,7 +60,7 @@ class AdapterFiles:
         return self._stored.get(ref)
 
     def put(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
-        """Write the files. One whose products would not be finite is kept as broken.
+        """Writes an adapter's files. One whose products would not be finite is kept as broken.
 
         Raises CorruptObject (no adapter of this base) or InvalidInput (its rank is above the limit).
         """
@@ -76,14 +73,14 @@ class AdapterFiles:
         return stored
 
     def put_base(self) -> Stored:
-        """The adapter that changes nothing, for turns of the bare base model."""
+        """Writes the adapter that changes nothing, for turns of the bare base model."""
         if (known := self._stored.get(BASE)) is not None:
             return known
         return self._write(BASE, zero_adapter(self.shapes))
 
     @contextlib.contextmanager
     def hold(self, stored: Stored) -> Generator[None]:
-        """The folder stays inside, also if the adapter is dropped meanwhile."""
+        """Keeps the folder inside, also if the adapter is dropped meanwhile."""
         stored.users += 1
         try:
             yield
@@ -92,7 +89,7 @@ class AdapterFiles:
             self._clean(stored)
 
     def drop(self, ref: AdapterRef) -> Stored | None:
-        """Forget the adapter; its folder goes when nobody holds it any more."""
+        """Forgets the adapter; its folder goes when nobody holds it any more."""
         stored = self._stored.pop(ref, None)
         if stored is not None:
             stored.dropped = True
@@ -118,7 +115,7 @@ class AdapterFiles:
         if stored.dropped and not stored.users:
             shutil.rmtree(stored.adapter.folder, ignore_errors=True)
 
-    def _check(self, weights: Weights) -> None:
+    def _check(self, weights: Adapter) -> None:
         if weights.spec.rank > self.max_rank:
             raise InvalidInput(
                 f"the adapter has rank {weights.spec.rank}, and this worker takes at most {self.max_rank}"
@@ -126,7 +123,7 @@ class AdapterFiles:
             )
         check_fits(weights, self.shapes)
 
-    def _too_large(self, weights: Weights) -> str:
+    def _too_large(self, weights: Adapter) -> str:
         for name in weights.names():
             norm = abs(weights.scale) * float(weights.a[name].double().norm()) * float(weights.b[name].double().norm())
             if not norm <= self.max_norm:
@@ -135,14 +132,11 @@ class AdapterFiles:
 
 
 class OwnFolder:
-    """A temporary folder that its process locks while it lives: the next one removes what killed ones left."""
+    """A temporary folder that its process locks while it lives; a new process removes the folders of killed ones."""
 
     def __init__(self) -> None:
         for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-            with (
-                contextlib.suppress(OSError),
-                left.open() as lock,
-            ):  # OSError: it is locked, or somebody else's, or gone
+            with contextlib.suppress(OSError), left.open() as lock:  # it is locked, or somebody else's, or gone
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left.parent, ignore_errors=True)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -179,7 +173,7 @@ def linear_shapes(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Eight bytes of its length, little-endian, then JSON."""
+    """The header of a safetensors file: eight bytes of its length, little-endian, then JSON."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         return {name: entry for name, entry in json.loads(opened.read(size)).items() if name != "__metadata__"}

@@ -1,4 +1,4 @@
-"""A gate for turns: usually many pass it together, a suspect one only alone."""
+"""Lets turns pass a gate together, and a suspect turn alone."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Comer:
-    """Somebody who waits before the gate."""
+    """A turn that waits before the gate."""
 
     alone: bool
     let_in: "asyncio.Future[None]"
@@ -17,15 +17,15 @@ class Comer:
 
 @dataclass(slots=True)
 class Gate:
-    """Readers and writers in order of arrival, so that nobody waits for ever. Used from one event loop."""
+    """Admits in order of arrival, as a fair lock for readers and writers does. Used from one event loop."""
 
     _waiting: deque[Comer] = field(default_factory=deque[Comer])
     _num_inside: int = 0
-    _is_alone: bool = False  # who is inside wants no company
+    _is_alone: bool = False  # the turn inside wants no company
 
     @contextlib.asynccontextmanager
     async def enter(self, *, alone: bool) -> AsyncGenerator[None]:
-        """`alone`: nobody else is inside meanwhile."""
+        """Waits to be let in. `alone`: nobody else is inside meanwhile."""
         comer = Comer(alone, asyncio.get_running_loop().create_future())
         self._waiting.append(comer)
         self._advance()

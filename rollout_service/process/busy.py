@@ -1,7 +1,7 @@
-"""Whose work an engine's time was, when only the turns' beginnings and ends are seen.
+"""Splits the engine's time evenly among the turns running at each moment.
 
-Each moment is split evenly over the turns under way in it (processor sharing): a virtual clock runs at 1 / n while n turns
-are under way, and a turn's share is what that clock shows more at its end than at its beginning. All shares add up to the
+Only the turns' beginnings and ends are seen, so this is processor sharing: a virtual clock runs at 1 / n while n turns
+are under way, and a turn's share is the clock's advance between its beginning and its end. All shares add up to the
 time in which anything was under way. Generalised processor sharing: Parekh and Gallager 1993, doi 10.1109/90.234856.
 """
 
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class BusyClock:
+    """The virtual clock of one engine."""
+
     now: Callable[[], float] = time.monotonic
     num_under_way: int = 0
     busy_s: float = 0.0  # with anything under way, since the start
@@ -19,18 +21,18 @@ class BusyClock:
     _last_s: float = 0.0
 
     def enter(self) -> float:
-        """A turn begins; give what this returns to `share_s` and `leave`."""
+        """Begins a turn; its result is what `share_s` and `leave` take."""
         self._advance()
         self.num_under_way += 1
         return self._share_s
 
     def share_s(self, entered: float) -> float:
-        """Seconds of a turn under way so far."""
+        """Seconds so far of a turn under way."""
         self._advance()
         return self._share_s - entered
 
     def leave(self, entered: float) -> float:
-        """The turn ends; its seconds."""
+        """Ends a turn; returns its seconds."""
         seconds = self.share_s(entered)
         self.num_under_way -= 1
         return seconds

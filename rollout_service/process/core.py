@@ -1,6 +1,6 @@
-"""What the process engine needs of an engine that runs in a process of its own. A `Core` is one life of that process.
+"""Says what the process engine needs of a process that computes tokens. A `Core` is one life of that process.
 
-    process_engine ─ add, remove, sample ─► Core ─ Steps ─► process_engine
+    process_engine ─ add, remove, sample ─► Core ─ chunks ─► process_engine
 
 Two implementations: `vllm_engine.VllmCore`, and `tests/support/fake_core.py`, which dies and loads as told.
 """
@@ -12,11 +12,11 @@ from typing import Protocol
 
 
 class CoreDied(Exception):
-    """The process ended, or can no longer be trusted; what it was asked for must be asked again of the next one."""
+    """The process ended, or can no longer be trusted; its requests must be made again to the next one."""
 
 
 class UnreadableAdapter(Exception):
-    """The process does not take these files for an adapter of its base model. It goes on."""
+    """The process cannot read these files as an adapter of its base model. It goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class Core(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of the process, once started."""
+        """The process's id, once started."""
         ...
 
     async def start(self) -> None:
-        """Ready to sample when it returns, at full speed."""
+        """Returns when the process is ready to sample at full speed."""
         ...
 
     async def stop(self) -> None:
-        """The process is gone when this returns, whatever state it was in."""
+        """Ends the process, whatever state it is in."""
         ...
 
     async def wait_dead(self) -> None:
@@ -75,15 +75,15 @@ class Core(Protocol):
         ...
 
     async def add(self, adapter: AdapterFolder) -> None:
-        """Load it. Raises UnreadableAdapter. May never return if the process dies meanwhile: race it with `wait_dead`."""
+        """Loads the adapter. Raises UnreadableAdapter. May never return if the process dies meanwhile: race it with `wait_dead`."""
         ...
 
     async def remove(self, adapter: AdapterFolder) -> None:
-        """Unload it. No request names it. The same warning."""
+        """Unloads the adapter, which no request names. May never return, as `add`."""
         ...
 
-    def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
-        """Steps until one is finished; closing it early takes the turn out of the batch. The adapter is loaded.
+    def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
+        """Gives chunks until one is finished; closing it early takes the turn out of the batch. The adapter is loaded.
 
         Raises CoreDied. May also never yield again if the process dies.
         """

@@ -1,4 +1,4 @@
-"""Which adapters occupy the process's slots; the others queue behind them, and all get their turn.
+"""Gives adapters the process's slots in order of arrival.
 
     hold(a)   a has a slot and nobody waits: at once
               somebody waits: behind them, also if a has a slot, so that a busy adapter cannot keep its slot for ever
@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
+from common.tasks import cancel_all
 from rollout_service.process.core import AdapterFolder
 
 
@@ -27,14 +28,14 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """An adapter's place in the queue, for all who wait for it."""
+    """An adapter's place in the queue, shared by all who wait for it."""
 
     adapter: AdapterFolder
     waiting: "list[asyncio.Future[Slot]]" = field(default_factory=list)
 
 
 class LoraSlots:
-    """`load` and `unload` tell the process; a `load` that raises fails those who wait for that adapter alone."""
+    """The slots of one life of the process. A `load` that raises fails only those who wait for that adapter."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class LoraSlots:
 
     @contextlib.asynccontextmanager
     async def hold(self, adapter: AdapterFolder) -> AsyncGenerator[None]:
-        """The adapter is loaded inside. Raises what `load` raised."""
+        """Keeps the adapter loaded inside. Raises what `load` raised."""
         slot = await self._enter(adapter)
         try:
             await asyncio.shield(slot.ready)
@@ -65,7 +66,7 @@ class LoraSlots:
             self._advance()
 
     async def drop(self, adapter: AdapterFolder) -> None:
-        """Unload an adapter that nobody holds, if it has a slot."""
+        """Unloads an adapter that nobody holds, if it has a slot."""
         slot = self._slots.get(adapter.number)
         if slot is not None and not slot.users:
             del self._slots[adapter.number]
@@ -74,14 +75,11 @@ class LoraSlots:
             self._advance()
 
     async def close(self) -> None:
-        """The process is gone: stop what still loads."""
-        tasks = [slot.ready for slot in self._slots.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Stops what still loads. The process is gone."""
+        await cancel_all([slot.ready for slot in self._slots.values()])
 
     async def _enter(self, adapter: AdapterFolder) -> Slot:
-        """One user more in the adapter's slot, as soon as it has one."""
+        """Waits until the adapter has a slot, and counts one user more in it."""
         place = self._queue.setdefault(adapter.number, Place(adapter))
         waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         place.waiting.append(waiting)
@@ -93,7 +91,7 @@ class LoraSlots:
             raise
 
     def _leave(self, place: Place, waiting: "asyncio.Future[Slot]") -> None:
-        """Somebody gave up while waiting, or in the moment in which it was let in."""
+        """Takes out a user that gave up while it waited, or at the moment in which it was let in."""
         if waiting.done() and not waiting.cancelled():
             waiting.result().users -= 1
             self._advance()
@@ -104,7 +102,7 @@ class LoraSlots:
             self._advance()
 
     def _advance(self) -> None:
-        """Let in whoever can be, in order."""
+        """Lets in all who can be, in order."""
         while self._queue:
             place = next(iter(self._queue.values()))
             slot = self._slots.get(place.adapter.number) or self._seat(place.adapter)
@@ -118,7 +116,7 @@ class LoraSlots:
                     waiting.set_result(slot)
 
     def _seat(self, adapter: AdapterFolder) -> Slot | None:
-        """A slot that is free, or that nobody uses; None: all are in use."""
+        """Gives the adapter a slot that is free or that nobody uses; None: all are in use."""
         idle = None
         if len(self._slots) >= self._num_slots:
             idle = next((slot for slot in self._slots.values() if not slot.users), None)
@@ -136,7 +134,7 @@ class LoraSlots:
         await self._load(new)
 
     def _forget_failed(self, slot: Slot) -> None:
-        """What could not be loaded takes no slot; who asks next tries again."""
+        """Frees the slot of an adapter that could not be loaded; the next user tries again."""
         if not slot.ready.cancelled() and slot.ready.exception() is None:
             return
         if self._slots.get(slot.adapter.number) is slot:

@@ -1,10 +1,10 @@
-"""An engine whose tokens are computed by a process of its own, which may die: it is started again, and turns go on.
+"""Runs turns in a process of its own, which may die: it is started again, and turns go on.
 
     generate ─► [alone?] ─► a seat ─► a slot for its adapter ─► Core.sample ─► tokens
-                                ▲  the process died: again, from the tokens so far
+                                ▲  if the process dies: once more, from the tokens so far
 
     holds: turns under way, with their tokens; folders of adapters   waits for: a seat, a slot, a running process
-    after the process dies: `_keep` starts another; every turn goes on in it, those that saw two deaths one by one
+    after the process dies: `_keep` starts another, in which every turn goes on; turns that saw two deaths run one by one
 
 A log-prob that is not a number may come from the turn's own adapter, or from what another one left in memory that the
 process reuses. So the process is given up, and the turn runs once more, alone in a fresh one: if it fails again its
@@ -13,7 +13,6 @@ adapter is to blame, and nobody else is harmed.
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,21 +22,20 @@ import structlog
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef, TurnRequest
 from common.tasks import cancel_all
-from rollout_service.engine import Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
+from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, Stored
 from rollout_service.process.alone import Gate
 from rollout_service.process.busy import BusyClock
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
 from rollout_service.process.lora_slots import LoraSlots
 from rollout_service.process.turn import NotFinite, OpenTurn
+from rollout_service.turns import TurnsUnderWay, check_request
 
 MAX_DEATHS = 4
-"""A turn under which so many processes died, the last two while it ran alone, is not tried again."""
-BEAT_EVERY_S = 0.25
+"""A turn is given up when so many processes have died under it, the last two while it ran alone."""
 SILENCE_S = 120.0
-"""A process that owes tokens and gives none for so long is taken for dead."""
+"""A process is taken for dead when it owes tokens and gives none for so long."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
-KEPT_PARTIALS = 1024
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -45,7 +43,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a process engine must know of the base model and of the process."""
+    """Sizes of the base model and of the process."""
 
     vocab: int
     context: int  # the most tokens of a sequence
@@ -55,21 +53,21 @@ class Shape:
 
 
 class Life:
-    """One life of the process: its core, who has which slot, and when it is over."""
+    """One life of the process: its core, its slots, and when it is over."""
 
     def __init__(self, core: Core, base: AdapterFolder, max_loras: int) -> None:
         self.core = core
-        self.base = base  # has a place of its own for the whole of this life
+        self.base = base  # always loaded, in a slot of its own
         self.slots = LoraSlots(max_loras, self._load, self._unload)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
     def hold(self, adapter: AdapterFolder) -> contextlib.AbstractAsyncContextManager[None]:
-        """The adapter is loaded inside."""
+        """Keeps the adapter loaded inside."""
         return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter)
 
     def end(self, reason: str) -> None:
-        """Whoever runs in it gets CoreDied."""
+        """Gives all turns in this life CoreDied."""
         if not self.over.done():
             self.over.set_result(reason)
 
@@ -86,7 +84,7 @@ class Life:
         return task.result()
 
     async def close(self) -> None:
-        """The process is gone when this returns."""
+        """Ends the process; returns when it is gone."""
         await self.slots.close()
         await self.core.stop()
         await cancel_all([self._watching])
@@ -108,8 +106,8 @@ class Counts:
 
     sampled_tokens: int = 0
     restarts: int = 0
-    asks: int = 0  # of the process, so that each has a name of its own
-    steps: int = 0  # that it gave
+    requests: int = 0  # to the process, so that each has a name of its own
+    chunks: int = 0  # that it gave
 
 
 class ProcessEngine:
@@ -125,8 +123,7 @@ class ProcessEngine:
         self._gate = Gate()
         self._busy = BusyClock()
         self._counts = Counts()
-        self._open: dict[str, OpenTurn] = {}
-        self._partials: OrderedDict[str, Partial] = OrderedDict()
+        self._turns = TurnsUnderWay(OpenTurn.partial)
         self._life: asyncio.Future[Life] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -138,17 +135,17 @@ class ProcessEngine:
 
     @property
     def in_use(self) -> int:
-        return len(self._open)
+        return len(self._turns)
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The process's id; None while there is none."""
         life = self._current()
         return life.core.pid if life else None
 
     @property
     def kv_tokens(self) -> None:
-        """Not told by the process."""
+        """None: the process does not tell."""
 
     def resident(self) -> list[AdapterRef]:
         return self._files.refs()
@@ -194,23 +191,13 @@ class ProcessEngine:
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         stored = self._check(request)
         turn = self._turn(request, on_token, beat)
-        self._open[request.id] = turn
-        self._partials.pop(request.id, None)
-        try:
-            with self._files.hold(stored):
-                while turn.stop_reason is None:
-                    await self._go_on(turn, stored)
-            return turn.generated()
-        except asyncio.CancelledError:
-            self._keep_partial(turn)
-            raise
-        finally:
-            if self._open.get(request.id) is turn:
-                del self._open[request.id]
+        with self._turns.enter(request.id, turn), self._files.hold(stored):
+            while turn.stop_reason is None:
+                await self._go_on(turn, stored)
+        return turn.generated()
 
     def partial(self, request_id: str) -> Partial | None:
-        turn = self._open.get(request_id)
-        return self._partials.get(request_id) if turn is None else turn.partial()
+        return self._turns.partial(request_id)
 
     # ---- a turn -----------------------------------------------------------------------------------------------------
 
@@ -221,17 +208,7 @@ class ProcessEngine:
         stored = self._files.put_base() if base else self._files.get(request.adapter)
         if stored is None:
             raise NotFound(f"adapter {request.adapter} is not resident")
-        tokens, sampling = request.tokens.numpy(), request.sampling
-        if request.num_prompt < 1 or request.num_partial < 0:
-            raise InvalidInput("a turn needs at least one token before it")
-        if tokens.min() < 0 or tokens.max() >= self._shape.vocab:
-            raise InvalidInput("a token is outside of the base model's vocabulary")
-        if len(request.logprobs) != len(tokens):
-            raise InvalidInput("tokens and log-probs differ in length")
-        if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
-            raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
-        if not 0 <= sampling.temperature <= self._shape.max_temperature:
-            raise InvalidInput(f"this engine's temperature lies in [0, {self._shape.max_temperature:g}]")
+        check_request(request, vocab=self._shape.vocab, max_temperature=self._shape.max_temperature)
         return stored
 
     def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:
@@ -245,18 +222,18 @@ class ProcessEngine:
         )
 
     async def _go_on(self, turn: OpenTurn, stored: Stored) -> None:
-        """Sample in the present process until the turn or the process ends. Raises what makes the turn fail."""
+        """Samples in the present process until the turn or the process ends. Raises the error that makes the turn fail."""
         if stored.broken:
             raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
         if turn.deaths >= MAX_DEATHS:
             raise InvalidInput(f"the engine's process died {turn.deaths} times under this turn, also when it ran alone")
         async with self._gate.enter(alone=turn.is_suspect), self._seats:
-            life, asks = await self._running(), turn.asks
+            life, before = await self._running(), turn.num_requests
             try:
                 await life.unless_over(self._sample(turn, stored, life))
             except CoreDied as error:
                 life.end(str(error))
-                turn.deaths += turn.asks - asks  # none if it was not in the process yet
+                turn.deaths += turn.num_requests - before  # none if it was not in the process yet
             except NotFinite as error:
                 self._blame(turn, stored, str(error))
                 life.end(f"{stored.ref} gave log-probs that are not numbers")
@@ -264,21 +241,21 @@ class ProcessEngine:
                 stored.broken = f"the engine cannot read it: {error}"
 
     def _blame(self, turn: OpenTurn, stored: Stored, why: str) -> None:
-        """Once in company it may have been anybody; alone in a fresh process it was this adapter."""
+        """Blames the adapter at the second time: at the first a neighbour may be the cause, then the turn ran alone in a fresh process."""
         turn.not_finite += 1
         if turn.not_finite > 1:
             stored.broken = f"its scores are not numbers: {why}"
 
     async def _sample(self, turn: OpenTurn, stored: Stored, life: Life) -> None:
-        """Until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
+        """Samples until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
         async with life.hold(stored.adapter):
-            self._counts.asks += 1
-            ask = turn.ask(f"{turn.request.id}+{self._counts.asks}", stored.adapter)
+            self._counts.requests += 1
+            request = turn.next_request(f"{turn.request.id}+{self._counts.requests}", stored.adapter)
             entered, busy_before = self._busy.enter(), turn.busy_s
             try:
-                async with contextlib.aclosing(life.core.sample(ask)) as steps:
-                    async for step in steps:
-                        self._take(turn, step)
+                async with contextlib.aclosing(life.core.sample(request)) as chunks:
+                    async for chunk in chunks:
+                        self._take(turn, chunk)
                         turn.busy_s = busy_before + self._busy.share_s(entered)
                         if turn.stop_reason is not None:
                             return
@@ -286,18 +263,13 @@ class ProcessEngine:
             finally:
                 turn.busy_s = busy_before + self._busy.leave(entered)
 
-    def _take(self, turn: OpenTurn, step: TokenChunk) -> None:
+    def _take(self, turn: OpenTurn, chunk: TokenChunk) -> None:
         before = len(turn.tokens)
         try:
-            turn.take(step)
+            turn.take(chunk)
         finally:
-            self._counts.steps += 1
+            self._counts.chunks += 1
             self._counts.sampled_tokens += len(turn.tokens) - before
-
-    def _keep_partial(self, turn: OpenTurn) -> None:
-        self._partials[turn.request.id] = turn.partial()
-        while len(self._partials) > KEPT_PARTIALS:
-            self._partials.popitem(last=False)
 
     # ---- the process ------------------------------------------------------------------------------------------------
 
@@ -315,7 +287,7 @@ class ProcessEngine:
             await asyncio.sleep(0)  # `_keep` is about to notice
 
     async def _begin(self) -> Life:
-        """A fresh process with the bare base model's adapter."""
+        """Starts a fresh process and loads the bare base model's adapter."""
         core = self._make_core()
         try:
             await core.start()
@@ -327,7 +299,7 @@ class ProcessEngine:
             raise
 
     async def _keep(self, life: Life) -> None:
-        """Notice that the process has died, report it, start another."""
+        """Notices that the process has died, reports it, and starts another."""
         while True:
             following = await self._until_over(life)
             self._counts.restarts += 1
@@ -338,7 +310,7 @@ class ProcessEngine:
             log.warning("engine_restarted", pid=life.core.pid, turns=self.in_use)
 
     async def _until_over(self, life: Life) -> "asyncio.Future[Life]":
-        """Until the process has died, or is not to be used any more. Gives the next life, which `_running` awaits from now on."""
+        """Waits until the process has died or is given up. Returns the next life, which `_running` awaits from now on."""
         silent = asyncio.create_task(self._until_silent())
         await asyncio.wait([silent, life.over], return_when=asyncio.FIRST_COMPLETED)
         self._life = following = asyncio.get_running_loop().create_future()
@@ -347,9 +319,9 @@ class ProcessEngine:
         return following
 
     async def _until_silent(self) -> None:
-        """Returns when turns are in the process, and for a while none came and none got a token."""
+        """Returns when, with turns in the process, no turn came and none got a token for SILENCE_S."""
         seen = (-1, -1)
-        while (now := (self._counts.asks, self._counts.steps)) != seen or not self._busy.num_under_way:
+        while (now := (self._counts.requests, self._counts.chunks)) != seen or not self._busy.num_under_way:
             seen = now
             await asyncio.sleep(SILENCE_S)
 
@@ -364,11 +336,11 @@ class ProcessEngine:
                 log.error("engine_not_restarted", attempt=attempt, reason=repr(error))
 
     async def _beat_all(self) -> None:
-        """While the process gives tokens, those who wait for a slot or a seat are getting nearer too."""
+        """Beats for all turns while the process gives tokens: those that wait for a slot or a seat get nearer too."""
         seen = 0
         while True:
             await asyncio.sleep(BEAT_EVERY_S)
-            if self._counts.steps != seen:
-                seen = self._counts.steps
-                for turn in list(self._open.values()):
+            if self._counts.chunks != seen:
+                seen = self._counts.chunks
+                for turn in self._turns.all():
                     turn.beat()

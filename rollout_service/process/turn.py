@@ -1,4 +1,4 @@
-"""One turn that a process engine is asked for: what it has so far, what is left of it, when it ends."""
+"""Holds one turn of the process engine: its tokens so far, what is left of it, when it ends."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class NotFinite(Exception):
 
 @dataclass(slots=True, eq=False)
 class OpenTurn:
-    """Axis: N tokens of the turn, those that the request brought first."""
+    """One turn under way. Axis: N tokens of the turn, those that the request brought first."""
 
     request: TurnRequest
     context: int  # the most tokens of a sequence
@@ -33,7 +33,7 @@ class OpenTurn:
     logprobs: list[float] = field(default_factory=list[float])  # [N]
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
     busy_s: float = 0.0
-    asks: int = 0  # how often a process was asked to go on with it
+    num_requests: int = 0  # how often a process was asked to go on with it
     deaths: int = 0  # processes that died under it
     not_finite: int = 0  # processes in which its log-probs were no numbers
     stop_string: str = ""
@@ -47,17 +47,17 @@ class OpenTurn:
 
     @property
     def num_sampled(self) -> int:
-        """How many of the last tokens were sampled here."""
+        """The number of the last tokens that were sampled here."""
         return len(self.tokens) - self.request.num_partial
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what harms the process: it runs alone from now on."""
+        """Whether it may be the one that harms the process: it runs alone from now on."""
         return self.deaths >= 2 or self.not_finite >= 1
 
-    def ask(self, name: str, adapter: AdapterFolder) -> SamplingRequest:
-        """What is left of the turn. A resumed one draws from a stream of its own: see `seed`."""
-        self.asks += 1
+    def next_request(self, name: str, adapter: AdapterFolder) -> SamplingRequest:
+        """A request for what is left of the turn. A resumed one draws from a stream of its own: see `seed`."""
+        self.num_requests += 1
         sampling, request = self.request.sampling, self.request
         sequence = request.tokens.numpy()[: request.num_prompt].tolist() + self.tokens
         return SamplingRequest(
@@ -74,19 +74,19 @@ class OpenTurn:
         )
 
     def seed(self) -> int:
-        """A function of the job's seed, the trajectory, the turn and the position, so that no two streams are equal."""
+        """A seed made of the job's seed, the trajectory, the turn and the position, so that no two streams are equal."""
         ref = self.request.trajectory
         coordinates: Sequence[Any] = (ref.group, ref.sample, self.request.turn, len(self.tokens))
         return int(bits(*ref.sampling_stream, *coordinates)) & ((1 << SEED_BITS) - 1)
 
-    def take(self, step: TokenChunk) -> None:
-        """Add tokens up to the turn's end; what was sampled beyond it is forgotten. Raises NotFinite."""
+    def take(self, chunk: TokenChunk) -> None:
+        """Adds tokens up to the turn's end and forgets those beyond it. Raises NotFinite."""
         before = len(self.tokens)
         try:
-            for index, token in enumerate(step.tokens):
-                if not math.isfinite(step.logprobs[index]):
+            for index, token in enumerate(chunk.tokens):
+                if not math.isfinite(chunk.logprobs[index]):
                     raise NotFinite(f"the log-probability of token {len(self.tokens)} is not a number")
-                self._append(token, step.logprobs[index], step.top_logprobs[index : index + 1])
+                self._append(token, chunk.logprobs[index], chunk.top_logprobs[index : index + 1])
                 if self.stop_reason:
                     return
         finally:

@@ -1,4 +1,4 @@
-"""The engine on vLLM, on CPU and CUDA: the only file that touches vllm. What is around it is in `process_engine.py`.
+"""Runs vLLM, on CPU and CUDA; the only file that imports it. `process_engine.py` does the rest of the engine.
 
 vLLM 0.32 asks for care in some places; docs/vllm.md tells each with its symptom:
 
@@ -28,14 +28,14 @@ MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
-"""Of a token that top_p excludes: its log-prob is minus infinity, which JSON cannot say."""
+"""Stands for the log-prob of a token that top_p excludes, minus infinity, which JSON cannot say."""
 STOP_S = 1.0
-"""Nobody waits for its answers any more; its processes are killed then."""
+"""The time that vLLM gets to stop before its processes are killed; nobody waits for its answers any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What the operator chooses; `settings.py` explains each."""
+    """The operator's choices; `settings.py` explains each."""
 
     folder: Path  # the base model
     device: str
@@ -54,14 +54,14 @@ class VllmOptions:
 
 
 class BaseTokenizer(Tokenizer, Protocol):
-    """What must be known of the base model; `common.text.tokens.ChatTokenizer` is one."""
+    """A tokenizer that knows the base model's sizes; `common.text.tokens.ChatTokenizer` is one."""
 
     context: int
     vocab_size: int
 
 
 def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine:
-    """An engine that is not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
+    """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
     check_installed(options)
     files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank)
     shape = Shape(tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, MAX_TEMPERATURE)
@@ -123,19 +123,19 @@ class VllmCore:
         await self._llm.remove_lora(adapter.number)
         del self._loras[adapter.number]
 
-    async def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
-        prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
-        lora = self._loras[ask.adapter.number]
-        outputs: Any = self._llm.generate(prompt, _parameters(ask), ask.id, lora_request=lora)
+    async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
+        prompt = {"type": "token", "prompt_token_ids": request.tokens, "cache_salt": request.salt}
+        lora = self._loras[request.adapter.number]
+        outputs: Any = self._llm.generate(prompt, _parameters(request), request.id, lora_request=lora)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    yield _step(output, ask.num_top_logprobs)
+                    yield _chunk(output, request.num_top_logprobs)
         except Exception as error:  # the boundary: requests are checked before, so it is the process's trouble
             raise CoreDied(repr(error)) from error
 
     def _watch(self, pid: int) -> None:
-        """`_dead` is set when the engine's process ends."""
+        """Sets `_dead` when the engine's process ends."""
         self._pid = pid
         loop, process = asyncio.get_running_loop(), os.pidfd_open(pid)
 
@@ -147,12 +147,12 @@ class VllmCore:
         loop.add_reader(process, ended)
 
     async def _warm_up(self) -> None:
-        """The first requests of a process compile and allocate."""
+        """Samples a little: the first requests of a process compile and allocate."""
         bare = AdapterFolder(0, "", self._options.folder)
         self._loras[0] = None
         for temperature in (0.0, 1.0):
-            ask = SamplingRequest(f"warm-up-{temperature}", [0, 0], bare, "warm-up", temperature, 1.0, 1, 4, (), 0)
-            async for _ in self.sample(ask):
+            request = SamplingRequest(f"warm-up-{temperature}", [0, 0], bare, "warm-up", temperature, 1.0, 1, 4, (), 0)
+            async for _ in self.sample(request):
                 pass
 
 
@@ -171,7 +171,7 @@ def check_installed(options: VllmOptions) -> None:
 
 
 def _set_environment(options: VllmOptions) -> None:
-    """What vLLM takes from the environment alone, unless the operator has set it; its processes inherit it."""
+    """Sets what vLLM takes from the environment alone, unless the operator has set it; its processes inherit it."""
     chosen = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if options.is_cpu:
         # The first compiles small helpers for half a minute in each process; the second binds threads to cores that
@@ -182,7 +182,7 @@ def _set_environment(options: VllmOptions) -> None:
 
 
 def _launch(options: VllmOptions, context: int) -> Any:
-    """An AsyncLLM whose processes are up. Blocks for many seconds."""
+    """Starts an AsyncLLM and its processes. Blocks for many seconds."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
@@ -219,16 +219,16 @@ def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
     }
 
 
-def _parameters(ask: SamplingRequest) -> Any:
+def _parameters(request: SamplingRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     return SamplingParams(
-        temperature=ask.temperature,
-        top_p=ask.top_p,
-        seed=ask.seed if ask.temperature else None,
-        max_tokens=ask.max_tokens,
-        logprobs=ask.num_top_logprobs,
-        stop_token_ids=list(ask.end_ids),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed if request.temperature else None,
+        max_tokens=request.max_tokens,
+        logprobs=request.num_top_logprobs,
+        stop_token_ids=list(request.end_ids),
         ignore_eos=True,
         detokenize=False,
         flat_logprobs=True,
@@ -237,8 +237,8 @@ def _parameters(ask: SamplingRequest) -> Any:
     )
 
 
-def _step(output: Any, num_top: int) -> TokenChunk:
-    """vLLM lists for each position the sampled token first, then the best ones by rank."""
+def _chunk(output: Any, num_top: int) -> TokenChunk:
+    """Reads vLLM's output, which lists for each position the sampled token first, then the best ones by rank."""
     completion = output.outputs[0]
     flat = completion.logprobs
     starts, ends = flat.start_indices, flat.end_indices

@@ -1,6 +1,6 @@
-"""Runs inside of vLLM's worker processes, which mix this class in: they end with the rollout worker that began them.
+"""Ends vLLM's processes together with the rollout worker that started them. vLLM's worker processes mix this class in.
 
-vLLM's processes outlive one that is killed with SIGKILL, and would keep the device's memory.
+Without it they outlive a rollout worker that is killed with SIGKILL, and keep the device's memory.
 """
 
 import os
@@ -13,13 +13,13 @@ class Guard:
     """vLLM's `worker_extension_cls`."""
 
     def end_with(self, pid: int) -> None:
-        """From now on this process, and the engine's process above it, end when process `pid` does."""
+        """Makes this process, and the engine's process above it, end when process `pid` does."""
         own = [os.getpid()] if os.getppid() == pid else [os.getppid(), os.getpid()]
         threading.Thread(target=_watch, args=(os.pidfd_open(pid), own), name="guard", daemon=True).start()
 
 
 def _watch(process: int, own: list[int]) -> None:
-    """`process`: a descriptor that becomes readable when its process has ended."""
+    """Kills `own` when `process` ends: a descriptor that becomes readable then."""
     select.select([process], [], [])
     for pid in own:
         os.kill(pid, signal.SIGKILL)

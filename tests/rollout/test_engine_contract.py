@@ -1,4 +1,4 @@
-"""What every engine promises, whoever computes the tokens. `running` gives the engine under test: see `engines_under_test.py`."""
+"""The promises of every engine, whatever computes the tokens. `running` gives the engine under test: see `engines_under_test.py`."""
 
 import asyncio
 from typing import Any
@@ -43,7 +43,7 @@ def mixed_requests(running: Running) -> list[Any]:
 
 
 def same(running: Running, found: Generated, expected: Generated) -> bool:
-    """To the bit, or but for last digits."""
+    """Compares to the bit, or but for last digits."""
     return bits(found) == bits(expected) if running.exact else nearly(found, expected)
 
 

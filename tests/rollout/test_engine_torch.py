@@ -72,7 +72,7 @@ def _log_probs(model: Any, tokens: list[int], answer: list[int], temperature: fl
 @pytest.mark.asyncio
 async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> None:
     async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2)}) as engine:
-        batch = engine._batch  # pyright: ignore[reportPrivateUsage]
+        batch = engine._running  # pyright: ignore[reportPrivateUsage]
         asked = [request(adapter, sample=i, max_tokens=3) for adapter in (ref("a"), ref("b")) for i in range(8)]
         done = await asyncio.gather(*[one(engine, r) for r in asked])
         prefixes = batch._prefill._prefixes  # pyright: ignore[reportPrivateUsage]
@@ -128,8 +128,8 @@ def test_stacked_products_equal_each_adapters_own() -> None:
     owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
     x = torch.randn(40, 384)
     y = torch.zeros(40, 128)
-    stack = LanePlanner(torch.device("cpu"), LANE_ROWS)
-    for product in stack.plan([fused[o] if o < 4 else None for o in owners], 40):
+    planner = LanePlanner(torch.device("cpu"), LANE_ROWS)
+    for product in planner.plan([fused[o] if o < 4 else None for o in owners], 40):
         product.add_to(y, x, 7)  # layers.1.mlp.down_proj
     for row, owner in enumerate(owners):
         expected = torch.zeros(128)
@@ -142,9 +142,9 @@ def test_stacked_products_equal_each_adapters_own() -> None:
 def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
     fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(20)]
-    stack = LanePlanner(torch.device("cpu"), LANE_ROWS)
+    planner = LanePlanner(torch.device("cpu"), LANE_ROWS)
     for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
-        (product,) = stack.plan(rows, 64)
+        (product,) = planner.plan(rows, 64)
         assert len(product.factors.a[0]) <= 2 * len(rows)
         assert product.gather is not None and product.rows is None and product.places is not None
         for row, place in enumerate(product.places.tolist()[: len(rows)]):
@@ -196,7 +196,7 @@ async def test_a_failed_forward_is_told_to_its_rows_and_the_engine_goes_on(
 ) -> None:
     async with running() as engine:
         expected = await one(engine, request(max_tokens=4))
-        model = engine._batch._model  # pyright: ignore[reportPrivateUsage]
+        model = engine._running._model  # pyright: ignore[reportPrivateUsage]
         logits, calls = model.logits, iter([True])
 
         def fails_once(hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the torch engine keeps of a trajectory between its turns: only what is new is computed, and the result is the same."""
+"""The torch engine keeps a trajectory between its turns: it computes only the new tokens, and the result is the same."""
 
 import asyncio
 
@@ -82,7 +82,7 @@ async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> No
 @pytest.mark.asyncio
 async def test_nothing_is_kept_of_single_turns_chats_and_dropped_adapters() -> None:
     async with running(adapters={ref("a"): files_of(1)}) as engine:
-        turns = engine._batch._prefill.turns  # pyright: ignore[reportPrivateUsage]
+        turns = engine._running._prefill.turns  # pyright: ignore[reportPrivateUsage]
         for group in range(4):
             await one(engine, request(ref("a"), group=group, max_tokens=30))
         await one(engine, request(ref("a"), turn=1, reply_to="reply:x", max_tokens=30))

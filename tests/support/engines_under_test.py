@@ -190,13 +190,15 @@ class SharedCore:
     async def remove(self, adapter: AdapterFolder) -> None:
         await self._running.remove(self._known.pop(adapter.number))
 
-    async def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
-        prefix, adapter = self._prefix, self._known[ask.adapter.number]
-        mine = dataclasses.replace(ask, id=f"{prefix}/{ask.id}", adapter=adapter, salt=f"{prefix}/{ask.salt}")
+    async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
+        prefix, adapter = self._prefix, self._known[request.adapter.number]
+        mine = dataclasses.replace(
+            request, id=f"{prefix}/{request.id}", adapter=adapter, salt=f"{prefix}/{request.salt}"
+        )
         try:
-            async with contextlib.aclosing(self._running.sample(mine)) as steps:
-                async for step in steps:
-                    yield step
+            async with contextlib.aclosing(self._running.sample(mine)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except CoreDied:
             await self._running.wait_dead()  # so that the next test does not take it for a living one
             raise

@@ -60,28 +60,28 @@ class FakeCore:
         await self._answer()
         del self.loaded[adapter.number]
 
-    async def sample(self, ask: SamplingRequest) -> AsyncGenerator[TokenChunk]:
-        self.named.append(ask.adapter.name)
-        digest, tokens = self.loaded[ask.adapter.number], list(ask.tokens)
-        random = np.random.default_rng(ask.seed)
+    async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
+        self.named.append(request.adapter.name)
+        digest, tokens = self.loaded[request.adapter.number], list(request.tokens)
+        random = np.random.default_rng(request.seed)
         self.running += 1
         try:
-            for left in range(ask.max_tokens - 1, -1, -1):
-                await self._step(ask)
-                step = self._next(ask, digest, tokens, random, last=left == 0)
-                tokens += step.tokens
-                yield step
-                if step.finished:
+            for left in range(request.max_tokens - 1, -1, -1):
+                await self._step(request)
+                chunk = self._next(request, digest, tokens, random, last=left == 0)
+                tokens += chunk.tokens
+                yield chunk
+                if chunk.finished:
                     return
         except (GeneratorExit, asyncio.CancelledError):
-            self.aborted.append(ask.id)
+            self.aborted.append(request.id)
             raise
         finally:
             self.running -= 1
 
-    async def _step(self, ask: SamplingRequest) -> None:
+    async def _step(self, request: SamplingRequest) -> None:
         await asyncio.sleep(STEP_S)
-        if _job(ask.adapter) in self.deadly:
+        if _job(request.adapter) in self.deadly:
             self.dead.set()
         if self.hangs:
             await asyncio.Event().wait()
@@ -95,19 +95,19 @@ class FakeCore:
             raise CoreDied("unreachable")
 
     def _next(
-        self, ask: SamplingRequest, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool
+        self, request: SamplingRequest, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool
     ) -> TokenChunk:
-        self.poisoned |= _job(ask.adapter) in self.poison
-        logprobs = _logprobs(digest, tokens, self.vocab, ask.temperature or 1.0)
+        self.poisoned |= _job(request.adapter) in self.poison
+        logprobs = _logprobs(digest, tokens, self.vocab, request.temperature or 1.0)
         best = np.argsort(-logprobs)
         token = int(best[0])
-        if ask.temperature:
-            kept = best[: max(1, int((np.exp(logprobs[best]).cumsum() < ask.top_p).sum()))]
+        if request.temperature:
+            kept = best[: max(1, int((np.exp(logprobs[best]).cumsum() < request.top_p).sum()))]
             shares = np.exp(logprobs[kept])
             token = int(random.choice(kept, p=shares / shares.sum()))
-        top = [(int(t), float(logprobs[t])) for t in best[: ask.num_top_logprobs]]
+        top = [(int(t), float(logprobs[t])) for t in best[: request.num_top_logprobs]]
         logprob = float("nan") if self.poisoned else float(np.float32(logprobs[token]))  # as it travels
-        return TokenChunk([token], [logprob], [top] if top else [], last or token in ask.end_ids)
+        return TokenChunk([token], [logprob], [top] if top else [], last or token in request.end_ids)
 
 
 def _logprobs(digest: str, tokens: list[int], vocab: int, temperature: float) -> np.ndarray:

@@ -39,7 +39,7 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def naive_token(name: str, policy: Rows, stopped: Rows, sampled: Rows, i: int, t: int, advantage: float) -> float:
-    """What is maximised, of one token."""
+    """The objective of one token, which is maximised."""
     if name == "rloo":
         return min(math.exp(stopped[i][t] - sampled[i][t]), 2.0) * advantage * policy[i][t]
     if name == "cispo":

@@ -37,7 +37,7 @@ def digest(state: TrainState) -> str:
 
 
 def through_bytes(state: TrainState) -> TrainState:
-    """As a trainer would find it in the store."""
+    """The state as a trainer would read it from the store."""
     adapter = load_adapter(save_adapter(state.adapter, "tiny"))
     moments = load_moments(save_moments(state.moments), len(state.values_P), state.moments.mean_P.device)
     return TrainState.of(adapter, moments)

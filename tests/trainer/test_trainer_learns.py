@@ -23,7 +23,7 @@ VOCAB = 32
 def random_decoder() -> Decoder:
     """A Llama of 2 layers with random weights."""
     torch.set_num_threads(1)
-    config = DecoderConfig("llama", 2, 32, 4, 2, 8, VOCAB, 64, 10_000.0, 1e-6, False)
+    config = DecoderConfig(2, 32, 4, 2, 8, VOCAB, 64, 10_000.0, 1e-6, False)
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, Tensor] = {"norm.weight": torch.ones(32)}
 

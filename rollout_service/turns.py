@@ -1,0 +1,72 @@
+"""Checks a request, and keeps the turns under way: the same for every engine. Used from one event loop."""
+
+import asyncio
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
+
+from common.errors import InvalidInput
+from common.messages import TurnRequest
+from rollout_service.engine import Partial
+
+KEPT_PARTIALS = 1024
+
+T = TypeVar("T")
+
+
+def check_request(request: TurnRequest, *, vocab: int, max_temperature: float = math.inf) -> None:
+    """Raises InvalidInput for a request that cannot be computed."""
+    tokens, sampling = request.tokens.numpy(), request.sampling
+    if request.num_prompt < 1 or request.num_partial < 0:
+        raise InvalidInput("a turn needs at least one token before it")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise InvalidInput("a token is outside of the base model's vocabulary")
+    if len(request.logprobs) != len(tokens):
+        raise InvalidInput("tokens and log-probs differ in length")
+    if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
+        raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
+    if not 0 <= sampling.temperature <= max_temperature:
+        raise InvalidInput(f"this engine's temperature lies in [0, {max_temperature:g}]")
+
+
+class TurnsUnderWay(Generic[T]):
+    """The turns of one engine by id of their request, and the partials of those that were cancelled lately."""
+
+    def __init__(self, partial_of: Callable[[T], Partial | None]) -> None:
+        """`partial_of`: reports how far a turn has come; None if it has ended."""
+        self._partial_of = partial_of
+        self._turns: dict[str, T] = {}
+        self._cancelled: OrderedDict[str, Partial] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def all(self) -> list[T]:
+        return list(self._turns.values())
+
+    @contextlib.contextmanager
+    def enter(self, request_id: str, turn: T) -> Generator[None]:
+        """Lists the turn as under way inside. If it is cancelled there, its partial is kept."""
+        self._turns[request_id] = turn
+        self._cancelled.pop(request_id, None)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._keep(request_id, self._partial_of(turn))
+            raise
+        finally:
+            if self._turns.get(request_id) is turn:
+                del self._turns[request_id]
+
+    def partial(self, request_id: str) -> Partial | None:
+        """See `Engine.partial`."""
+        turn = self._turns.get(request_id)
+        return self._cancelled.get(request_id) if turn is None else self._partial_of(turn)
+
+    def _keep(self, request_id: str, partial: Partial | None) -> None:
+        if partial is not None:
+            self._cancelled[request_id] = partial
+        if len(self._cancelled) > KEPT_PARTIALS:
+            self._cancelled.popitem(last=False)
