@@ -143,11 +143,7 @@ class Bus:
 
     async def ensure_group(self, stream: str, group: str) -> None:
         """Create the consumer group, from the stream's beginning, unless it is there."""
-        try:
-            await self.retrying(lambda: self.client.xgroup_create(stream, group, id="0", mkstream=True))
-        except redis_errors.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+        await self._unless("BUSYGROUP", lambda: self.client.xgroup_create(stream, group, id="0", mkstream=True))
 
     async def read(
         self, streams: Sequence[str], group: str, consumer: str, *, count: int, block_ms: int | None = None
@@ -175,18 +171,15 @@ class Bus:
         self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None
     ) -> list[Delivery]:
         async def call() -> Any:
-            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms)
+            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or ()
 
         return await self._delivered(call, wanted, group, consumer)
 
     async def _delivered(
         self, call: Callable[[], Awaitable[Any]], streams: Iterable[str], group: str, consumer: str
     ) -> list[Delivery]:
-        try:
-            found = await self.retrying(call)
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
+        found = await self._unless("NOGROUP", call)
+        if found is None:
             for stream in streams:
                 await self.ensure_group(stream, group)
             return []
@@ -217,15 +210,8 @@ class Bus:
     async def idle(self, stream: str, group: str, *, min_idle_ms: int, count: int = 256) -> list[str]:
         """Ids of pending entries that nobody renewed for `min_idle_ms`."""
 
-        async def call() -> Any:
-            return await self.client.xpending_range(stream, group, "-", "+", count, idle=min_idle_ms)
-
-        try:
-            return [_text(row["message_id"]) for row in await self.retrying(call)]
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            return []
+        call = partial(self.client.xpending_range, stream, group, "-", "+", count, idle=min_idle_ms)
+        return [_text(row["message_id"]) for row in await self._unless("NOGROUP", call) or ()]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
         """Ids of pending entries after an entry's id, oldest first."""
@@ -245,12 +231,8 @@ class Bus:
         """Say that work on these entries goes on. Returns how many this consumer still owns."""
         if not entries:
             return 0
-        try:
-            return await self.retrying(lambda: self._renew(keys=[stream], args=[group, consumer, *entries]))
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            return 0
+        call = partial(self._renew, keys=[stream], args=[group, consumer, *entries])
+        return await self._unless("NOGROUP", call) or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Publish and acknowledge, one script for all. False: somebody else settled it before; nothing was published."""
@@ -264,11 +246,8 @@ class Bus:
                 fields = await self.fields(message)
                 arguments += [stream, "1" if self.is_reply(stream) else "0", len(fields), *fields]
         keys = [settlements[0].delivery.stream]
-        try:
-            done = await self.retrying(lambda: self._settle(keys=keys, args=arguments))
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
+        done = await self._unless("NOGROUP", lambda: self._settle(keys=keys, args=arguments))
+        if done is None:
             for stream, group in {(s.delivery.stream, s.delivery.group) for s in settlements}:
                 await self.ensure_group(stream, group)
             return await self.settle(settlements)
@@ -376,6 +355,15 @@ class Bus:
         if objects is None:
             raise NotFound("the entry is a claim check, but this process has no object store")
         return await patiently(lambda: objects.get(path), meanwhile=renew)
+
+    async def _unless(self, code: str, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Like `retrying`; None if Redis answers with an error of this code."""
+        try:
+            return await self.retrying(call)
+        except redis_errors.ResponseError as error:
+            if code not in str(error):
+                raise
+            return None
 
     async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await `call()` until Redis answers; only errors of the caller's making come out."""

@@ -4,6 +4,7 @@ Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as eas
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,12 @@ def philox(key: tuple[Any, Any], counter: list[np.ndarray]) -> list[np.ndarray]:
 
 def bits(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
     """64 random bits for each point. At most four integer coordinates below 2**32, broadcast against each other."""
-    if len(coordinates) > 4:
-        raise ValueError("at most four coordinates")
-    words = [np.asarray(c, np.uint64) & _MASK for c in coordinates] + [np.zeros((), np.uint64)] * (4 - len(coordinates))
-    counter = [np.array(w) for w in np.broadcast_arrays(*words)]
-    high, low, _, _ = philox(key_of(seed, purpose), counter)
-    return (high << _SHIFT) | low
+    return _bits(key_of(seed, purpose), coordinates)
 
 
 def uniform(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
     """Float64 in [0, 1), one for each point, of the broadcast shape of the coordinates."""
-    return (bits(seed, purpose, *coordinates) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _unit(bits(seed, purpose, *coordinates))
 
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
@@ -64,9 +60,16 @@ def uniform_rows(keys: np.ndarray, *coordinates: Any) -> np.ndarray:
 
     `keys` uint64 [n, 2] are rows of `key_of`; the coordinates broadcast to [n, m]; returns float64 [n, m].
     """
-    words = [np.asarray(c, np.uint64) & _MASK for c in coordinates] + [np.zeros((1, 1), np.uint64)] * (
-        4 - len(coordinates)
-    )
-    counter = [np.array(w) for w in np.broadcast_arrays(*words)]
-    high, low, _, _ = philox((keys[:, :1], keys[:, 1:]), counter)
-    return (((high << _SHIFT) | low) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _unit(_bits((keys[:, :1], keys[:, 1:]), coordinates))
+
+
+def _bits(key: tuple[Any, Any], coordinates: Sequence[Any]) -> np.ndarray:
+    if len(coordinates) > 4:
+        raise ValueError("at most four coordinates")
+    words = [np.asarray(c, np.uint64) & _MASK for c in coordinates] + [np.zeros((), np.uint64)] * (4 - len(coordinates))
+    high, low, _, _ = philox(key, [np.array(w) for w in np.broadcast_arrays(*words)])
+    return (high << _SHIFT) | low
+
+
+def _unit(drawn: np.ndarray) -> np.ndarray:
+    return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
 
@@ -45,6 +45,7 @@ REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 
 Beat = Callable[[], None]
+M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
 
 
@@ -149,9 +150,10 @@ class Worker:
         """Works until `stop` is set. Returns once everything is settled or handed back."""
         if not await self._ready(stop):
             return
-        loops = [self._settler.run(), self._renew(), self._control(), self._report(stop)]
+        loops = [self._settler.run(), self._renew(), self._report(stop)]
+        loops.append(self._follow(self._bus.cell.control, "0", Cancel, self._hear_cancel))
         if self._on_adapter_new:
-            loops.append(self._prefetch(self._on_adapter_new))
+            loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._on_adapter_new))
         async with running(self._read(), self._takeover.run(), *loops) as (reader, takeover, *_):
             await stop.wait()
             await cancel_all([reader, takeover])
@@ -297,29 +299,23 @@ class Worker:
                 advanced = self._underway.take_advanced(inbox.stream)
                 await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
 
-    async def _control(self) -> None:
-        cursor = "0"
+    async def _follow(self, stream: str, cursor: str, kind: type[M], hear: Callable[[M], None]) -> None:
         while True:
-            for entry, message in await self._bus.follow(self._bus.cell.control, cursor, block_ms=500):
+            for entry, message in await self._bus.follow(stream, cursor, block_ms=500):
                 cursor = entry
-                if isinstance(message, Cancel):
-                    self._voided.add(message)
-                    if self._parks:
-                        self._underway.cancel(partial(self._voided_by, message))
+                if isinstance(message, kind):
+                    hear(message)
+
+    def _hear_cancel(self, cancel: Cancel) -> None:
+        self._voided.add(cancel)
+        if self._parks:
+            self._underway.cancel(partial(self._voided_by, cancel))
 
     def _voided_by(self, cancel: Cancel, delivery: Delivery) -> bool:
         message = delivery.message
         if isinstance(message, Undecodable) or message.job != cancel.job:
             return False
         return self._voided.verdict(message) is not None
-
-    async def _prefetch(self, hear: Callable[[AdapterNew], None]) -> None:
-        cursor = "$"
-        while True:
-            for entry, message in await self._bus.follow(self._bus.cell.adapters_new, cursor, block_ms=500):
-                cursor = entry
-                if isinstance(message, AdapterNew):
-                    hear(message)
 
     async def _report(self, stop: asyncio.Event) -> None:
         while True:

@@ -119,8 +119,7 @@ class EnvHandler:
             case TurnResult():
                 return self._settled(message, None, Ending("failed", failure=failure), Usage())
             case GradeRequest():
-                result = GradeResult(**message.about(), id=message.id, reward=None, failure=failure)
-                return [(message.reply_to, result)]
+                return [_graded(message, Ending("failed", failure=failure))]
             case _:
                 return []
 
@@ -304,17 +303,8 @@ class EnvHandler:
         started = time.monotonic()
         outcome = await self._guarded(self._grade_once(request))
         seconds = time.monotonic() - started
-        if isinstance(outcome, Failure):
-            result = GradeResult(**request.about(), id=request.id, reward=None, seconds=seconds, failure=outcome)
-        else:
-            result = GradeResult(
-                **request.about(),
-                id=request.id,
-                reward=outcome.reward,
-                reward_parts=dict(outcome.parts or {}),
-                seconds=seconds,
-            )
-        return [(request.reply_to, result)]
+        ending = Ending("failed", failure=outcome) if isinstance(outcome, Failure) else outcome
+        return [_graded(request, ending, seconds)]
 
     async def _grade_once(self, request: GradeRequest) -> Ending:
         environment = self._environments.get(request.env)
@@ -338,6 +328,18 @@ class EnvHandler:
             return Failure("infrastructure", f"the environment took longer than {self._step_timeout_s:g} seconds")
         except Exception as error:
             return Failure("environment", f"{type(error).__name__}: {_one_line(error)}")
+
+
+def _graded(request: GradeRequest, ending: Ending, seconds: float = 0.0) -> Out:
+    result = GradeResult(
+        **request.about(),
+        id=request.id,
+        reward=ending.reward,
+        reward_parts=dict(ending.parts or {}),
+        seconds=seconds,
+        failure=ending.failure,
+    )
+    return request.reply_to, result
 
 
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
