@@ -1,4 +1,4 @@
-"""What the services share: messages, the bus that carries them, the loop of every worker, the store of adapters.
+"""The part that all services share: messages, the bus that carries them, the loop of every worker, the store of adapters.
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 

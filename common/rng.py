@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each is a pure function of (seed, purpose, coordinates), never of when or where.
+"""Counter-based random numbers: each is a pure function of (seed, purpose, coordinates), whenever and wherever it is drawn.
 
 Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised in numpy.
 """
@@ -56,7 +56,7 @@ def key_of(seed: int, purpose: str) -> tuple[int, int]:
 
 
 def uniform_rows(keys: np.ndarray, *coordinates: Any) -> np.ndarray:
-    """As `uniform`, for many seeds and purposes at once.
+    """Draws as `uniform` does, for many seeds and purposes at once.
 
     `keys` uint64 [n, 2] are rows of `key_of`; the coordinates broadcast to [n, m]; returns float64 [n, m].
     """

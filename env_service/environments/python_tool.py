@@ -6,7 +6,7 @@ from env_service.failures import ToolFailed
 from env_service.sandbox.sandbox import Sandbox
 
 QUEUE_S = 600.0
-"""How long a call may wait for a place in the sandbox; its own limit begins after that."""
+"""Seconds that a call may wait for a place in the sandbox; its own limit begins after that."""
 
 
 def python_tool(args: PythonArgs, sandbox: Sandbox) -> Tool:

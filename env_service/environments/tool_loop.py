@@ -15,21 +15,21 @@ from env_service.failures import ToolFailed
 from env_service.graders.runner import GraderRunner
 
 MAX_CALLS = 8
-"""Of one turn; further calls are answered with an error message."""
+"""Calls that one turn may make; further ones are answered with an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function of one text. What it returns is shown to the model, error messages included."""
+    """A function of one text. The model sees all that it returns, error messages included."""
 
     name: str
     description: str
     argument: str
     run: Callable[[str, float], Awaitable[str]]
-    """(argument, time limit in seconds) -> reply. Raises ToolFailed if the tool itself fails; what takes longer than the
-    limit has failed as well."""
+    """(argument, time limit in seconds) -> reply. Raises ToolFailed if the tool itself fails; a tool that takes longer than
+    the limit has failed as well."""
     waits_s: float = 0.0
-    """How long it may wait for its turn on top of the limit, if it keeps the limit itself."""
+    """Seconds that it may wait for its turn on top of the limit, if it keeps the limit itself."""
 
     @property
     def definition(self) -> dict[str, Any]:
