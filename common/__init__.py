@@ -1,4 +1,4 @@
-"""What the services share: messages, the bus that carries them, the loop of every worker, the store of adapters.
+"""The part that all services share: messages, the bus that carries them, the loop of every worker, the store of adapters.
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 
@@ -10,7 +10,10 @@ It imports no service and no torch.
     streams.py            names every key of a cell
     bus.py                publishes, and acknowledges by one script
     redis_connection.py   connects to Redis, and packs commands in C
-    worker.py             runs a worker: takes messages, takes over those of the dead, retries, gives up
+    worker.py             runs a worker: reads messages, works on them, tries again, gives up, hands back
+    underway.py           keeps the deliveries that a worker works on
+    takeover.py           takes over the entries that other workers left behind
+    settler.py            settles finished deliveries, many by one script
     dead_letters.py       makes a dead letter of a message that cannot be worked on
     spelling.py           finds the name that somebody meant
     service.py            starts a worker service

@@ -1,7 +1,7 @@
 """The adapter store: versioned LoRA weights in object storage.
 
     adapters/{tenant}/{job}/{version:08d}/manifest.json            create-only: the commit of version and batch
-    adapters/{tenant}/{job}/{version:08d}/{attempt}/<file>         written before, under a name of their own
+    adapters/{tenant}/{job}/{version:08d}/{attempt}/<file>         written before the manifest, under an attempt of its own
 
 A version exists if and only if its manifest does. Two trainers that make the same version race for the manifest; the
 loser deletes its own folder. Only the trainer service writes here.
@@ -48,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
-    """What tells the owner of a version: the same for whoever made it, and however often it is told.
+    """Makes the message that tells the owner of a version: always the same, whoever made it and however often it is sent.
 
     `about`: the fields of `Message.about`.
     """
@@ -99,9 +99,9 @@ class AdapterStore:
         return data
 
     async def commit(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
-        """Write the files, then the manifest. Raises AlreadyExists if another attempt was first; its files are gone then.
+        """Writes the files, then the manifest. Raises AlreadyExists if another attempt was first, and deletes its own files then.
 
-        `manifest.attempt`, `.files` and `.created_at` are filled in here.
+        Fills in `manifest.attempt`, `.files` and `.created_at`.
         """
         folder, attempt = manifest.adapter.path(), uuid4().hex
         await self._write(f"{folder}/{attempt}", files)
@@ -122,7 +122,7 @@ class AdapterStore:
         return record
 
     async def _write(self, folder: str, files: Mapping[str, bytes]) -> None:
-        """All files of an attempt, or as few as can be helped."""
+        """Writes all files of an attempt; deletes those that it wrote, if it can, when one fails."""
         try:
             for name, data in files.items():
                 await self._objects.write(f"{folder}/{name}", data)
@@ -132,7 +132,7 @@ class AdapterStore:
             raise
 
     async def drop_optimizer(self, adapter: AdapterRef) -> None:
-        """Forget a version's optimiser state; the adapter itself stays for ever."""
+        """Deletes a version's optimiser state; the adapter itself stays for ever."""
         manifest = await self.manifest(adapter)
         if manifest is not None and OPTIMIZER_FILE in manifest.files:
             await self._objects.delete(f"{adapter.path()}/{manifest.attempt}/{OPTIMIZER_FILE}")

@@ -1,8 +1,8 @@
 """The bus: Redis Streams with consumer groups, and the one script that publishes results and acknowledges their cause.
 
 Guarantees:
-- Work may be done twice, its result is published once: outputs are appended only if their input is still pending, in
-  the same script that acknowledges and deletes it. Retrying that script after a lost reply is harmless.
+- Work may be done twice, its result is published once: one script appends the outputs, acknowledges the input and
+  deletes it, and does nothing if the input is not pending any more. Retrying that script after a lost reply is harmless.
 - An entry is deleted with its acknowledgement, so a stream's length is its open work.
 - Connection losses, a loading Redis, full memory, a lost script cache and an object storage that is away are retried
   with backoff until they pass; callers see no error, only time.
@@ -95,7 +95,7 @@ return renewed
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """What stood in an entry that is no message of ours."""
+    """The content of an entry that is no message of ours."""
 
     reason: str
     payload: bytes
@@ -114,7 +114,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What settles a delivery: the messages that it led to."""
+    """A delivery with the messages that it led to, which settle it."""
 
     delivery: Delivery
     outputs: Sequence[Out] = ()
@@ -142,12 +142,8 @@ class Bus:
     # ---- work streams -----------------------------------------------------------------------------------------------
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Create the consumer group, from the stream's beginning, unless it is there."""
-        try:
-            await self.retrying(lambda: self.client.xgroup_create(stream, group, id="0", mkstream=True))
-        except redis_errors.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+        """Creates the consumer group, from the stream's beginning, unless it is there."""
+        await self._unless("BUSYGROUP", lambda: self.client.xgroup_create(stream, group, id="0", mkstream=True))
 
     async def read(
         self, streams: Sequence[str], group: str, consumer: str, *, count: int, block_ms: int | None = None
@@ -157,7 +153,7 @@ class Bus:
         return await self._read_group(wanted, group, consumer, count, block_ms)
 
     async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
-        """New entries, at most `count` together: of a later stream only when the earlier ones have no more. Never waits."""
+        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait."""
 
         async def call() -> Any:
             rows = await self._read_in_order(keys=list(streams), args=[group, consumer, count])
@@ -175,18 +171,15 @@ class Bus:
         self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None
     ) -> list[Delivery]:
         async def call() -> Any:
-            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms)
+            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or ()
 
         return await self._delivered(call, wanted, group, consumer)
 
     async def _delivered(
         self, call: Callable[[], Awaitable[Any]], streams: Iterable[str], group: str, consumer: str
     ) -> list[Delivery]:
-        try:
-            found = await self.retrying(call)
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
+        found = await self._unless("NOGROUP", call)
+        if found is None:
             for stream in streams:
                 await self.ensure_group(stream, group)
             return []
@@ -200,7 +193,7 @@ class Bus:
     async def claim(
         self, stream: str, group: str, consumer: str, *, min_idle_ms: int, count: int = 1
     ) -> list[Delivery]:
-        """Take over entries that nobody renewed for `min_idle_ms`, oldest first. Counts as a delivery of each."""
+        """Takes over entries that nobody renewed for `min_idle_ms`, oldest first. Counts as a delivery of each."""
         idle = await self.idle(stream, group, min_idle_ms=min_idle_ms, count=count)
         if not idle:
             return []
@@ -217,15 +210,8 @@ class Bus:
     async def idle(self, stream: str, group: str, *, min_idle_ms: int, count: int = 256) -> list[str]:
         """Ids of pending entries that nobody renewed for `min_idle_ms`."""
 
-        async def call() -> Any:
-            return await self.client.xpending_range(stream, group, "-", "+", count, idle=min_idle_ms)
-
-        try:
-            return [_text(row["message_id"]) for row in await self.retrying(call)]
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            return []
+        call = partial(self.client.xpending_range, stream, group, "-", "+", count, idle=min_idle_ms)
+        return [_text(row["message_id"]) for row in await self._unless("NOGROUP", call) or ()]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
         """Ids of pending entries after an entry's id, oldest first."""
@@ -233,7 +219,7 @@ class Bus:
         return [_text(row["message_id"]) for row in await self.retrying(call)]
 
     async def reread(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> list[Delivery]:
-        """Pending entries once more, whoever has them; they are this consumer's now. Those that are gone are left out."""
+        """Reads pending entries again, whoever has them, and makes them this consumer's. Leaves out those that are gone."""
         if not entries:
             return []
         found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
@@ -242,18 +228,14 @@ class Bus:
         ]
 
     async def renew(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> int:
-        """Say that work on these entries goes on. Returns how many this consumer still owns."""
+        """Resets the idle time of these entries. Returns the number that this consumer still owns."""
         if not entries:
             return 0
-        try:
-            return await self.retrying(lambda: self._renew(keys=[stream], args=[group, consumer, *entries]))
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            return 0
+        call = partial(self._renew, keys=[stream], args=[group, consumer, *entries])
+        return await self._unless("NOGROUP", call) or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Publish and acknowledge, one script for all. False: somebody else settled it before; nothing was published."""
+        """Publishes and acknowledges, one script for all. False: somebody else settled it before, so nothing was published."""
         if not settlements:
             return []
         arguments: list[Any] = [len(settlements)]
@@ -264,18 +246,15 @@ class Bus:
                 fields = await self.fields(message)
                 arguments += [stream, "1" if self.is_reply(stream) else "0", len(fields), *fields]
         keys = [settlements[0].delivery.stream]
-        try:
-            done = await self.retrying(lambda: self._settle(keys=keys, args=arguments))
-        except redis_errors.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
+        done = await self._unless("NOGROUP", lambda: self._settle(keys=keys, args=arguments))
+        if done is None:
             for stream, group in {(s.delivery.stream, s.delivery.group) for s in settlements}:
                 await self.ensure_group(stream, group)
             return await self.settle(settlements)
         return [bool(n) for n in done]
 
     async def publish(self, outs: Iterable[Out]) -> None:
-        """Append without a cause. After a lost reply an entry may stand twice; ids make that harmless."""
+        """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
         encoded = [(stream, await self.fields(message)) for stream, message in outs]
 
         async def call() -> Any:
@@ -289,7 +268,7 @@ class Bus:
     # ---- broadcasts and reply streams -------------------------------------------------------------------------------
 
     async def broadcast(self, stream: str, message: Message, *, keep_s: float) -> None:
-        """Append, and trim what is older than `keep_s` by Redis' own clock."""
+        """Appends, and trims what is older than `keep_s` by Redis' own clock."""
         fields = await self.fields(message)
 
         async def call() -> Any:
@@ -371,14 +350,23 @@ class Bus:
         return Delivery(stream, group, _text(entry), message, deliveries)
 
     async def _claimed(self, fields: Any, renew: Callable[[], Awaitable[object]]) -> bytes:
-        """The payload from object storage, however long that is away; the entry stays ours meanwhile."""
+        """Reads the payload from object storage, waits while that is away, and keeps the entry ours meanwhile."""
         objects, path = self._objects, _text(fields[b"ref"])
         if objects is None:
             raise NotFound("the entry is a claim check, but this process has no object store")
         return await patiently(lambda: objects.get(path), meanwhile=renew)
 
+    async def _unless(self, code: str, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Like `retrying`; None if Redis answers with an error of this code."""
+        try:
+            return await self.retrying(call)
+        except redis_errors.ResponseError as error:
+            if code not in str(error):
+                raise
+            return None
+
     async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await `call()` until Redis answers; only errors of the caller's making come out."""
+        """Awaits `call()` until Redis answers. Raises only the errors that the caller made."""
         delay = 0.02
         while True:
             try:
@@ -415,7 +403,7 @@ _LATER_CLASSES = (
 
 
 def passes(error: redis_errors.RedisError) -> bool:
-    """Errors that say `later`, not `never`. redis-py strips some codes into classes; a script's error quotes the code."""
+    """True for an error that says `later`, not `never`. redis-py makes classes of some codes; a script's error quotes the code."""
     if not isinstance(error, redis_errors.ResponseError) or isinstance(error, _LATER_CLASSES):
         return True
     text = str(error)

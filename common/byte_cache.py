@@ -25,7 +25,7 @@ class ByteCache(Generic[K, V]):
         return found
 
     def put(self, key: K, value: V) -> None:
-        """In place of an older one of this key. What is larger than the budget is not kept: it would drive out all others."""
+        """Keeps a value in place of this key's older one. Does not keep one larger than the budget, which would drive out all others."""
         self.pop(key)
         if self._size_of(value) > self.budget_bytes:
             return
@@ -35,7 +35,7 @@ class ByteCache(Generic[K, V]):
             self.pop(next(iter(self._entries)))
 
     def pop(self, key: K) -> V | None:
-        """What was kept under this key, which is the caller's now."""
+        """Removes the value of this key and returns it; None if there is none."""
         value = self._entries.pop(key, None)
         if value is not None:
             self.num_bytes -= self._size_of(value)

@@ -1,4 +1,4 @@
-"""What becomes of an entry that cannot be worked on."""
+"""Dead letters: keep an entry that cannot be worked on, with the reason."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ MAX_PAYLOAD = 64 << 10
 
 
 def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
-    """The letter that keeps the original and tells why. What cannot be read belongs to no job: its id is its entry's."""
+    """Makes the letter that keeps the original and the reason. One for an unreadable entry has no job; its id is the entry's."""
     message = delivery.message
     about: dict[str, Any] = {"tenant": "", "job": "", "partition": 0}
     if isinstance(message, Undecodable):

@@ -1,4 +1,4 @@
-"""Environments as data: the names and arguments that users give, and their validation. Running them is the env service's.
+"""Environments as data: checks the names and arguments that users give. The env service runs them.
 
     single_turn     one answer, one grader
     calculator      the tool `calculator`; makes its own items if it is given none
@@ -38,7 +38,7 @@ class CalculatorArgs(Declared):
     grader: GraderArgs | None = None
     """None: the answer must be exactly the item's `answer`."""
     skill: Literal["calc", "add", "max"] = "calc"
-    """Which questions it makes when the job has no training file."""
+    """The kind of questions that it makes when the job has no training file."""
 
 
 class Document(Declared):
@@ -56,7 +56,7 @@ class SearchArgs(Declared):
     """The collection itself, if it is small."""
     top_k: int = Field(3, ge=1, le=20)
     max_characters: int = Field(200, ge=20, le=4000)
-    """Of each result."""
+    """The most characters of each result."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "SearchArgs":
@@ -92,7 +92,7 @@ DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
 }
 
 MAKES_ITEMS = ("calculator",)
-"""These can do without a training file."""
+"""The environments that need no training file."""
 
 
 def validate_environment(spec: EnvSpec, *, param: str = "environment") -> None:
@@ -132,7 +132,7 @@ def makes_items(spec: EnvSpec) -> bool:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """What operators installed, by name; a built-in name cannot be taken over."""
+    """The environments that operators installed, by name; none can have a built-in name."""
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in BUILT_IN}
 
 

@@ -2,7 +2,7 @@
 
 MarlaasError
 ├── Permanent              will fail again in the same way: a value, a dead letter or a refusal
-│   ├── InvalidInput       what a user gave is wrong; the message says what to do
+│   ├── InvalidInput       a user's input is wrong; the message says what to do
 │   ├── NotFound           no such object, record or adapter
 │   ├── CorruptObject      bytes do not match their sha256, or do not parse
 │   └── TrainingFailed     NaN loss, non-finite gradients: the step must not be committed
@@ -27,7 +27,7 @@ class Permanent(MarlaasError):
 
 
 class InvalidInput(Permanent):
-    """What a user gave is wrong. `param` names the offending field where there is one."""
+    """A user's input is wrong. `param` names the offending field where there is one."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

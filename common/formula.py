@@ -17,7 +17,7 @@ Number = int | float
 MAX_CHARACTERS = 1000
 MAX_DEPTH = 50
 MAX_BITS = 4096
-"""No whole number may become larger than this many bits."""
+"""The most bits of a whole number."""
 
 
 def evaluate(text: str, names: Mapping[str, Number] | None = None) -> Number:

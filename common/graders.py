@@ -1,4 +1,4 @@
-"""Graders as data: the shapes that users give, and their validation. Running them is the env service's.
+"""Graders as data: checks the shapes that users give. The env service runs them.
 
 string_check, text_similarity, python, multi     as in OpenAI's reinforcement fine-tuning
 math, endpoint                                   ours
@@ -25,7 +25,7 @@ REFUSED_GRADERS = ("score_model", "label_model")
 
 
 class Declared(BaseModel):
-    """What a user declares: unknown fields are refused, never ignored."""
+    """A shape that a user declares. Unknown fields are refused, not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -39,7 +39,7 @@ def _template(text: str) -> str:
 
 
 class StringCheck(Declared):
-    """1 if the comparison holds, else 0."""
+    """Gives 1 if the comparison holds, else 0."""
 
     type: Literal["string_check"]
     name: str = ""
@@ -52,7 +52,7 @@ class StringCheck(Declared):
 
 
 class TextSimilarity(Declared):
-    """How alike two texts are, from 0 to 1."""
+    """The likeness of two texts, from 0 to 1."""
 
     type: Literal["text_similarity"]
     name: str = ""
@@ -92,8 +92,8 @@ class PythonGrader(Declared):
 
 
 class MathGrader(Declared):
-    r"""1 if the final answers are mathematically equal, else 0. The final answer: after `####`, in `\boxed{}`, or the
-    last number or expression."""
+    r"""Gives 1 if the final answers are mathematically equal, else 0. The final answer stands after `####` or in `\boxed{}`,
+    or is the last number or expression."""
 
     type: Literal["math"]
     name: str = ""
@@ -104,7 +104,7 @@ class MathGrader(Declared):
 
 
 class EndpointGrader(Declared):
-    """POST of `{"item", "sample"}` to the user's own URL, which answers `{"reward": number}`."""
+    """Sends `{"item", "sample"}` by POST to the user's own URL, which answers `{"reward": number}`."""
 
     type: Literal["endpoint"]
     name: str = ""
@@ -225,7 +225,7 @@ def _sub_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]
 
 
 def parse(model: type[T], value: Mapping[str, Any], *, param: str) -> T:
-    """`value` as `model`. Raises InvalidInput about the first thing that is wrong."""
+    """Makes a `model` of `value`. Raises InvalidInput about the first thing that is wrong."""
     try:
         return model.model_validate(dict(value))
     except ValidationError as error:

@@ -37,8 +37,7 @@ S3: Any = {
         "allow_http": True,  # the endpoint's scheme says what the operator wants
     },
 }
-"""Retries within one call end before a lease does: what lasts longer is the caller's to wait for, who can say that he is
-alive."""
+"""Retries within one call end before a lease does. The caller waits for what lasts longer, and can renew meanwhile."""
 MAX_DELAY_S = 2.0
 
 
@@ -62,9 +61,9 @@ class Objects:
             raise InvalidInput(f"store URL {url!r}: {error}. Use file:///folder or s3://bucket/prefix") from error
 
     async def create(self, path: str, data: bytes) -> None:
-        """Write an object that must not exist yet; it appears whole or not at all. Raises AlreadyExists.
+        """Writes an object that must not exist yet; it appears whole or not at all. Raises AlreadyExists.
 
-        One request, so for small objects: S3 checks the condition only there.
+        Meant for small objects: it sends one request, because S3 checks the condition only there.
         """
         call = obstore.put_async(self._backend, path, data, mode="create", use_multipart=False)
         try:
@@ -75,7 +74,7 @@ class Objects:
             raise AlreadyExists(path) from error
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write an object of any size under a path that nobody else uses, because a part of it is random.
+        """Writes an object of any size under a path that nobody else uses, because a part of it is random.
 
         It appears whole or not at all. Repeatable.
         """
@@ -106,7 +105,7 @@ class Objects:
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
     async def delete(self, *paths: str) -> None:
-        """Delete what is there; a missing object is no error."""
+        """Deletes what is there; a missing object is no error."""
         for path in paths:
             try:
                 await _translated(obstore.delete_async(self._backend, path), path)
@@ -117,9 +116,9 @@ class Objects:
         await self.delete(*await self.paths(prefix))
 
     async def probe(self) -> None:
-        """Write, read and delete a small object below `probe/`, as every service does at its start.
+        """Writes, reads and deletes a small object below `probe/`, as every service does at its start.
 
-        Raises InvalidInput, which says what to do, for what will not pass by itself; Unavailable for what may.
+        Raises InvalidInput, with advice, for an error that will not pass by itself; Unavailable for one that may.
         """
         path, data = f"probe/{uuid4().hex}", b"marlaas"
         try:
@@ -142,7 +141,7 @@ class Objects:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], *, meanwhile: Callable[[], Awaitable[object]] | None = None) -> T:
-    """Await `call()` until the storage answers. `meanwhile` is called before each repeat, to say that one is alive."""
+    """Awaits `call()` until the storage answers. Calls `meanwhile` before each repeat, so that the caller can renew."""
     delay_s = 0.2
     while True:
         try:
@@ -156,7 +155,7 @@ async def patiently(call: Callable[[], Awaitable[T]], *, meanwhile: Callable[[],
 
 
 async def _translated(call: Awaitable[T], path: str) -> T:
-    """Foreign errors become ours here and nowhere else."""
+    """Translates foreign errors into ours, here and nowhere else."""
     try:
         return await call
     except FileNotFoundError as error:
@@ -168,7 +167,7 @@ async def _translated(call: Awaitable[T], path: str) -> T:
 
 
 def _advice(error: NotFound | Unavailable) -> str:
-    """What to do about an error that waiting will not heal; empty for others."""
+    """Says what to do about an error that waiting will not heal; empty for others."""
     text = str(error.__cause__ or error)
     if isinstance(error, NotFound) or "NoSuchBucket" in text:
         return "the bucket of MARLAAS_STORE_URL does not exist; create it, or name another"
@@ -185,5 +184,5 @@ def _advice(error: NotFound | Unavailable) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without obstore's account of its own insides."""
+    """The first line of an error: obstore's own insides stand in the others."""
     return str(error).strip().partition("\n")[0][:300]

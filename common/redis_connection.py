@@ -1,4 +1,4 @@
-"""Connections to Redis: fast ones, and in a Redis Cluster ones that find the shard which has their keys.
+"""Connections to Redis that pack commands in C; in a Redis Cluster they find the shard that has their keys.
 
     redis://host:port/0     rediss://…            one Redis; with TLS
     redis+cluster://user:password@host:port,host:port     rediss+cluster://…     a Redis Cluster, by some of its nodes
@@ -22,14 +22,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 CLUSTER = "+cluster"
 DEFAULT_PORT = 6379
 MAX_CONNECTIONS = 1000
-"""Of one client. Each call that waits has one; the library's own limit of 100 is met by a burst of requests."""
+"""Connections of one client. Each call that waits has one; a burst of requests exceeds the library's own limit of 100."""
 
 
 class FastConnection(Connection):
     """Packs commands in C.
 
-    redis-py's asyncio connections parse answers with hiredis but pack commands in Python, argument by argument. That was
-    the largest part of a hand-over's cost, because a script that settles 32 entries has 600 arguments.
+    redis-py's asyncio connections parse answers with hiredis but pack commands in Python, argument by argument: the
+    largest part of a hand-over's cost, because a script that settles 32 entries has 600 arguments.
     """
 
     def pack_command(self, *args: Any) -> list[bytes]:
@@ -48,7 +48,7 @@ class Shard:
     """The shard of a Redis Cluster that has a key, whichever node is its primary just now."""
 
     def __init__(self, nodes: list[tuple[str, int]], key: str, options: dict[str, Any]) -> None:
-        """`options`: of a connection to any node: credentials, TLS."""
+        """`options`: for a connection to any node, such as credentials and TLS."""
         self._seeds = nodes
         self._nodes = nodes
         self._slot = key_slot(key.encode())
@@ -83,7 +83,7 @@ class Shard:
 
 
 class ShardConnection(FastConnection):
-    """Leads to the primary that has the shard's slot when it connects."""
+    """Connects to the node that is the primary of the shard's slot at that moment."""
 
     def __init__(self, *, shard: Shard, **options: Any) -> None:
         super().__init__(**options)

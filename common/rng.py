@@ -1,9 +1,10 @@
-"""Counter-based random numbers: each is a pure function of (seed, purpose, coordinates), never of when or where.
+"""Counter-based random numbers: each is a pure function of (seed, purpose, coordinates), whenever and wherever it is drawn.
 
 Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised in numpy.
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,12 @@ def philox(key: tuple[Any, Any], counter: list[np.ndarray]) -> list[np.ndarray]:
 
 def bits(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
     """64 random bits for each point. At most four integer coordinates below 2**32, broadcast against each other."""
-    if len(coordinates) > 4:
-        raise ValueError("at most four coordinates")
-    words = [np.asarray(c, np.uint64) & _MASK for c in coordinates] + [np.zeros((), np.uint64)] * (4 - len(coordinates))
-    counter = [np.array(w) for w in np.broadcast_arrays(*words)]
-    high, low, _, _ = philox(key_of(seed, purpose), counter)
-    return (high << _SHIFT) | low
+    return _bits(key_of(seed, purpose), coordinates)
 
 
 def uniform(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
     """Float64 in [0, 1), one for each point, of the broadcast shape of the coordinates."""
-    return (bits(seed, purpose, *coordinates) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _unit(bits(seed, purpose, *coordinates))
 
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
@@ -60,13 +56,20 @@ def key_of(seed: int, purpose: str) -> tuple[int, int]:
 
 
 def uniform_rows(keys: np.ndarray, *coordinates: Any) -> np.ndarray:
-    """As `uniform`, for many seeds and purposes at once.
+    """Draws as `uniform` does, for many seeds and purposes at once.
 
     `keys` uint64 [n, 2] are rows of `key_of`; the coordinates broadcast to [n, m]; returns float64 [n, m].
     """
-    words = [np.asarray(c, np.uint64) & _MASK for c in coordinates] + [np.zeros((1, 1), np.uint64)] * (
-        4 - len(coordinates)
-    )
-    counter = [np.array(w) for w in np.broadcast_arrays(*words)]
-    high, low, _, _ = philox((keys[:, :1], keys[:, 1:]), counter)
-    return (((high << _SHIFT) | low) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _unit(_bits((keys[:, :1], keys[:, 1:]), coordinates))
+
+
+def _bits(key: tuple[Any, Any], coordinates: Sequence[Any]) -> np.ndarray:
+    if len(coordinates) > 4:
+        raise ValueError("at most four coordinates")
+    words = [np.asarray(c, np.uint64) & _MASK for c in coordinates] + [np.zeros((), np.uint64)] * (4 - len(coordinates))
+    high, low, _, _ = philox(key, [np.array(w) for w in np.broadcast_arrays(*words)])
+    return (high << _SHIFT) | low
+
+
+def _unit(drawn: np.ndarray) -> np.ndarray:
+    return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53

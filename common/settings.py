@@ -1,4 +1,4 @@
-"""Settings that all services read: `MARLAAS_*` variables, once, in `__main__`; passed on by argument."""
+"""Settings that all services share. Each service reads its `MARLAAS_*` variables once, in `__main__`, and passes them on."""
 
 import os
 from pathlib import Path
@@ -45,13 +45,13 @@ class Settings(BaseSettings):
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
     """`redis://`, `rediss://`, or `redis+cluster://host:port,host:port`. May carry a password, so it never prints."""
     data_dir: Path = Path(".marlaas")
-    """Where `marlaas up` keeps Redis' files, the store, keys and logs."""
+    """The folder in which `marlaas up` keeps Redis' files, the store, keys and logs."""
     store_url: str = ""
     """`file:///folder` or `s3://bucket/prefix`. Empty: the folder `store` in `data_dir`."""
     base_models: str = "tiny"
     """name=path or name=hub/name, comma-separated; the name `tiny` alone is the one that ships."""
     base_model: str = ""
-    """Which of `base_models` this worker serves. Empty: the first."""
+    """The one of `base_models` that this worker serves. Empty: the first."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
     max_deliveries: int = Field(default=10, ge=1)
@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     """Bit-exact mode: section 3 of the design, I8."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     heartbeat_file: Path | None = None
-    """Touched once a second by a worker that is alive, whatever it waits for. None: no such file."""
+    """A file that a living worker touches once a second, whatever it waits for. None: no such file."""
 
     @field_validator("base_models")
     @classmethod
@@ -114,7 +114,7 @@ def resolve_model(where: str) -> Path:
 
 
 def explained(error: Exception) -> str:
-    """What is wrong with the settings, by the names of the variables; another error's own text."""
+    """Says what is wrong with the settings, by the names of the variables; for another error, its own text."""
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(

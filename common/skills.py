@@ -37,7 +37,7 @@ _WORDS = (
 WORDS = _WORDS.split()
 
 _MAX_REPEATS = 1000
-"""So many draws in a row without a new question mean that the space is used up."""
+"""The number of draws in a row without a new question after which the skill counts as used up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

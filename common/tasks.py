@@ -1,4 +1,4 @@
-"""Ending tasks for certain: a client library may swallow one cancellation while it closes its connection."""
+"""Ends tasks for certain: a client library may swallow one cancellation while it closes its connection."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancel, and cancel again what lives on."""
+    """Cancels, and cancels again what lives on."""
     pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:
@@ -17,7 +17,7 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 
 @contextlib.asynccontextmanager
 async def running(*loops: Coroutine[Any, Any, None]) -> "AsyncGenerator[list[asyncio.Task[None]]]":
-    """Tasks that run as long as the block. If one fails, the block and the others end, and its error is raised in a group."""
+    """Runs tasks as long as the block. If one fails, ends the block and the others, and raises its error in a group."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         guard = group.create_task(_end_with_guard(tasks))
@@ -26,7 +26,7 @@ async def running(*loops: Coroutine[Any, Any, None]) -> "AsyncGenerator[list[asy
 
 
 async def _end_with_guard(tasks: "Collection[asyncio.Task[None]]") -> None:
-    """A task group cancels once, all at the same time; the guard sees to it that they end."""
+    """Cancels the tasks until they have ended, when the task group cancels this one: the group itself cancels only once."""
     try:
         await asyncio.Event().wait()
     finally:

@@ -1,4 +1,4 @@
-"""`{{item.x}}` and `{{sample.output_text}}`: the templates of graders, as in OpenAI's API. Nothing is executed.
+"""Templates of graders, such as `{{item.x}}` and `{{sample.output_text}}`, as in OpenAI's API. Executes nothing.
 
 item                    the row of the training file; `item.a.b` goes into objects, `item.a.0` into lists
 sample.output_text      the model's last turn

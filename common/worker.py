@@ -1,13 +1,15 @@
-"""The loop of every worker: the only place that knows acknowledgement, renewal, take-over, retry and shutdown.
+"""The loop of every worker: reads, works, settles, renews, takes over, reports, and hands back when it stops.
+
+No service knows of any of this. Settling is in settler.py, take-over in takeover.py, what is under way in underway.py.
 
     reads: its inboxes, `control`   writes: what the handler returns, `telemetry`, `dead`
-    holds: the deliveries it works on (pending in Redis: lost here, found there)
+    holds: the deliveries it works on; they are pending in Redis too
     waits for: an entry and a free slot   unblocked by: whoever publishes, a finished handler
-    after a crash: entries that were not renewed within the lease are taken over by another worker, one at a time
+    after a crash: another worker takes over the entries that were not renewed within the lease, one at a time
 
 A service is a Handler: a message in, messages out. What a handler raises decides what happens:
 
-    Unavailable        tried again here, with backoff; counts as nothing; after `unavailable_limit_s` it has failed
+    Unavailable        tried again here, with backoff and without counting; after `unavailable_limit_s` it has failed
     anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
     (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
 
@@ -23,7 +25,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
 
@@ -31,66 +34,53 @@ from common.bus import Bus, Delivery, Out, Settlement, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import Unavailable
 from common.messages import AdapterNew, Cancel, Failure, Message
+from common.settler import Settler
+from common.takeover import Takeover
 from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
+from common.underway import Inbox, Underway
 
 MAX_ATTEMPTS = 3
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 
 Beat = Callable[[], None]
+M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
 
 
 class Handler(Protocol):
-    """All of a service's meaning. No bus, no retry. Every method may be called concurrently."""
+    """Does all that is particular to a service; knows no bus and no retry. Every method may be called concurrently."""
 
     async def __call__(self, message: Any, beat: Beat) -> list[Out]:
-        """Do the work. Call `beat` whenever it advanced: only advancing work is renewed."""
+        """Does the work. Calls `beat` whenever it advanced: only advancing work is renewed."""
         ...
 
     def hand_back(self, message: Any) -> list[Out] | None:
-        """What another worker needs to go on with it, progress included; None: the message as it was."""
+        """Returns what another worker goes on with, progress included; None: the message as it was."""
         ...
 
     def failed(self, message: Any, failure: Failure) -> list[Out]:
-        """What tells the owner that this message will never be worked on."""
+        """Returns what tells the owner that nobody will work on this message."""
         ...
 
 
 @runtime_checkable
 class Parks(Protocol):
-    """What a handler has besides if its work becomes void when the job is paused or ends. Without it, all work is done."""
+    """The two methods more of a handler whose work is void once its job is paused or ended. Without them, all work is done."""
 
     def park(self, message: Any) -> list[Out]:
-        """What remains of a message whose job was paused."""
+        """Returns what is published for a message whose job was paused."""
         ...
 
     def drop(self, message: Any) -> list[Out]:
-        """What remains of a message whose job has ended: what it cost so far."""
+        """Returns what is published for a message whose job has ended: what it cost so far."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Inbox:
-    stream: str
-    group: str
-    at_once: int | None = None
-    """Entries taken by one read; None: as many as there are free slots. Fewer let others share a burst."""
-
-
-@dataclass(slots=True, eq=False)
-class Active:
-    """A delivery under way."""
-
-    delivery: Delivery
-    task: "asyncio.Task[None]"
-    advanced: bool = True  # since the last renewal
 
 
 @dataclass(slots=True)
 class Voided:
-    """Which epochs of which jobs are void, as far as this worker has heard."""
+    """Remembers, for each job, the newest epoch that this worker heard to be void."""
 
     _epochs: "OrderedDict[str, tuple[int, bool]]" = field(default_factory=OrderedDict)
 
@@ -103,7 +93,7 @@ class Voided:
             self._epochs.popitem(last=False)
 
     def verdict(self, message: Message) -> str | None:
-        """None: valid. Otherwise `park` or `drop`."""
+        """Returns `park` or `drop` for a void message; None for a valid one."""
         epoch, park = self._epochs.get(message.job, (-1, False))
         if message.epoch > epoch:
             return None
@@ -146,36 +136,32 @@ class Worker:
         self._unavailable_limit_s = unavailable_limit_s
         self._on_adapter_new = on_adapter_new
         self._has_room = has_room
-        self._active: dict[str, Active] = {}
-        self._finished: list[Settlement] = []
-        self._flush = asyncio.Event()
-        self._settling = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._underway = Underway()
         self._voided = Voided()
-        self._alone = False
+        self._settler = Settler(bus, reporter)
+        self._takeover = Takeover(bus, self.name, inboxes, self._underway, lease_s=lease_s, begin=self._begin)
         self._drained = False  # the last read took all that there was
-        self._stopping = False
 
     @property
     def name(self) -> str:
         return self._reporter.worker
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns once everything is settled or handed back."""
+        """Works until `stop` is set. Returns once everything is settled or handed back."""
         if not await self._ready(stop):
             return
-        loops = [self._settle(), self._renew(), self._claim(), self._control(), self._report()]
+        loops = [self._settler.run(), self._renew(), self._report(stop)]
+        loops.append(self._follow(self._bus.cell.control, "0", Cancel, self._hear_cancel))
         if self._on_adapter_new:
-            loops.append(self._prefetch(self._on_adapter_new))
-        async with running(self._read(), *loops) as (reader, *_):
+            loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._on_adapter_new))
+        async with running(self._read(), self._takeover.run(), *loops) as (reader, takeover, *_):
             await stop.wait()
-            self._stopping = True
-            await cancel_all([reader])
+            await cancel_all([reader, takeover])
             await self._hand_back_all()
         await self._say_goodbye()
 
     async def _ready(self, stop: asyncio.Event) -> bool:
-        """The groups are there; False: told to stop before Redis was."""
+        """Returns True once the groups exist; False if it was told to stop before."""
         making, stopped = asyncio.create_task(self._make_groups()), asyncio.create_task(stop.wait())
         await asyncio.wait({making, stopped}, return_when=asyncio.FIRST_COMPLETED)
         ready = making.done()
@@ -190,46 +176,42 @@ class Worker:
 
     @property
     def _free(self) -> int:
-        return self._reporter.slots - len(self._active) if not self._active or self._has_room() else 0
+        return self._reporter.slots - len(self._underway) if not self._underway or self._has_room() else 0
 
     async def _read(self) -> None:
-        while not self._stopping:
-            if self._alone or self._free <= 0:
+        while True:
+            if self._takeover.running or self._free <= 0:
                 self._drained = False  # what comes meanwhile is read in order
-                self._freed.clear()
-                await self._freed.wait()
+                await (self._takeover.over() if self._takeover.running else self._underway.one_ended())
                 continue
             found = await self._next()
-            while self._alone:
-                self._freed.clear()
-                await self._freed.wait()
+            await self._takeover.over()
             for delivery in found:
                 self._begin(delivery)
 
     async def _next(self) -> list[Delivery]:
-        """Up to the free slots, first inboxes first; once all of them were empty, blocks until one is not."""
+        """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not."""
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
         if len(streams) > 1 and not self._drained:
             found = await self._bus.read_in_order(streams, group, self.name, count=free)
             self._drained = len(found) < free
-            if found or self._alone:
+            if found or self._takeover.running:
                 return found
         count = min(max(1, free // len(streams)), *(inbox.at_once or free for inbox in self._inboxes))
         found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
         self._drained = len(found) < count
         return found
 
-    def _begin(self, delivery: Delivery) -> Active:
-        active = Active(delivery, asyncio.create_task(self._work(delivery), name=delivery.entry))
-        self._active[delivery.entry] = active
+    def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":
+        task = self._underway.begin(delivery, self._work(delivery))
         if delivery.deliveries == 1:
             self._reporter.first_read(delivery.entry)
-        active.task.add_done_callback(lambda _: self._never_began(delivery))
-        return active
+        task.add_done_callback(lambda _: self._never_began(delivery))
+        return task
 
     def _never_began(self, delivery: Delivery) -> None:
-        """A task that is cancelled before its first step runs none of its code, so its end is written here."""
-        if delivery.entry in self._active:
+        """Ends a delivery whose task was cancelled before its first step: such a task runs none of its own code."""
+        if delivery.entry in self._underway:
             self._finish(Settlement(delivery, self._interrupted(delivery)))
 
     # ---- one delivery -----------------------------------------------------------------------------------------------
@@ -250,7 +232,7 @@ class Worker:
         self._finish(Settlement(delivery, outputs))
 
     async def _attempts(self, delivery: Delivery, message: Message) -> list[Out]:
-        beat = self._beat(delivery)
+        beat = partial(self._underway.beat, delivery.entry)
         phase = self._reporter.service
         away_since: float | None = None
         attempt = 1
@@ -277,14 +259,6 @@ class Worker:
         beat()
         await asyncio.sleep(min(seconds, self._lease_s / 3))
 
-    def _beat(self, delivery: Delivery) -> Beat:
-        def beat() -> None:
-            active = self._active.get(delivery.entry)
-            if active is not None:
-                active.advanced = True
-
-        return beat
-
     def _dead(self, delivery: Delivery, reason: str) -> list[Out]:
         message = delivery.message
         self._reporter.count("dead_letters")
@@ -295,7 +269,7 @@ class Worker:
         return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out]:
-        """The work was cancelled: its job was paused or cancelled, or this worker shuts down."""
+        """Returns what is published for cancelled work: its job was paused or cancelled, or this worker stops."""
         message = delivery.message
         if isinstance(message, Undecodable):
             return []
@@ -306,128 +280,62 @@ class Worker:
         return [(delivery.stream, message)] if handed is None else handed
 
     def _remains(self, message: Message) -> list[Out] | None:
-        """What is published in place of a void message's work; None: it is not void."""
+        """Returns what is published in place of a void message's work; None if it is not void."""
         verdict = self._voided.verdict(message)
         if self._parks is None or verdict is None:
             return None
         return self._parks.park(message) if verdict == "park" else self._parks.drop(message)
 
     def _finish(self, settlement: Settlement) -> None:
-        self._active.pop(settlement.delivery.entry, None)
-        self._finished.append(settlement)
-        self._flush.set()
-        self._freed.set()
+        self._underway.end(settlement.delivery.entry)
+        self._settler.add(settlement)
 
     # ---- loops beside the reader ------------------------------------------------------------------------------------
-
-    async def _settle(self) -> None:
-        while True:
-            await self._flush.wait()
-            self._flush.clear()
-            await self._settle_finished()
-
-    async def _settle_finished(self) -> None:
-        async with self._settling:
-            batch, self._finished = self._finished, []
-            since = time.monotonic()
-            done = await self._bus.settle(batch)
-        self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
-        self._reporter.count("settled", sum(done))
-        self._reporter.count("lost_races", len(done) - sum(done))
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             for inbox in self._inboxes:
-                mine = [a for a in self._active.values() if a.delivery.stream == inbox.stream and a.advanced]
-                for active in mine:
-                    active.advanced = False
-                await self._bus.renew(inbox.stream, inbox.group, self.name, [a.delivery.entry for a in mine])
+                advanced = self._underway.take_advanced(inbox.stream)
+                await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
 
-    async def _claim(self) -> None:
-        """Take over what others left behind, one entry at a time and with nothing else under way."""
-        while not self._stopping:
-            await asyncio.sleep(self._lease_s / 4)
-            for inbox in self._inboxes:
-                while not self._stopping and await self._run_alone(inbox):
-                    pass
-
-    async def _run_alone(self, inbox: Inbox) -> bool:
-        if not await self._has_idle(inbox):
-            return False
-        self._alone = True
-        try:
-            if not await self._quiet():
-                return False
-            taken = await self._bus.claim(inbox.stream, inbox.group, self.name, min_idle_ms=self._lease_ms, count=1)
-            for delivery in taken:
-                if delivery.entry not in self._active:
-                    log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
-                    await asyncio.wait([self._begin(delivery).task])
-            return bool(taken)
-        finally:
-            self._alone = False
-            self._freed.set()
-
-    @property
-    def _lease_ms(self) -> int:
-        return int(self._lease_s * 1000)
-
-    async def _has_idle(self, inbox: Inbox) -> bool:
-        rows = await self._bus.idle(inbox.stream, inbox.group, min_idle_ms=self._lease_ms)
-        return any(entry not in self._active for entry in rows)
-
-    async def _quiet(self) -> bool:
-        """Wait, at most a lease, until nothing is under way here."""
-        tasks = [active.task for active in self._active.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._lease_s)
-        return not self._active
-
-    async def _control(self) -> None:
-        cursor = "0"
+    async def _follow(self, stream: str, cursor: str, kind: type[M], hear: Callable[[M], None]) -> None:
         while True:
-            for entry, message in await self._bus.follow(self._bus.cell.control, cursor, block_ms=500):
+            for entry, message in await self._bus.follow(stream, cursor, block_ms=500):
                 cursor = entry
-                if isinstance(message, Cancel):
-                    self._voided.add(message)
-                    self._cancel(message)
-
-    def _cancel(self, cancel: Cancel) -> None:
-        for active in list(self._active.values()) if self._parks else ():
-            message = active.delivery.message
-            if not isinstance(message, Undecodable) and message.job == cancel.job and self._voided.verdict(message):
-                active.task.cancel()
-
-    async def _prefetch(self, hear: Callable[[AdapterNew], None]) -> None:
-        cursor = "$"
-        while True:
-            for entry, message in await self._bus.follow(self._bus.cell.adapters_new, cursor, block_ms=500):
-                cursor = entry
-                if isinstance(message, AdapterNew):
+                if isinstance(message, kind):
                     hear(message)
 
-    async def _report(self) -> None:
+    def _hear_cancel(self, cancel: Cancel) -> None:
+        self._voided.add(cancel)
+        if self._parks:
+            self._underway.cancel(partial(self._voided_by, cancel))
+
+    def _voided_by(self, cancel: Cancel, delivery: Delivery) -> bool:
+        message = delivery.message
+        if isinstance(message, Undecodable) or message.job != cancel.job:
+            return False
+        return self._voided.verdict(message) is not None
+
+    async def _report(self, stop: asyncio.Event) -> None:
         while True:
-            await self._broadcast("draining" if self._stopping else "busy" if self._active else "idle")
+            await self._broadcast("draining" if stop.is_set() else "busy" if self._underway else "idle")
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def _broadcast(self, state: str) -> None:
-        report = self._reporter.report(state, len(self._active))
+        report = self._reporter.report(state, len(self._underway))
         await self._bus.broadcast(self._bus.cell.telemetry, report, keep_s=KEEP_S)
 
     # ---- shutdown ---------------------------------------------------------------------------------------------------
 
     async def _hand_back_all(self) -> None:
-        """Let work finish for `drain_s`, then give the rest back, what was delivered but not begun included."""
-        tasks = [active.task for active in self._active.values()]
-        if tasks and self._drain_s:
-            await asyncio.wait(tasks, timeout=self._drain_s)
-        for active in list(self._active.values()):
-            active.task.cancel()
-        while self._active:
-            await asyncio.wait([active.task for active in self._active.values()])
-        await self._settle_finished()
+        """Lets work finish for `drain_s`, then gives the rest back, also what was delivered and not begun."""
+        if self._drain_s:
+            await self._underway.all_ended(self._drain_s)
+        self._underway.cancel()
+        while not await self._underway.all_ended():
+            pass
+        await self._settler.settle()
         for inbox in self._inboxes:
             after = "0"
             while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):

@@ -1,1 +1,1 @@
-"""What operators run: secrets for a cluster, and the manifests for Kubernetes."""
+"""Tools of operators: secrets for a cluster, and the manifests for Kubernetes."""

@@ -1,4 +1,4 @@
-"""Who may do what in Redis: one user a service, with the commands and keys that its work needs and no others.
+"""The users of Redis: one for each service, with the commands and keys that its work needs and no others.
 
     user       reads and settles        appends to                                              besides
     manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
@@ -23,8 +23,8 @@ from common.streams import NUM_PARTITIONS, Cell
 SERVICES = ("manager", "env", "rollout", "trainer")
 USERS = (*SERVICES, "scaler", "health", "operator")
 NOBODY = "user default off resetpass ~* &* +@all"
-"""Nobody can log in as `default`, but Redis 7 replays transactions of its append-only file under that name: without rights
-it would leave them out, and lose at a restart what scripts wrote."""
+"""The user `default`, as whom nobody can log in. Redis 7 replays transactions of its append-only file under that name:
+without rights it would leave them out, and lose at a restart what scripts wrote."""
 
 _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
@@ -38,7 +38,7 @@ _MANAGER = """
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What one user may do. Keys are glob patterns."""
+    """The rights of one user. Keys are glob patterns."""
 
     commands: tuple[str, ...] = ()
     settles: tuple[str, ...] = ()  # keys that it reads and changes

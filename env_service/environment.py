@@ -1,10 +1,10 @@
-"""What an environment is.
+"""Declares what an environment is.
 
-    reset(item, seed) -> (state, messages)      how a trajectory begins
-    await step(state, turn) -> Step             what the model's turn leads to: messages, or the end and a reward
+    reset(item, seed) -> (state, messages)      begins a trajectory
+    await step(state, turn) -> Step             answers the model's turn: with messages, or with the end and a reward
 
 An environment object holds arguments and caches, never a trajectory: its state travels in the messages, and the next
-turn may be worked on elsewhere. A step may be repeated. What an environment raises masks the trajectory.
+turn may be worked on elsewhere. A step may be repeated. An error of an environment masks the trajectory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Step:
     state: Any
     """msgpack-able, at most 64 KiB."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """Of role `tool`, shown to the model; none if done."""
+    """Messages of role `tool`, shown to the model; none if done."""
     done: bool
     reward: float | None = None
     """The trajectory's reward is the sum of those of its steps; at its end there must be one."""

@@ -1,4 +1,4 @@
-"""Why a trajectory has no reward. Each becomes a Failure value at one place, in `handler.py`.
+"""The reasons why a trajectory has no reward. `handler.py` makes a Failure value of each, at one place.
 
 TrajectoryFailed
 ├── GraderFailed         the grader raised, hung, or gave something that is not a number

@@ -1,10 +1,10 @@
-"""The meaning of the env service: a message in, messages out.
+"""The env service's handler: a message comes in, messages go out.
 
     Start        -> a TurnRequest for each sample, to `rollout`
     TurnResult   -> the next TurnRequest, to `rollout:first`, or a ScoredTrajectory, to `scored:<p>`
     GradeRequest -> a GradeResult, to the reply stream that it names
 
-Whatever an environment, a tool or a grader does wrong becomes a ScoredTrajectory without a reward and with a reason.
+An error of an environment, a tool or a grader becomes a ScoredTrajectory without a reward and with a reason.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a trajectory ends with."""
+    """The end of a trajectory: its reward, or the failure in place of one."""
 
     stop_reason: StopReason
     reward: float | None = None
@@ -62,7 +62,7 @@ class Ending:
 
 
 class EnvHandler:
-    """Any replica can take any message. Same message, same messages out, but for time and tools with effects."""
+    """Gives the same messages for the same message, but for time and tools with effects: any replica can take it."""
 
     def __init__(
         self, *, cell: Cell, tokenizer: ChatTokenizer, environments: Catalogue, step_timeout_s: float = 900.0
@@ -95,7 +95,7 @@ class EnvHandler:
         return dict(self._counters)
 
     def park(self, message: Message) -> list[Out]:
-        """A Start is issued again by its owner; a turn is sampled again from its request."""
+        """Returns a turn's request, from which it is sampled again; nothing for a Start, which its owner issues again."""
         if not isinstance(message, TurnResult):
             return []
         request = msgspec.structs.replace(message.request, usage=message.usage)
@@ -103,13 +103,13 @@ class EnvHandler:
         return [(self._cell.scored(message.partition), parked)]
 
     def drop(self, message: Message) -> list[Out]:
-        """The owner hears what the trajectory of an ended job had cost."""
+        """Tells the owner what the trajectory of an ended job has cost."""
         if not isinstance(message, TurnResult):
             return []
         return self.failed(message, Failure("cancelled", "the job has ended"))
 
     def hand_back(self, message: Message) -> list[Out] | None:
-        """As it was: this service holds no progress."""
+        """Returns None: this service holds no progress."""
         return None
 
     def failed(self, message: Message, failure: Failure) -> list[Out]:
@@ -119,8 +119,7 @@ class EnvHandler:
             case TurnResult():
                 return self._settled(message, None, Ending("failed", failure=failure), Usage())
             case GradeRequest():
-                result = GradeResult(**message.about(), id=message.id, reward=None, failure=failure)
-                return [(message.reply_to, result)]
+                return [_graded(message, Ending("failed", failure=failure))]
             case _:
                 return []
 
@@ -138,7 +137,7 @@ class EnvHandler:
         return [(self._cell.rollout, first_request(start, s, tokens, context, usage)) for s in start.samples]
 
     async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
-        """The prompt and the context of a group. Raises what the environment raises, and Permanent errors."""
+        """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
         if is_multi_turn(start.env) and not self._can_multi_turn:
             raise InvalidInput("this base model's chat template allows single-turn environments only")
         environment = self._environments.get(start.env)
@@ -200,7 +199,7 @@ class EnvHandler:
             counters["sum_squared_log_tool_s"] += log * log
 
     async def _advance(self, result: TurnResult) -> tuple[Context, Ending | None, list[int]]:
-        """One step of the environment: how the trajectory ends, or the tokens that follow the turn."""
+        """Takes one step of the environment. Returns the trajectory's ending, or the tokens that follow the turn."""
         context = decode_context(result.request.context)
         environment = self._environments.get(context.env)
         turn = self._read_turn(result, context, environment)
@@ -236,7 +235,7 @@ class EnvHandler:
         return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
 
     def _reply_tokens(self, result: TurnResult, step: Step) -> list[int]:
-        """The environment's tokens; they close the model's turn where a stop string, and no token, has ended it."""
+        """Returns the environment's tokens; they close the model's turn if a stop string, and no token, has ended it."""
         try:
             reply = self._tokenizer.tool_reply(step.messages)
         except ValueError as error:
@@ -304,17 +303,8 @@ class EnvHandler:
         started = time.monotonic()
         outcome = await self._guarded(self._grade_once(request))
         seconds = time.monotonic() - started
-        if isinstance(outcome, Failure):
-            result = GradeResult(**request.about(), id=request.id, reward=None, seconds=seconds, failure=outcome)
-        else:
-            result = GradeResult(
-                **request.about(),
-                id=request.id,
-                reward=outcome.reward,
-                reward_parts=dict(outcome.parts or {}),
-                seconds=seconds,
-            )
-        return [(request.reply_to, result)]
+        ending = Ending("failed", failure=outcome) if isinstance(outcome, Failure) else outcome
+        return [_graded(request, ending, seconds)]
 
     async def _grade_once(self, request: GradeRequest) -> Ending:
         environment = self._environments.get(request.env)
@@ -324,7 +314,7 @@ class EnvHandler:
         return _ending("stop", None, step)
 
     async def _guarded(self, steps: Coroutine[Any, Any, T]) -> T | Failure:
-        """The boundary at which what foreign code raises becomes a value. Retryable errors are the worker loop's."""
+        """Makes values of the errors that foreign code raises. Leaves Retryable errors to the worker loop."""
         try:
             async with asyncio.timeout(self._step_timeout_s):
                 return await work.Metered(steps)
@@ -340,12 +330,24 @@ class EnvHandler:
             return Failure("environment", f"{type(error).__name__}: {_one_line(error)}")
 
 
+def _graded(request: GradeRequest, ending: Ending, seconds: float = 0.0) -> Out:
+    result = GradeResult(
+        **request.about(),
+        id=request.id,
+        reward=ending.reward,
+        reward_parts=dict(ending.parts or {}),
+        seconds=seconds,
+        failure=ending.failure,
+    )
+    return request.reply_to, result
+
+
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
     return getattr(environment, "tools", ())
 
 
 def _failure_of(result: TurnResult) -> Failure | None:
-    """A turn that did not come to its end is a failure, even if nobody said why."""
+    """Returns a Failure for a turn that did not come to its end, even if nobody said why."""
     if result.failure is not None:
         return result.failure
     kinds: dict[str, FailureKind] = {"cancelled": "cancelled", "failed": "infrastructure"}

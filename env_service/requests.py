@@ -25,7 +25,7 @@ class Written:
     """The tokens of a trajectory with those of its newest turn."""
 
     def __init__(self, request: TurnRequest, result: TurnResult | None) -> None:
-        """What was sampled of this turn before is part of the result, not of the request."""
+        """Takes this turn's tokens from the result alone: it repeats those that the request already has of the turn."""
         keep = request.num_prompt if result and len(result.tokens) else len(request.tokens)
         new = result.tokens.numpy() if result else EMPTY_I32.numpy()
         new_logprobs = result.logprobs.numpy() if result else np.zeros(0, np.float32)

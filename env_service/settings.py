@@ -15,9 +15,9 @@ class EnvSettings(Settings):
     sandbox_memory_mb: int = Field(default=512, ge=64)
     """Address space of one sandboxed call."""
     grader_timeout_s: float = Field(default=10.0, gt=0)
-    """Of one grader; tools have their job's own limit."""
+    """Limit of one grader; tools have their job's own limit."""
     step_timeout_s: float = Field(default=900.0, gt=0)
-    """Of all that an environment does for one message, waiting for a free place in the sandbox included."""
+    """Limit of all that an environment does for one message, waiting for a free place in the sandbox included."""
     endpoint_hosts: str = ""
     """Hosts that `endpoint` graders may call, comma-separated: `api.example.org`, `*.example.org`. A private address is
     called only if the address itself, or its network (`10.1.0.0/16`), is in the list as well."""

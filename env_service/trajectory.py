@@ -1,4 +1,4 @@
-"""What the env service remembers of a trajectory between its turns: it travels in `TurnRequest.context`."""
+"""Packs the env service's memory of a trajectory between its turns, which travels in `TurnRequest.context`."""
 
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ def encode_state(state: Any) -> bytes:
 
 
 def decode_state(data: bytes) -> Any:
-    """Plain values only; no length in it may exceed the bytes that are there. Raises CorruptObject."""
+    """Reads plain values only. Raises CorruptObject, also for a length that exceeds the bytes that are there."""
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (msgpack.UnpackException, ValueError) as error:

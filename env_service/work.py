@@ -1,4 +1,4 @@
-"""What is known about the piece of work at hand: how long it kept this worker busy, and that it advances.
+"""The piece of work at hand: counts how long it kept this worker busy, and says that it advances.
 
 Tools and graders are called from foreign code with fixed signatures, so this travels in a context variable; tasks
 that are started for one piece of work share its object.
@@ -94,7 +94,7 @@ class Metered(Generic[T]):
             send = yield from self._wait(waits_for)
 
     def _wait(self, waits_for: Any) -> Generator[Any, Any, Callable[[], Any]]:
-        """How to go on: with the value, or with the error (a cancellation) that the loop threw in."""
+        """Returns the next step: sends the value, or throws the error (a cancellation) that the loop threw in."""
         try:
             value = yield waits_for
         except BaseException as error:

@@ -21,7 +21,7 @@ DUMMY_TOOL: Message = {
 def dummy_turn(num_calls: int) -> list[Message]:
     """A user's message and a model turn that calls tools.
 
-    It reasons: Qwen3's template gives a turn that does not an empty thought, but only while it is last.
+    The turn has a thought: Qwen3's template adds an empty one to a turn without, but only while that turn is the last.
     """
     calls = [
         {"id": f"call_{i}", "type": "function", "function": {"name": "tool", "arguments": '{"input": "x"}'}}
@@ -38,7 +38,7 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 
 def normal_message(message: Any, where: str) -> dict[str, Any]:
-    """What templates expect: text contents, arguments as objects, no `developer`. Raises ValueError."""
+    """Returns a message as templates expect it: text contents, arguments as objects, no `developer`. Raises ValueError."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must be an object")
     role = message.get("role")

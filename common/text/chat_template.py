@@ -24,7 +24,7 @@ def compile_template(template: str) -> jinja2.Template:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Unlike jinja's own, neither escapes HTML nor sorts keys."""
+    """Neither escapes HTML nor sorts keys, unlike jinja's own filter."""
     chosen: dict[str, Any] = {"ensure_ascii": False, "indent": indent} | options
     return json.dumps(value, **chosen)
 

@@ -1,4 +1,4 @@
-"""The text files of a base model's folder. All raise ValueError, naming the file, for what is missing or unusable."""
+"""Reads the text files of a base model's folder. Every function raises ValueError, naming a missing or unusable file."""
 
 import json
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _MARKS = range(0x100000, 0x10FFFD)
-"""Private-use characters: no writing system has them, so one that is in no string is always found."""
+"""Private-use characters: no writing system has them, so there is always one that occurs in no string."""
 
 
 class Specials:
@@ -49,7 +49,7 @@ class Specials:
             yield None, text[end:]
 
     def remove(self, text: str) -> str:
-        """The text without what `decode` skips."""
+        """The text without the tokens that `decode` skips."""
         return self._removed.sub("", text)
 
 
@@ -62,7 +62,7 @@ def _one_of(texts: set[str]) -> re.Pattern[str]:
 
 
 def _token_pattern(token: Any) -> str:
-    """Some tokens swallow the white space beside them."""
+    """Matches a token and the white space beside it that the token swallows."""
     return (r"\s*" if token.lstrip else "") + f"(?:{re.escape(token.content)})" + (r"\s*" if token.rstrip else "")
 
 

@@ -6,10 +6,10 @@
       parse_tool_calls(text)       -> what a model turn says, and what it calls
       stream_decoder()             -> text from ids as they come, whole characters only
 
-Special tokens come from the chat template alone. In every string that a caller gives, a mark that occurs in
-none of them is set into whatever could become part of a special token; the template is rendered with the
-marked strings, and its output is split at the special tokens that carry no mark. The pieces between lose
-their marks and are encoded by a tokenizer that knows no special tokens. So `<|end|>` in a user's text stays
+Special tokens come from the chat template alone. `render` chooses a mark, a character that no string of the caller
+has, and sets it into every part of those strings that could become part of a special token. Then it renders the
+template and splits the output at the special tokens without a mark. It removes the marks from the pieces between
+and encodes them by a tokenizer that knows no special tokens. So `<|end|>` in a user's text stays
 seven bytes, and for a conversation without such text the ids are exactly those of Hugging Face's
 `apply_chat_template` (checked when a folder is loaded).
 
@@ -46,7 +46,7 @@ __all__ = ["DEFAULT_LEARNING_RATE", "ChatTokenizer", "StreamDecoder", "ToolCall"
 DEFAULT_LEARNING_RATE = 1e-4
 """The RL rate of a base model without `marlaas.json`."""
 KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
-"""Tools often say the same to the samples of a group; of longer replies nothing is kept."""
+"""Number of replies whose ids are kept, for tools often say the same to the samples of a group; longer ones are not kept."""
 
 
 class ChatTokenizer:
@@ -86,7 +86,7 @@ class ChatTokenizer:
         generation_config: Mapping[str, Any],
         own: Mapping[str, Any],
     ) -> None:
-        """From the contents of the files that `load` names; raises ValueError."""
+        """Takes the contents of the files that `load` names. Raises ValueError."""
         self._full = Tokenizer.from_str(tokenizer_json)
         self._plain = without_added_tokens(tokenizer_json)
         self._specials = Specials(self._full)
@@ -132,9 +132,9 @@ class ChatTokenizer:
         return encoding.ids  # of a batch: other threads run meanwhile, and it is several times as fast
 
     def tool_reply(self, replies: Sequence[Message]) -> list[int]:
-        """What to append after a model turn that ended with its end-of-turn token.
+        """Returns the ids to append after a model turn that ended with its end-of-turn token.
 
-        That is the tools' messages and the opening of the model's next turn. It does not depend on the
+        They are the tools' messages and the opening of the model's next turn. They do not depend on the
         conversation; see `is_prefix_stable`.
 
         Raises ValueError for a message that is not of role `tool`, or if the template is not prefix-stable.
@@ -277,7 +277,7 @@ class StreamDecoder:
         self._ids: list[int] = []
         """Ids from the last emitted piece on: some decoders need the one before to place a space."""
         self._num_read = 0
-        """How many of them were emitted."""
+        """Number of `_ids` that were emitted."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; empty while a character is unfinished."""
@@ -291,7 +291,7 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """What was held back, an unfinished character as U+FFFD."""
+        """Returns the text that was held back, an unfinished character as U+FFFD."""
         piece = self._unread()
         self._ids, self._num_read = [], 0
         return piece

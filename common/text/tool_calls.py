@@ -23,7 +23,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """What is wrong with the call, in words that may be shown to the model; None if it is well formed."""
+    """The fault of a malformed call, in words that may be shown to the model; None if it is well formed."""
     text: str = ""
     """The call as the model wrote it, without the tags."""
 

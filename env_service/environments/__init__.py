@@ -8,6 +8,6 @@ Its files:
     single_turn.py   one question, one answer, one grader
     tool_loop.py     runs tool calls over several turns, for the environments below
     calculator.py    gives the tool `calculator`
-    python_tool.py   gives the tool `python`, in the sandbox
+    python_tool.py   makes the tool `python`, which runs in the sandbox
     search.py        gives the tool `search` over the job's own texts
 """

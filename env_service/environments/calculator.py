@@ -7,7 +7,7 @@ from common import formula, skills
 from common.environments import CalculatorArgs
 from common.errors import InvalidInput
 from common.graders import Grader
-from env_service.environment import Step, Turn, item_messages
+from env_service.environment import Step, Turn
 from env_service.environments.tool_loop import Tool, ToolLoop
 from env_service.graders.runner import GraderRunner
 
@@ -15,7 +15,7 @@ MAX_REPLY_CHARACTERS = 200
 
 
 async def calculate(expression: str, timeout_s: float) -> str:
-    """The value of an expression and nothing else, or `error: ` and why there is none. Bounded, so it needs no limit."""
+    """Returns the value of an expression, or `error: ` and the reason. Its work is bounded, so it needs no time limit."""
     try:
         value = formula.show(formula.evaluate(expression))
     except InvalidInput as error:
@@ -33,16 +33,16 @@ CALCULATOR = Tool(
 
 class Calculator:
     def __init__(self, args: CalculatorArgs, grader: Grader, graders: GraderRunner) -> None:
-        self.tools: Sequence[Mapping[str, Any]] = (CALCULATOR.definition,)
         self._skill = args.skill
         self._loop = ToolLoop(CALCULATOR, grader, graders)
+        self.tools = self._loop.tools
 
     def make_item(self, seed: int, held_out: bool) -> dict[str, Any]:
         """One question, the same for the same seed."""
         return skills.generate(self._skill, seed, 1, "held_out" if held_out else "train")[0]
 
     def reset(self, item: dict[str, Any], seed: int) -> tuple[None, Sequence[Mapping[str, Any]]]:
-        return None, item_messages(item)
+        return self._loop.reset(item, seed)
 
     async def step(self, state: None, turn: Turn) -> Step:
         return await self._loop.step(state, turn)

@@ -1,4 +1,4 @@
-"""How a worker comes by the environment that a message names: the table of the built-in ones, and the installed ones."""
+"""Finds or makes the environment that a message names: built in, or installed by the operator."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -18,9 +18,10 @@ from common.errors import InvalidInput
 from common.messages import EnvSpec
 from env_service.environment import Environment
 from env_service.environments.calculator import Calculator
-from env_service.environments.python_tool import Python
+from env_service.environments.python_tool import python_tool
 from env_service.environments.search import Search
 from env_service.environments.single_turn import SingleTurn
+from env_service.environments.tool_loop import ToolLoop
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox
 
@@ -57,7 +58,7 @@ class Catalogue:
             case SearchArgs():
                 return Search(args, grader, self._graders, self._collections_dir)
             case PythonArgs():
-                return Python(args, grader, self._graders, self._sandbox)
+                return ToolLoop(python_tool(args, self._sandbox), grader, self._graders)
             case _:
                 return SingleTurn(grader, self._graders)
 

@@ -12,7 +12,7 @@ from typing import Any
 from common.environments import Document, SearchArgs
 from common.errors import InvalidInput
 from common.graders import Grader
-from env_service.environment import Step, Turn, item_messages
+from env_service.environment import Step, Turn
 from env_service.environments.tool_loop import Tool, ToolLoop
 from env_service.graders.runner import GraderRunner
 
@@ -93,15 +93,15 @@ class Search:
             argument="query",
             run=self._run,
         )
-        self.tools: Sequence[Mapping[str, Any]] = (tool.definition,)
         self._args = args
         self._collections_dir = collections_dir
         self._index: Index | None = None
         self._building = asyncio.Lock()
         self._loop = ToolLoop(tool, grader, graders)
+        self.tools = self._loop.tools
 
     def reset(self, item: dict[str, Any], seed: int) -> tuple[None, Sequence[Mapping[str, Any]]]:
-        return None, item_messages(item)
+        return self._loop.reset(item, seed)
 
     async def step(self, state: None, turn: Turn) -> Step:
         async with self._building:

@@ -1,34 +1,35 @@
-"""What the environments with tools have in common: run the calls of a turn, or grade the turn that calls nothing."""
+"""The environments with tools: runs the calls of a turn, or grades the turn that calls nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.graders import Grader
 from common.text.tokens import ToolCall
 from env_service import work
 from env_service.environment import Step, Turn
+from env_service.environments.single_turn import SingleTurn
 from env_service.failures import ToolFailed
-from env_service.graders.runner import GraderRunner, make_sample
+from env_service.graders.runner import GraderRunner
 
 MAX_CALLS = 8
-"""Of one turn; further calls are answered with an error message."""
+"""Calls that one turn may make; further ones are answered with an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function of one text. What it returns is shown to the model, error messages included."""
+    """A function of one text. The model sees all that it returns, error messages included."""
 
     name: str
     description: str
     argument: str
     run: Callable[[str, float], Awaitable[str]]
-    """(argument, time limit in seconds) -> reply. Raises ToolFailed if the tool itself fails; what takes longer than the
-    limit has failed as well."""
+    """(argument, time limit in seconds) -> reply. Raises ToolFailed if the tool itself fails; a tool that takes longer than
+    the limit has failed as well."""
     waits_s: float = 0.0
-    """How long it may wait for its turn on top of the limit, if it keeps the limit itself."""
+    """Seconds that it may wait for its turn on top of the limit, if it keeps the limit itself."""
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -40,19 +41,20 @@ class Tool:
 
 
 class ToolLoop:
-    """The steps of a conversation with one tool. A turn without a call is the answer."""
+    """An environment with one tool. A turn without a call is the answer."""
 
     def __init__(self, tool: Tool, grader: Grader, graders: GraderRunner) -> None:
+        self.tools: Sequence[Mapping[str, Any]] = (tool.definition,)
         self._tool = tool
-        self._grader = grader
-        self._graders = graders
+        self._answer = SingleTurn(grader, graders)
+
+    def reset(self, item: dict[str, Any], seed: int) -> tuple[None, Sequence[Mapping[str, Any]]]:
+        return self._answer.reset(item, seed)
 
     async def step(self, state: None, turn: Turn) -> Step:
         """Calls run concurrently. Raises ToolFailed and GraderFailed."""
         if not turn.calls or turn.last:
-            sample = make_sample(turn.text, turn.calls)
-            grade = await self._graders.grade(self._grader, turn.item, sample, key=turn.key)
-            return Step(state=None, done=not turn.calls, reward=grade.reward, parts=grade.parts)
+            return replace(await self._answer.step(state, turn), done=not turn.calls)
         replies = await asyncio.gather(*(self._reply(i, call, turn) for i, call in enumerate(turn.calls)))
         return Step(state=None, done=False, messages=replies)
 

@@ -48,7 +48,7 @@ class Endpoints:
         key: str,
         timeout_s: float,
     ) -> Any:
-        """What the endpoint answered as `reward`, unchecked. `key` lets it recognise a repeat. Raises GraderFailed."""
+        """Returns the `reward` of the answer, unchecked. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
         try:
             async with work.time_limit(timeout_s):
                 body = await self._post(grader, {"item": item, "sample": sample}, key)
@@ -78,7 +78,7 @@ class Endpoints:
             await response.aclose()
 
     async def _allowed_host(self, url: httpx.URL) -> str:
-        """Where to connect to: a checked address; behind a proxy the name.
+        """Returns the host to connect to: a checked address; behind a proxy the name.
 
         Raises GraderFailed if the operator does not allow this host, or an address that its name leads to.
         """

@@ -23,9 +23,9 @@ from env_service import work
 from env_service.failures import GraderFailed
 
 MAX_ANSWER_CHARACTERS = 1000
-"""A longer final answer is none."""
+"""A longer final answer counts as wrong."""
 START_S = 30.0
-"""Importing sympy on a busy machine."""
+"""Time to import sympy on a busy machine."""
 HELPER_MEMORY_BYTES = 2 * 1024**3
 
 _NUMBER = r"(?:(?<![\w.)])[-+])?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?(?:\s*/\s*\d[\d,]*)?\s*%?"
@@ -66,7 +66,7 @@ def number(answer: str) -> Fraction | None:
 
 
 def quick(answer: str, reference: str) -> bool | None:
-    """Whether two final answers are equal, where that is plain to see; None: math-verify must look."""
+    """True if two final answers are plainly equal, False if they plainly are not, None if math-verify must look."""
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
     if _squeezed(answer) == _squeezed(reference):
@@ -111,7 +111,7 @@ class MathChecker:
         self._turn = asyncio.Lock()
 
     async def equal(self, text: str, reference: str, *, timeout_s: float) -> bool:
-        """Whether the final answers of two texts are equal. Raises GraderFailed if it takes too long, or if the
+        """True if the final answers of two texts are equal. Raises GraderFailed if it takes too long, or if the
         reference has no answer."""
         expected = final_answer(reference)
         if not expected:
@@ -168,7 +168,7 @@ class MathChecker:
 
 
 def serve() -> None:
-    """The helper: a line `[answer, reference]` in, a line `true` or `false` out, until stdin ends."""
+    """Runs the helper: reads lines `[answer, reference]` and answers `true` or `false`, until stdin ends."""
     # imported here: only the helper needs sympy
     import math_verify as untyped  # pyright: ignore[reportMissingTypeStubs]
 

@@ -34,11 +34,11 @@ class Grade:
     reward: float
     """Finite."""
     parts: dict[str, float] = field(default_factory=dict[str, float])
-    """Of a `multi` grader, by the names of its graders; `passed` where there is a threshold."""
+    """Rewards of a `multi` grader's graders, by name; `passed` where there is a threshold."""
 
 
 def make_sample(output_text: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-    """What templates and graders see of the model's last turn."""
+    """Makes the view of the model's last turn that templates and graders have."""
     sample: dict[str, Any] = {
         "output_text": output_text,
         "output_tools": [_tool(i, c) for i, c in enumerate(calls)],
@@ -60,7 +60,7 @@ def _tool(index: int, call: ToolCall) -> dict[str, Any]:
 
 
 class GraderRunner:
-    """Everything that graders run on. Safe to use from many tasks."""
+    """Runs graders of all kinds. Safe to use from many tasks."""
 
     def __init__(self, *, sandbox: Sandbox, endpoints: Endpoints, math_checker: MathChecker, timeout_s: float) -> None:
         self._sandbox = sandbox
@@ -114,7 +114,7 @@ class GraderRunner:
 
 
 def as_reward(value: Any, who: str) -> float:
-    """Raises GraderFailed if it is not a finite number of sensible size; True and False are none."""
+    """Returns it as a float. Raises GraderFailed unless it is a finite number of sensible size; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         shown = "nothing" if value is None else repr(value)[:60]
         hint = "; write float(...)" if isinstance(value, bool) else ""

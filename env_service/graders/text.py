@@ -12,7 +12,7 @@ from rouge_score import rouge_scorer
 from common.errors import InvalidInput
 
 MAX_CHARACTERS = 20_000
-"""Of each text: some metrics take the product of the lengths."""
+"""The most characters of a text: some metrics take time in proportion to the product of the lengths."""
 
 
 def string_check(operation: str, text: str, reference: str) -> float:
@@ -32,7 +32,7 @@ def string_check(operation: str, text: str, reference: str) -> float:
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """From 0 to 1. Words are what white space separates, for ROUGE runs of letters and digits. Raises InvalidInput."""
+    """Returns 0 to 1. White space separates words; for ROUGE a word is a run of letters and digits. Raises InvalidInput."""
     if max(len(text), len(reference)) > MAX_CHARACTERS:
         raise InvalidInput(f"texts of more than {MAX_CHARACTERS} characters are not compared")
     if metric == "fuzzy_match":

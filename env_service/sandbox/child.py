@@ -1,4 +1,4 @@
-"""The inside of the sandbox: started by `sandbox.py` as `python -I -S child.py`, in an empty environment.
+"""The inside of the sandbox: `sandbox.py` starts it as `python -I -S child.py`, in an empty environment.
 
 Reads one job as JSON from stdin, shuts itself in, runs the tenant's source, and writes one line of JSON to what was
 stdout. Before the tenant's code runs, descriptors 1 and 2 both lead to the output pipe, so a print cannot look like a
@@ -33,7 +33,7 @@ MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME, ST_RELATIME = 4096, 16384, 1 << 18, 1 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
 
 FIRST_UID = 1_000_000_000
-"""Each call runs as this plus its process id: nobody else's, so that calls cannot signal each other."""
+"""Each call runs under this uid plus its process id. No other call has it, so calls cannot signal each other."""
 NOBODY = 65534
 WORK_BYTES = 16 * 1024 * 1024
 """Size of the temporary file system, where there is one."""
@@ -93,7 +93,7 @@ def run(source: str, call: str | None, arguments: list[object], write: Reporter)
 
 
 def check_json(value: object, call: str | None) -> object:
-    """Numbers keep their kind: nan, inf and huge ones travel as text, so that the parent can say what it got."""
+    """Returns a value that JSON can carry: nan, inf and huge numbers become text, so that the parent can say what it got."""
     if type(value) is int and value.bit_length() > 63:
         return f"a whole number of {value.bit_length()} bits"
     if value is None or type(value) in (bool, int, float, str):
@@ -102,7 +102,7 @@ def check_json(value: object, call: str | None) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """One line: where and what."""
+    """Says in one line what was raised, and in which line."""
     line = None
     trace = error.__traceback__
     while trace is not None:
@@ -151,7 +151,7 @@ def shut_in(limits: dict[str, int], wanted: set[str]) -> set[str]:
 
 
 def give_up_rights(libc: Libc, wanted: set[str]) -> set[str]:
-    """What the process can do to itself on Linux, without any privilege."""
+    """Gives up the rights that a process on Linux can give up without any privilege. Returns the layers that hold."""
     layers: set[str] = set()
     drop_capabilities(libc)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -200,7 +200,7 @@ def become(uid: int) -> None:
 
 
 def drop_capabilities(libc: Libc) -> None:
-    """After an unprivileged user namespace was entered, which gives all capabilities in it."""
+    """Drops all capabilities: entering an unprivileged user namespace gives them."""
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     libc.capset(header, ctypes.create_string_buffer(24))
 
@@ -209,8 +209,8 @@ def drop_capabilities(libc: Libc) -> None:
 
 
 def enter_namespaces(libc: Libc, directory: str, uid: int) -> set[str]:
-    """A network without interfaces, own process ids (the kernel kills what is left), and a file system that holds
-    Python's library and an empty folder. Returns the layers that the kernel allows."""
+    """Enters a network without interfaces, process ids of its own (the kernel kills what is left), and a file system that
+    holds Python's library and an empty folder. Returns the layers that the kernel allows."""
     layers: set[str] = set()
     if os.geteuid() != 0:
         own_uid, own_gid = os.getuid(), os.getgid()
@@ -265,7 +265,7 @@ def change_root(libc: Libc, directory: str, uid: int) -> None:
 
 
 def library_paths() -> list[str]:
-    """What an extension module or a lazy import may need, outermost first."""
+    """Folders that an extension module or a lazy import may need, outermost first."""
     own = os.path.dirname(os.path.realpath(os.__file__))
     system = [p for p in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.exists(p)]
     return system if any(own.startswith(p + "/") for p in system) else [*system, own]
@@ -294,7 +294,7 @@ ALL = (1 << 13) - 1  # every right of the first version of landlock
 
 
 def confine_files(libc: Libc, work: str) -> bool:
-    """Only the library may be read, only the working folder be written. False if the kernel has no landlock."""
+    """Lets only the library be read and only the working folder be written. False if the kernel has no landlock."""
     attributes = ctypes.create_string_buffer(struct.pack("Q", ALL))
     rules = libc.syscall(LANDLOCK_CREATE, attributes, 8, 0)
     if rules < 0:

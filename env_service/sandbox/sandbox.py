@@ -1,6 +1,6 @@
-"""Runs tenants' Python code: each call in a process of its own that has given up what it could do harm with.
+"""Runs tenants' Python code: each call in a process of its own that has given up its means to do harm.
 
-What it protects, from the strongest means that the machine allows to the weakest (`Sandbox.probe` says which hold):
+It protects, by the strongest means that the machine allows (`Sandbox.probe` says which hold):
 
     the network      a network namespace without interfaces; seccomp refuses sockets; without both, a Python audit
                      hook, which code that tries can get around
@@ -11,7 +11,7 @@ What it protects, from the strongest means that the machine allows to the weakes
     the machine      limits on CPU seconds, memory, file size, open files and processes; the output is cut off and
                      the process killed when it exceeds its limit; a wall-clock limit, then a kill of the whole group
 
-What it does not protect:
+It does not protect:
 
     - against bugs of the kernel: code runs on it directly, there is no virtual machine
     - the total of all calls: each has its limits, and `max_processes` of them run at a time, but no cgroup bounds
@@ -53,9 +53,9 @@ class SandboxLimits:
     memory_bytes: int = 512 * 1024 * 1024
     """Address space of the process."""
     file_bytes: int = 8 * 1024 * 1024
-    """Of each file that it writes."""
+    """The most bytes of each file that it writes."""
     output_bytes: int = 64 * 1024
-    """What it may print; more, and it is killed."""
+    """The most bytes that it prints; with more it is killed."""
     result_bytes: int = 64 * 1024
     input_bytes: int = 4 * 1024 * 1024
     """Source and arguments, as JSON."""
@@ -63,17 +63,17 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a call ended."""
+    """The result of a call."""
 
     ending: Ending
     value: Any = None
-    """What the function returned: None, a bool, a number, or a string (`nan` and `inf` arrive as strings)."""
+    """The function's value: None, a bool, a number, or a string (`nan` and `inf` arrive as strings)."""
     output: str = ""
-    """What it printed, at most `output_bytes`."""
+    """The text that it printed, at most `output_bytes`."""
     reason: str = ""
     """One line, unless it ended well."""
     layers: tuple[str, ...] = ()
-    """What held: see the table in `child.py`."""
+    """The layers that held: see the table in `child.py`."""
     seconds: float = 0.0
     """Wall-clock seconds, waiting for a free place not included."""
 
@@ -180,7 +180,7 @@ class Sandbox:
         )  # fmt: skip
 
     async def _converse(self, process: asyncio.subprocess.Process, job: bytes, nonce: str, timeout_s: float) -> Outcome:
-        """Gives the job and collects what comes back, each stream up to its limit."""
+        """Sends the job and collects the answer, each stream up to its limit."""
         assert process.stdout and process.stderr
         result, output = bytearray(), bytearray()
         timed_out = False

@@ -263,6 +263,21 @@ async def test_stopping_hands_work_back(bus: Bus) -> None:
     assert len(await bus.read([CELL.env], GROUP_ENV, "other", count=10)) == 2
 
 
+async def test_stopping_hands_back_what_it_has_taken_over(bus: Bus) -> None:
+    # Given an entry of a dead worker, and another one behind it
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(2)])
+    await bus.read([CELL.env], GROUP_ENV, "dead", count=2)
+    # When the worker that took the first over is stopped
+    handler = Recorder(for_ever)
+    async with working(bus, handler):
+        await until(lambda: handler.running == 1)
+    # Then only the other one is still the dead worker's
+    assert handler.seen == ["job/0"]
+    assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 1
+    assert len(await bus.read([CELL.env], GROUP_ENV, "other", count=10)) == 1
+
+
 async def test_stopping_lets_short_work_finish(bus: Bus) -> None:
     handler = Recorder(lambda message, beat: asyncio.sleep(0.2))
     async with working(bus, handler, drain_s=5.0):

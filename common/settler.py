@@ -1,0 +1,41 @@
+"""Settling: publishes the outputs of finished deliveries and acknowledges them, by one script for all that have finished.
+
+reads: -   writes: what the handlers returned   waits for: a finished delivery   unblocked by: the worker's tasks
+"""
+
+import asyncio
+import time
+
+from common.bus import Bus, Settlement
+from common.telemetry import Reporter
+
+
+class Settler:
+    """Collects settlements while a script runs; the next script takes them all."""
+
+    def __init__(self, bus: Bus, reporter: Reporter) -> None:
+        self._bus = bus
+        self._reporter = reporter
+        self._finished: list[Settlement] = []
+        self._added = asyncio.Event()
+        self._one_script = asyncio.Lock()
+
+    def add(self, settlement: Settlement) -> None:
+        self._finished.append(settlement)
+        self._added.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._added.wait()
+            self._added.clear()
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Settles all that was added before the call, and waits until it is settled."""
+        async with self._one_script:
+            batch, self._finished = self._finished, []
+            since = time.monotonic()
+            done = await self._bus.settle(batch)
+        self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
+        self._reporter.count("settled", sum(done))
+        self._reporter.count("lost_races", len(done) - sum(done))
