@@ -1,4 +1,4 @@
-"""Server-sent events."""
+"""Server-sent events, and the errors that end them."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -53,7 +53,7 @@ async def events(
 
 
 def _sequence(text: str | None, param: str) -> int | None:
-    """Raises InvalidInput for what is no event's id."""
+    """Reads an event's id. Raises InvalidInput if it is none."""
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 15):

@@ -18,7 +18,7 @@ from manager_service.api.sampling.shares import Fresh
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default for this call."""
 
 TokenIds = Annotated[list[int], Field(min_length=1)]
 
@@ -62,7 +62,7 @@ def _read(body: CompletionGiven, tokenizer: ChatTokenizer) -> Wanted:
 
 
 def prompt_tokens(prompt: str | list[int] | list[str] | list[list[int]], tokenizer: ChatTokenizer) -> list[list[int]]:
-    """One list of ids a prompt. Raises InvalidInput for ids that are none."""
+    """Makes a list of token ids of each prompt. Raises InvalidInput for ids outside the vocabulary."""
     if isinstance(prompt, str):
         return [_encoded(prompt, tokenizer)]
     if not prompt:
