@@ -25,7 +25,7 @@ async def main(settings: ManagerSettings) -> None:
         bases = api.bases.values()
         owners = [make_owner(api, base).run(stop) for base in bases]
         async with running(*owners, *(base.run() for base in bases), keep_keys(api)) as tasks:
-            gc.freeze()  # what was imported stays: looked through again and again, it would stop the owners for 100 ms each time
+            gc.freeze()  # imported code stays: a collection that looks through it stops the owners for 100 ms
             await serve(api, stop)
             stop.set()
             await asyncio.wait(tasks[: len(owners)])

@@ -9,37 +9,37 @@ from manager_service.scheduling.training_queue import Discipline
 
 
 class ManagerSettings(Settings):
-    """`MARLAAS_*` variables. What is about HTTP stands here; the rest in `common.settings`."""
+    """`MARLAAS_*` variables of the manager alone; `common.settings` has those of every service."""
 
     model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     policy: str = "marlaas"
-    """Who may be sampled and trained when: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
+    """When jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
     `manager_service.scheduling.policies`."""
     training_queue: Discipline = "fused"
     """Which complete batches go to the trainers first. See `manager_service.scheduling.training_queue`."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
-    """Of one uploaded file."""
+    """The largest uploaded file."""
     max_line_bytes: int = Field(default=256 << 10, ge=1)
-    """Of one line of it: the whole item travels in messages."""
+    """The longest line of it: the whole item travels in messages."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
-    """Of every other request."""
+    """The largest body of every other request."""
     inference_share: float = Field(default=0.5, gt=0, le=1)
-    """Of the live rollout slots, what completions asked of this replica may take."""
+    """The share of the live rollout slots that completions asked of this replica may take."""
     inference_silence_s: float = Field(default=10.0, gt=0)
     """A turn that nobody worked on for this long is asked for again."""
     inference_timeout_s: float = Field(default=120.0, gt=0)
     """A completion that made no progress for this long is given up."""
     grader_run_timeout_s: float = Field(default=60.0, gt=0)
-    """Of one call of `graders/run`."""
+    """The longest time of one call of `graders/run`."""
     command_wait_s: float = Field(default=3.0, ge=0)
-    """How long cancel, pause and resume wait for the job's owner before they answer."""
+    """Cancel, pause and resume wait this long for the job's owner before they answer."""
     keep_alive_s: float = Field(default=10.0, gt=0)
-    """Between comments on a silent stream of events."""
+    """Seconds between comments on a silent stream of events."""
     idempotency_s: int = Field(default=86_400, ge=1)
-    """How long an Idempotency-Key is remembered."""
+    """An Idempotency-Key is remembered this long."""
 
     @field_validator("policy")
     @classmethod

@@ -64,7 +64,7 @@ CATCHES_ALL = {
     "env_service/sandbox/child.py": "whatever a tenant's code raises is its result",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
-    "manager_service/api/sampling/requests.py": "a stream's client must hear that it ended in an error",
+    "manager_service/api/event_stream.py": "a stream's client must hear that it ended in an error",
     "manager_service/owner/owner.py": "a partition that cannot be loaded must not stop the others",
     "manager_service/owner/partition.py": "one job's trouble must not stop the other tenants' owner",
     "manager_service/local/supervisor.py": "children are stopped before the error goes on",

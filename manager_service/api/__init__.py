@@ -17,6 +17,7 @@ Its files:
     hyperparameters.py   checks a job's hyperparameters, and makes them what the job uses
     job_store.py         reads jobs, and creates them by one script
     events.py            serves a job's events, also as a stream
+    event_stream.py      sends server-sent events
     results.py           serves what a job has made: checkpoints, metrics, adapters
     files.py             serves /v1/files
     file_store.py        checks files of items, and stores them

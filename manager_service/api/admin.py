@@ -21,7 +21,7 @@ MaxTokens = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class TenantLimits(BaseModel):
-    """What is absent stays as it is; `max_tokens_per_day` null means no limit."""
+    """The fields to change: an absent one stays as it is; `max_tokens_per_day` null means no limit."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class TenantGiven(TenantLimits):
 
 @router.post("", responses=declared(409))
 async def create(api: Parts, admin: Admin, body: TenantGiven) -> TenantObject:
-    """A new tenant, without a key yet."""
+    """Make a tenant, without a key yet."""
     record = TenantRecord(created_at=int(time.time()), **body.model_dump())
     await api.tenants.create(record)
     return shown(record)
@@ -65,7 +65,7 @@ async def update(api: Parts, admin: Admin, tenant_id: str, body: TenantLimits) -
 
 @router.post("/{tenant_id}/keys", responses=declared(404))
 async def create_key(api: Parts, admin: Admin, tenant_id: str) -> KeyObject:
-    """A new key. It is shown this once: only its hash is kept."""
+    """Make a key. Only this answer shows it, since its hash alone is kept."""
     await api.tenants.get(tenant_id)
     key, record = await api.tenants.add_key(tenant_id)
     return shown_key(record, key)
@@ -79,7 +79,7 @@ async def list_keys(api: Parts, admin: Admin, tenant_id: str) -> Page[KeyObject]
 
 @router.delete("/{tenant_id}/keys/{key_id}", responses=declared(404))
 async def delete_key(api: Parts, admin: Admin, tenant_id: str, key_id: str) -> Deleted:
-    """Refused from the next request on; what its tenant's jobs do goes on."""
+    """Refuse the key from the next request on. The tenant's jobs go on."""
     await api.tenants.get(tenant_id)
     await api.tenants.delete_key(tenant_id, key_id)
     return Deleted(id=key_id, object="api_key")

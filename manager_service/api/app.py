@@ -1,4 +1,4 @@
-"""The application: routers, error handlers, limits, and an OpenAPI document that says what really happens."""
+"""The application: routers, error handlers, limits, and an OpenAPI document that is true."""
 
 from functools import cache, partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""A limit on request bodies, whether or not their length is announced."""
+"""A limit on request bodies, also on those that do not announce their length."""
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,7 +11,7 @@ FORM_BYTES = 64 << 10
 
 
 class BodyLimit:
-    """ASGI middleware: 413 for bodies above the limit, before they are read where possible."""
+    """ASGI middleware: answers 413 to bodies above the limit, if possible before it reads them."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_file_bytes: int) -> None:
         self._app = app

@@ -31,7 +31,7 @@ async def workers(api: Parts, key: Key) -> Page[WorkerObject]:
 
 
 async def _own_jobs(api: Api, base: Base, key: KeyRecord, worker: WorkerReport) -> set[str]:
-    """Those of the jobs with adapters in the worker's memory that belong to the caller."""
+    """The caller's jobs among those with adapters in the worker's memory."""
     jobs = sorted({name.partition("@")[0] for name in worker.resident})
     if key.admin or not jobs:
         return set(jobs)
@@ -99,7 +99,7 @@ def _span(one: WorkerSpan, key: KeyRecord) -> SpanObject:
 
 @router.get("/dead")
 async def dead(api: Parts, admin: Admin, after: After = None, limit: Limit = 20) -> Page[DeadLetterObject]:
-    """Messages that could not be worked on, newest first. Needs the admin key."""
+    """Messages that no worker could handle, newest first. Needs the admin key."""
     before = _entry_before(after)
     found: list[DeadLetterObject] = []
     for base in api.bases.values():
@@ -110,7 +110,7 @@ async def dead(api: Parts, admin: Admin, after: After = None, limit: Limit = 20)
 
 
 def _entry_before(after: str | None) -> str:
-    """Raises InvalidInput for what is no entry's id."""
+    """Redis' bound for entries before this one. Raises InvalidInput if it is not the id of an entry."""
     if after is None:
         return "+"
     parts = after.split("-")

@@ -1,4 +1,4 @@
-"""What every route may use: the parts of the manager, and who is calling."""
+"""The parts of the manager that every route may use, and the caller's key and tenant."""
 
 import asyncio
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ ANSWER_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """One base model: its cell, as the API sees it."""
+    """One base model, and the API's way to its cell."""
 
     name: str
     bus: Bus
@@ -50,7 +50,7 @@ class Base:
         return self.bus.cell
 
     async def run(self) -> None:
-        """What its requests need, until cancelled."""
+        """Runs the loops that its requests need, until cancelled."""
         async with running(self.cluster.run(), self.inference.run(), self.feed.run()) as tasks:
             await asyncio.wait(tasks)
 

@@ -54,7 +54,7 @@ def unavailable(message: str) -> ApiError:
 
 
 class ErrorResponse(Response):
-    """JSON whatever the message holds: what is not Unicode is escaped."""
+    """JSON for any message: escapes characters that are not Unicode."""
 
     media_type = "application/json"
 
@@ -90,7 +90,7 @@ def answer(
 
 
 def translated(error: Exception) -> ApiError:
-    """Any error that is ours or Redis' as an answer."""
+    """Makes an answer of any error."""
     match error:
         case ApiError():
             return error
@@ -165,7 +165,7 @@ def install(app: FastAPI) -> None:
 
 
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI declarations of the error answers that a route may give."""
+    """Declares in OpenAPI the error answers that a route may give."""
     texts = {
         400: "The request is wrong; the message says what to do",
         401: "No API key, or an unknown one",

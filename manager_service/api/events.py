@@ -11,9 +11,9 @@ from starlette.responses import Response
 from common.errors import InvalidInput
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
+from manager_service.api.event_stream import event_stream
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
-from manager_service.api.sampling.requests import event_stream
 from manager_service.api.schemas import EventObject, Page
 from manager_service.records import FINAL, EventRecord
 
@@ -53,7 +53,7 @@ async def events(
 
 
 def _sequence(text: str | None, param: str) -> int | None:
-    """Raises InvalidInput for what is no event's id."""
+    """Reads an event's id. Raises InvalidInput if it is none."""
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 15):

@@ -1,7 +1,7 @@
-"""What many requests wait for in the streams of one cell, read over one connection.
+"""One connection that reads the streams of a cell for many waiting requests.
 
-A blocking read for each of them would hold a connection for each: a tenant with a hundred open event streams would take all
-that the process may have, and its owner would stand still.
+If each request blocked on a connection of its own, a tenant with a hundred open event streams would take all connections that the
+process may have, and its owner would stand still.
 """
 
 import asyncio

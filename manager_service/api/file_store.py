@@ -1,4 +1,4 @@
-"""Files of items: JSONL, one item a line, checked at upload so that nothing malformed is ever queued.
+"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued.
 
 marlaas:{@}:file:<file>       string   FileRecord
 marlaas:{@}:files:<tenant>    zset     file id by creation time
@@ -71,7 +71,7 @@ class Files:
         return await self._objects.get(_path(record))
 
     async def delete(self, tenant: str, file: str) -> None:
-        """Raises NotFound. Jobs that already run keep what they have read."""
+        """Raises NotFound. Running jobs keep the items that they have read."""
         record = await self.get(tenant, file)
         pipe = self._redis.pipeline(transaction=False)
         pipe.zrem(_index(tenant), file)
@@ -84,7 +84,7 @@ class Files:
         return [file.decode() for file in found]
 
     async def several(self, ids: list[str]) -> list[FileRecord]:
-        """The records that exist, in the order of the ids."""
+        """Existing records, in the order of the ids."""
         found = await self._redis.mget([_key(file) for file in ids]) if ids else []
         return [msgspec.json.decode(record, type=FileRecord) for record in found if record is not None]
 
@@ -114,7 +114,7 @@ def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
 def check_content(
     content: bytes, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
 ) -> tuple[int, dict[str, int]]:
-    """The number of items, and the longest prompt for each base model. Raises InvalidInput about the first line that is none."""
+    """The number of items, and the longest prompt for each base model. Raises InvalidInput about the first bad line."""
     num_items, longest = 0, dict.fromkeys(tokenizers, 0)
     for number, line in numbered_lines(content):
         try:
@@ -132,7 +132,7 @@ def check_content(
 
 
 def _with_prompt(longest: Mapping[str, int], messages: Any, tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
-    """What a base's template refuses is no fault of the file: who wants to train that base on it is told."""
+    """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
     found: dict[str, int] = {}
     for base, tokens in longest.items():
         with contextlib.suppress(ValueError):

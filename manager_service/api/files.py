@@ -65,7 +65,7 @@ async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
 
 @router.delete("/{file_id}", responses={**MISSING, **declared(409)})
 async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
-    """Refused while an unfinished job needs the file."""
+    """Delete a file, unless an unfinished job needs it."""
     await api.files.get(tenant.id, file_id)
     if job := await JobStore(api).unfinished_user(tenant.id, file_id):
         raise conflict(f"the job {job} needs this file until it has ended", code="file_in_use")

@@ -31,7 +31,7 @@ class RunGiven(GraderGiven):
 
     model_sample: str = Field(max_length=1 << 20)
     item: dict[str, Any] | None = None
-    model: str | None = Field(None, description="Which base model's environment workers run it; any if absent")
+    model: str | None = Field(None, description="The base model whose environment workers run it; any if absent")
 
 
 class Validated(BaseModel):
@@ -49,7 +49,7 @@ class RunMetadata(BaseModel):
 
 
 class RunResult(BaseModel):
-    """`reward` is 0 where the grader failed: `metadata.errors` and `failure` say so. In training it would be masked."""
+    """The reward, or 0 with `metadata.errors` and `failure` if the grader failed. Training masks such a trajectory."""
 
     reward: float
     sub_rewards: dict[str, float]
@@ -60,7 +60,7 @@ class RunResult(BaseModel):
 
 @router.post("/validate")
 async def validate(tenant: Tenant, body: GraderGiven) -> Validated:
-    """The grader as it was given, if it is valid."""
+    """Check a grader. The answer is the grader as it was given."""
     _check(body.grader)
     return Validated(grader=body.grader)
 
@@ -117,7 +117,7 @@ def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
 
 
 def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:
-    """OpenAI's flags; ours fail in two ways only, the user's code or anything else."""
+    """OpenAI's flags for errors. Ours are of two kinds: the user's code, and anything else."""
     reason = None if result.failure is None else result.failure.reason
     in_python = reason is not None and kind == "python"
     return {

@@ -1,4 +1,4 @@
-"""A job's hyperparameters: what users may give, in which ranges, and what they become.
+"""A job's hyperparameters: names, ranges and defaults of those that users may give, and the `Hyper` that they become.
 
 `"auto"` and null mean: the default. Unknown names are refused with the nearest valid one.
 """
@@ -109,7 +109,7 @@ def _translated(error: ValidationError) -> InvalidInput:
 
 
 def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float, policy: Policy = MARLAAS) -> Hyper:
-    """All defaults filled in. `num_items` 0: the environment makes its own. Raises InvalidInput."""
+    """Fills in all defaults. `num_items` 0: the environment makes its own. Raises InvalidInput."""
     rate = given.learning_rate or base_learning_rate * (given.learning_rate_multiplier or 1.0)
     return Hyper(
         batch_size=given.batch_size,
@@ -145,7 +145,7 @@ def _loss(given: Hyperparameters) -> LossSpec:
 
 
 def num_steps(given: Hyperparameters, num_items: int) -> int:
-    """`max_steps`, or what `n_epochs` give, whichever is smaller; one epoch if neither is given. Raises InvalidInput."""
+    """The smaller of `max_steps` and the steps of `n_epochs`; one epoch if neither is given. Raises InvalidInput."""
     if num_items == 0:
         if given.max_steps is None:
             raise InvalidInput("without a training_file, max_steps says when training ends", param=f"{PARAM}.max_steps")

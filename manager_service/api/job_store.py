@@ -1,4 +1,4 @@
-"""Jobs as the API reads them, and the one script by which it creates them. The state is the owner's to write."""
+"""Reads jobs, and creates them by one script. Only owners write a job's state."""
 
 import hashlib
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ return false
 """
 
 DELETED = "deleted"
-"""Field of `job:<job>`: the user deleted the tuned model."""
+"""Field of `job:<job>`, set when the user deleted the tuned model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """An Idempotency-Key and what its first request asked for."""
+    """An Idempotency-Key and the body that came with it."""
 
     key: str
     fingerprint: str  # sha256 of the body
@@ -86,7 +86,7 @@ class JobStore:
         return [(base, job) for _, job, base in found]
 
     async def several(self, ids: list[tuple[Base, str]]) -> list[JobRow]:
-        """Those that exist, in the order of the ids."""
+        """Existing jobs, in the order of the ids."""
         found: dict[str, JobRow | None] = {}
         for base in self._api.bases.values():
             jobs = [job for cell, job in ids if cell is base]
@@ -135,7 +135,7 @@ class JobStore:
         return None
 
     async def send(self, row: JobRow, action: Any) -> None:
-        """Ask the job's owner for something."""
+        """Sends a command to the job's owner."""
         message = command(row.spec, action, epoch=row.state.epoch)
         fields = await row.base.bus.fields(message)
         entry = dict(zip(fields[::2], fields[1::2], strict=True))

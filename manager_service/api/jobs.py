@@ -39,7 +39,7 @@ async def create(
     body: JobGiven,
     idempotency_key: Annotated[str | None, Header(max_length=512)] = None,
 ) -> JobObject:
-    """Everything is checked before anything is queued. The same Idempotency-Key gives the same job."""
+    """Check everything, then queue the job. The same Idempotency-Key gives the same job."""
     store = JobStore(api)
     once = None if idempotency_key is None else Once(idempotency_key, _fingerprint(body))
     known = await store.known(tenant.id, once) if once else None
@@ -60,7 +60,7 @@ async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
 
 
 async def _first(store: JobStore, tenant: TenantRecord, known: str, once: Once) -> JobRow:
-    """The job that the first request with this key made. Raises ApiError 409 if that asked for something else."""
+    """The job that the first request with this key made. Raises ApiError 409 if that one had another body."""
     job, _, fingerprint = known.partition(" ")
     if fingerprint != once.fingerprint:
         raise conflict("this Idempotency-Key was used with another body", code="idempotency_key_reused")
@@ -98,19 +98,19 @@ async def retrieve(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
 
 @router.post("/{job_id}/cancel", responses=declared(404, 409))
 async def cancel(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
-    """Stops the job; its versions stay."""
+    """Stop the job; its versions stay."""
     return await _command(api, tenant, job_id, "cancel")
 
 
 @router.post("/{job_id}/pause", responses=declared(404, 409))
 async def pause(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
-    """Frees the workers; what is half done is kept."""
+    """Free the workers; half-finished work is kept."""
     return await _command(api, tenant, job_id, "pause")
 
 
 @router.post("/{job_id}/resume", responses=declared(404, 409))
 async def resume(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
-    """Goes on where the job was paused."""
+    """Go on where the job was paused."""
     return await _command(api, tenant, job_id, "resume")
 
 

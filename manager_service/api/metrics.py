@@ -39,7 +39,7 @@ async def metrics(api: Parts, admin: Admin) -> Response:
 
 
 class _Collected:
-    """What prometheus_client wants of a collector."""
+    """A collector, as prometheus_client calls it."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -49,7 +49,7 @@ class _Collected:
 
 
 def _joined(families: list[Metric]) -> list[Metric]:
-    """One family a name, with the samples of all base models."""
+    """Joins the families of all base models, so that each name has one."""
     by_name: dict[str, Metric] = {}
     for family in families:
         by_name.setdefault(family.name, family)
@@ -88,12 +88,12 @@ async def _streams(base: Base) -> list[Metric]:
         _gauge("stream_pending", "Entries that a worker holds", labels, samples(2)),
         _gauge("stream_lag", "Entries that no worker has taken yet", labels, samples(3)),
         _gauge("stream_oldest_seconds", "Age of the oldest open entry", labels, samples(4)),
-        _gauge("dead_letters", "Messages that could not be worked on", ["base_model"], [([base.name], dead)]),
+        _gauge("dead_letters", "Messages that no worker could handle", ["base_model"], [([base.name], dead)]),
     ]
 
 
 async def _stream(base: Base, stream: str, group: str, now_s: float) -> tuple[float, float, float, float]:
-    """Length, pending, lag, age of the oldest entry. Redis 6.2 has no lag of its own: it is what is not pending."""
+    """Length, pending, lag, age of the oldest entry. Redis 6.2 tells no lag: it is the length less pending."""
     length = await base.redis.xlen(stream)
     try:
         pending = (await base.redis.xpending(stream, group))["pending"]

@@ -1,4 +1,4 @@
-"""Which adapter a model's name means: `tiny`, `ft:{base}:{tenant}:{suffix}:{job}`, and `@{version}` after the latter."""
+"""Finds the adapter of a model's name: `tiny`, `ft:{base}:{tenant}:{suffix}:{job}`, or the latter with `@{version}`."""
 
 from dataclasses import dataclass
 

@@ -39,7 +39,7 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
 async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     """Delete all versions of a finished job's adapter; the job and its events stay.
 
-    The adapter store is otherwise written by trainers alone. A finished job has no trainer, so nobody races with this.
+    All other writes to the adapter store are by trainers. A finished job has no trainer, so nobody races with this.
     """
     named = await find_model(api, tenant, model)
     if named.row is None:

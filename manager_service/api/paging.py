@@ -18,7 +18,7 @@ Object = TypeVar("Object", bound=Identified)
 
 
 def rest_after(ids: Sequence[T], after: str | None, key: Any = str) -> Sequence[T]:
-    """What follows the cursor. Raises InvalidInput if it is none of the ids."""
+    """The ids after the cursor. Raises InvalidInput if the cursor is none of them."""
     if after is None:
         return ids
     for i, one in enumerate(ids):

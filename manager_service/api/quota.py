@@ -1,4 +1,4 @@
-"""What tenants use: the counters of `usage:<tenant>`, and the daily quota."""
+"""Counters of each tenant's use (`usage:<tenant>`), and the daily quota."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from manager_service.api.errors import ApiError
 from manager_service.records import QUOTA_COUNTERS, TenantRecord, day_field
 
 INFERENCE = "-"
-"""What stands for the job where there is none."""
+"""Stands for the job in counters of completions, which have none."""
 
 
 async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:

@@ -1,4 +1,4 @@
-"""What a job has made so far: /checkpoints, /checkpoints/{version}/content, /ledger, /samples."""
+"""The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /samples."""
 
 import asyncio
 import io
@@ -39,7 +39,7 @@ async def checkpoints(
 
 
 def _version_of(checkpoint: str, job: str) -> int:
-    """Raises InvalidInput for what is no checkpoint of the job."""
+    """Reads the version in an id. Raises InvalidInput if it is not the id of a checkpoint of the job."""
     owner, _, version = checkpoint.rpartition("@")
     if owner != f"ftckpt-{job}" or not (version.isascii() and version.isdecimal() and len(version) <= 8):
         raise InvalidInput(f"after: {checkpoint!r} is no checkpoint of this job", param="after", code="invalid_cursor")
@@ -86,7 +86,7 @@ def _zipped(files: dict[str, bytes]) -> bytes:
 
 @router.get("/ledger")
 async def ledger(api: Parts, tenant: Tenant, job_id: str) -> LedgerObject:
-    """Where every trajectory of the job went: the counts of one moment."""
+    """The fate of every trajectory of the job, counted at one moment."""
     row = await JobStore(api).find(tenant.id, job_id)
     pipe = row.base.redis.pipeline(transaction=True)
     pipe.hmget(row.base.cell.ledger(job_id), LEDGER)
@@ -102,7 +102,7 @@ async def samples(
     tenant: Tenant,
     job_id: str,
     version: Annotated[
-        int | None, Query(ge=0, le=99_999_999, description="That sampled them; the newest if absent")
+        int | None, Query(ge=0, le=99_999_999, description="The version that sampled them; the newest if absent")
     ] = None,
 ) -> Page[SampleObject]:
     """Texts and rewards of two groups a step."""

@@ -1,4 +1,4 @@
-"""The objects that the API answers with, in OpenAI's shapes and with our extras."""
+"""The objects of the API's answers: OpenAI's shapes with our extras."""
 
 from typing import Any, Generic, Literal, TypeVar
 
@@ -47,7 +47,7 @@ class ErrorObject(BaseModel):
 
 
 class JobObject(Identified):
-    """OpenAI's fine-tuning job, and below `metadata` what is ours."""
+    """OpenAI's fine-tuning job; our fields follow `metadata`."""
 
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
     created_at: int
@@ -173,7 +173,7 @@ class DeadLetterObject(Identified):
 
 
 class UsageObject(BaseModel):
-    """What a tenant, or one of its jobs, used."""
+    """The use of a tenant, or of one of its jobs."""
 
     object: Literal["usage"] = "usage"
     job: str | None  # None: the tenant's total; `inference`: completions

@@ -1,4 +1,4 @@
-"""Wiring of the API: makes the parts behind the routes, and serves them. The owners are `__main__`'s."""
+"""Wiring of the API: makes the parts behind the routes, and serves them. `__main__` runs the owners."""
 
 import asyncio
 import contextlib

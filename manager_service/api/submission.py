@@ -55,7 +55,7 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 class JobGiven(Given):
-    """The body. `model` is a base model; `seed` is chosen and returned if it is not given."""
+    """The body. `model` is a base model; without a `seed` the service chooses one, and returns it."""
 
     model: str
     training_file: str | None = None
@@ -70,7 +70,7 @@ class JobGiven(Given):
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What the checks of a method know."""
+    """A method after its checks."""
 
     env: EnvSpec
     grader: Grader | None  # None: an installed environment, which grades by itself
@@ -78,7 +78,7 @@ class JobPlan:
 
 
 async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
-    """Raises InvalidInput, naming what is wrong and the nearest valid name."""
+    """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
     base = find_base(api, body.model)
     _check_labels(body)
     method = _reinforcement(body)
@@ -116,7 +116,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
 
 
 def find_base(api: Api, model: str) -> Base:
-    """Raises InvalidInput for what is no base model, with the nearest that is."""
+    """Raises InvalidInput, with the nearest name, if it is not a base model."""
     if model in api.bases:
         return api.bases[model]
     if model.startswith("ft:"):
@@ -178,7 +178,7 @@ def _grader(method: ReinforcementGiven, env: EnvSpec) -> Grader | None:
 
 
 def _check_base(base: Base, plan: JobPlan) -> None:
-    """What depends on the base model and on the workers that serve it."""
+    """Checks the plan against the base model and the workers that serve it."""
     given, tokenizer = plan.given, base.tokenizer
     if is_multi_turn(plan.env) and not tokenizer.is_prefix_stable():
         raise InvalidInput(

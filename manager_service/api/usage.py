@@ -17,7 +17,7 @@ WHOLE = frozenset(counter for counter in COUNTERS if counter.endswith("_tokens")
 
 @router.get("")
 async def usage(api: Parts, tenant: Tenant) -> UsageReport:
-    """What the tenant used since its beginning, in all and per job; busy seconds are split between jobs by tokens."""
+    """The tenant's use since its beginning, in all and per job; busy seconds are split between jobs by tokens."""
     jobs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     today = 0
     for base in api.bases.values():

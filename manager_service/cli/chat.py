@@ -10,7 +10,7 @@ from manager_service.cli.output import print_json
 
 def chat(
     model: Annotated[str, typer.Argument(help="A base model, or ft:…, which @<version> pins.")],
-    message: Annotated[str | None, typer.Argument(help="None: a conversation, until an empty line.")] = None,
+    message: Annotated[str | None, typer.Argument(help="Without it: a conversation, until an empty line.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     url: Url = None,

@@ -1,4 +1,4 @@
-"""The HTTP API, as far as the commands use it."""
+"""The calls of the HTTP API that the commands use."""
 
 import json
 import time
@@ -10,7 +10,7 @@ import httpx
 from common.errors import MarlaasError, Unavailable
 
 Record = dict[str, Any]
-"""An object of the API, as its JSON says."""
+"""An object of the API, as its JSON has it."""
 
 JOBS = "/v1/fine_tuning/jobs"
 FINAL = frozenset({"succeeded", "failed", "cancelled"})

@@ -52,7 +52,7 @@ def cancel(job: JobId, url: Url = None, data: Data = None, as_json: Json = False
 
 
 def pause(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
-    """Free the workers until `resume`; what was begun is kept."""
+    """Free the workers until `resume`; half-finished work is kept."""
     _act(job, "pause", url, data, as_json)
 
 
@@ -72,7 +72,7 @@ def newest(client: Client, limit: int) -> list[Record]:
 
 
 def reason(job: Record) -> str:
-    """Why it failed; empty if it did not."""
+    """The reason of its failure; empty if it did not fail."""
     error: Record = job.get("error") or {}
     return str(error.get("message", ""))
 

@@ -1,4 +1,4 @@
-"""`workers, dead`: for whoever runs the cluster."""
+"""`workers, dead`: for operators of the cluster."""
 
 from manager_service.cli.options import Data, Json, Url, connect
 from manager_service.cli.output import cells, console, print_json, table
@@ -13,7 +13,7 @@ def workers(url: Url = None, data: Data = None, as_json: Json = False) -> None:
 
 
 def dead(url: Url = None, data: Data = None, as_json: Json = False) -> None:
-    """Messages that could not be worked on (needs the admin key)."""
+    """Messages that no worker could handle (needs the admin key)."""
     with connect(url, data, admin=True) as client:
         records = list(client.items("/v1/cluster/dead"))
     if as_json:

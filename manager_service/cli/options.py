@@ -1,4 +1,4 @@
-"""What all commands share: their options, where the API is, and which key opens it."""
+"""Options that all commands share, and the client that they make: with the API's address and the caller's key."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from common.errors import InvalidInput
 from manager_service.cli.client import Client
 from manager_service.local.cluster_file import read_cluster_file
 
-Url = Annotated[str | None, typer.Option("--url", help="Of the API. Otherwise MARLAAS_URL, or the running cluster's.")]
+Url = Annotated[str | None, typer.Option("--url", help="The API. Default: MARLAAS_URL, or the running cluster's.")]
 Data = Annotated[
-    Path | None, typer.Option("--data", help="Folder of `marlaas up`. Otherwise MARLAAS_DATA_DIR, or .marlaas.")
+    Path | None, typer.Option("--data", help="Folder of `marlaas up`. Default: MARLAAS_DATA_DIR, or .marlaas.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 JobId = Annotated[str, typer.Argument(help="For example ftjob-…")]
@@ -24,7 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class CliSettings(BaseSettings):
-    """Read once a command. The options win."""
+    """Variables that a command reads once. Its options override them."""
 
     model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
 
@@ -36,7 +36,7 @@ class CliSettings(BaseSettings):
 @contextmanager
 def connect(url: str | None, data: Path | None, *, admin: bool = False) -> Generator[Client]:
     """A client of the running cluster. The key is MARLAAS_API_KEY, or the file `api_key` (`admin_key`) in the data
-    folder, which a cluster elsewhere never gets to see.
+    folder; that file is never sent to a cluster elsewhere.
 
     Raises InvalidInput without a key.
     """

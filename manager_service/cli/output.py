@@ -1,4 +1,4 @@
-"""How commands print: JSON for scripts, tables for people."""
+"""Output of the commands: JSON for scripts, tables for people."""
 
 import json
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def print_json(value: Any) -> None:
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Without a frame; the columns in `right` are numbers. Ids are never cut, so that they can be copied."""
+    """A table without a frame. Columns in `right` are numbers. Ids are never cut, so that they can be copied."""
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False, header_style="bold")
     for column in columns:
         numbers = column in set(right)

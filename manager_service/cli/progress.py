@@ -1,4 +1,4 @@
-"""What is known of a running job, gathered from its events; no HTTP and no drawing."""
+"""Gathers the progress of a running job from its events; no HTTP and no drawing."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class JobProgress:
     job: str
     tenant: str = ""
     label: str = ""
-    """What people call it: its suffix, or a skill."""
+    """Its name for people: its suffix, or a skill."""
     num_steps: int | None = None
     status: str = "queued"
     error: str = ""
@@ -31,9 +31,9 @@ class JobProgress:
     created_at: float | None = None
     finished_at: float | None = None
     _since: float | None = None
-    """When the first metrics came."""
+    """Time of the first metrics."""
     _arrivals: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
-    """(when, trained tokens) of the newest steps."""
+    """(time, trained tokens) of the newest steps."""
 
     @property
     def has_ended(self) -> bool:
@@ -49,7 +49,7 @@ class JobProgress:
 
     @property
     def eval_after(self) -> float | None:
-        """Of the newest version; None while only version 0 was evaluated."""
+        """The reward of the newest version; None while only version 0 was evaluated."""
         newest = max(self.evals, default=0)
         return self.evals[newest] if newest else None
 
@@ -61,7 +61,7 @@ class JobProgress:
         return self.finished_at - self.created_at
 
     def update(self, record: Record) -> None:
-        """From `GET /v1/fine_tuning/jobs/{id}`."""
+        """Takes the answer of `GET /v1/fine_tuning/jobs/{id}`."""
         self.status = record["status"]
         error: Record = record.get("error") or {}
         self.error = str(error.get("message", ""))

@@ -17,11 +17,11 @@ SHORT_GRADERS: dict[str, Record] = {
     "math": {},
     "text_similarity": {"evaluation_metric": "fuzzy_match"},
 }
-"""Graders that compare the answer with one field of the item, and what else they need."""
+"""Graders that compare the answer with one field of the item, with their other fields."""
 
 
 def submit(
-    file: Annotated[Path | None, typer.Argument(help="JSONL; none: the environment makes items.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="JSONL. Without it the environment makes items.")] = None,
     validation: Annotated[Path | None, typer.Option(help="JSONL of held-out items.")] = None,
     grader: Annotated[
         str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
@@ -37,7 +37,7 @@ def submit(
     ] = None,
     model: Annotated[str, typer.Option(help="The base model.")] = "tiny",
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of all randomness; drawn and shown if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
     url: Url = None,
     data: Data = None,
@@ -93,7 +93,7 @@ def parse_environment(text: str) -> Record:
 
 
 def parse_hyper(text: str) -> tuple[str, Any]:
-    """`max_steps=40` -> ("max_steps", 40); what is no JSON is a string. Raises InvalidInput."""
+    """`max_steps=40` -> ("max_steps", 40); a value that is not JSON is a string. Raises InvalidInput."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise InvalidInput(f"--hyper {text}: write key=value")

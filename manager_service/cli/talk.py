@@ -37,7 +37,7 @@ class Talk:
         self._messages.append({"role": "assistant", "content": "".join(parts)})
 
     def converse(self) -> None:
-        """Until an empty line or the end of the input."""
+        """Talks until an empty line or the end of the input."""
         while text := _ask():
             self.show(text)
 
@@ -49,7 +49,7 @@ class Talk:
 
 
 class Translated:
-    """Errors of the `openai` client become ours."""
+    """Turns errors of the `openai` client into ours."""
 
     def __enter__(self) -> None: ...
 

@@ -40,7 +40,7 @@ def up(
 
 
 async def _run(cluster: LocalCluster, as_json: bool) -> None:
-    """Until it is cancelled, by Ctrl-C or SIGTERM."""
+    """Runs until Ctrl-C or SIGTERM cancels it."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -36,7 +36,7 @@ def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float
 
 
 def plain_line(job: JobProgress, now: float) -> str:
-    """The same as in the table, for a pipe."""
+    """The row of the table as one plain line, for a pipe."""
     reward = _reward(job.reward) or "-"
     return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}, {_rate(job, now)} tokens/s"
 
@@ -61,7 +61,7 @@ def busy_bar(share: float) -> str:
 
 
 def _work(worker: Record) -> str:
-    """`acme, bluebird`: whose work it did in the last second."""
+    """`acme, bluebird`: the tenants that it worked for in the last second."""
     work: list[Record] = worker.get("working_for") or []
     tenants = sorted({str(one["tenant"]) for one in work})
     more = f" and {len(tenants) - MAX_TENANTS} more" if len(tenants) > MAX_TENANTS else ""

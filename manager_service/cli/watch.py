@@ -17,7 +17,7 @@ from manager_service.cli.view import live_view, plain_line
 PERIOD_S = 1.0
 PLAIN_PERIOD_S = 5.0
 MAX_FINISHED = 5
-"""So many jobs that have ended are shown beside those that run."""
+"""The number of ended jobs that are shown beside those that run."""
 
 
 class JobFailed(MarlaasError):
@@ -25,7 +25,7 @@ class JobFailed(MarlaasError):
 
 
 def watch(
-    job: Annotated[list[str] | None, typer.Argument(help="Ids; none: all that run, and the newest others.")] = None,
+    job: Annotated[list[str] | None, typer.Argument(help="Ids. Default: all that run, and the newest others.")] = None,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
@@ -36,7 +36,7 @@ def watch(
 
 
 def watch_jobs(client: Client, ids: list[str], *, as_json: bool = False) -> None:
-    """Raises JobFailed if a job failed, once all have ended."""
+    """Returns when all have ended. Raises JobFailed if one failed."""
     jobs = [Watched(client, job) for job in ids]
     if as_json:
         _print_events(jobs)
@@ -50,7 +50,7 @@ def watch_jobs(client: Client, ids: list[str], *, as_json: bool = False) -> None
 
 
 class Watched:
-    """A job and what was read of it so far."""
+    """A job and its events so far."""
 
     def __init__(self, client: Client, job: str) -> None:
         self.progress = JobProgress(job)
@@ -58,7 +58,7 @@ class Watched:
         self._newest: str | None = None
 
     def poll(self) -> list[Record]:
-        """Reads what is new. Returns the new events, oldest first."""
+        """Reads the new events. Returns them oldest first."""
         record = self._client.get(f"{JOBS}/{self.progress.job}")  # before the events, so that none is missed at the end
         events = list(self._new_events())[::-1]
         self._newest = events[-1]["id"] if events else self._newest
@@ -87,7 +87,7 @@ def unfinished(client: Client) -> list[str]:
 
 
 def _rounds(jobs: list[Watched], period_s: float) -> Iterator[list[Record]]:
-    """The new events of each round of questions; ends after the round in which all jobs had ended."""
+    """Asks for all jobs in rounds, and yields each round's new events. Stops after the round in which all jobs had ended."""
     while True:
         yield [event for job in jobs if not job.progress.has_ended for event in job.poll()]
         if all(job.progress.has_ended for job in jobs):

@@ -1,7 +1,7 @@
 """Runs a command that dies with the process that started it: `python -IS child.py <parent pid> <command…>`.
 
-A program of its own, for the standard library alone, because code between fork and exec (`preexec_fn`) can deadlock in
-a process with threads. The process id stays the same over the exec.
+A program of its own with nothing but the standard library, because code between fork and exec (`preexec_fn`) can deadlock
+in a process with threads. The exec keeps the process id.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ CLUSTER_FILE = "cluster.json"
 
 
 class ClusterFile(msgspec.Struct, frozen=True):
-    """How the CLI, and more workers, find the cluster. Mode 0600, for the password in `redis_url`."""
+    """Tells the CLI, and more workers, where the cluster is. Mode 0600, because `redis_url` has a password."""
 
     url: str
     pid: int  # of the supervisor

@@ -21,7 +21,7 @@ from common.errors import REFUSED
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
 STABLE_S = 10.0
-"""A process that lived for so long starts again after `FIRST_DELAY_S`, however often it died before."""
+"""A process that lived this long starts again after `FIRST_DELAY_S`, no matter how often it died before."""
 MAX_LOG_BYTES = 16 * 2**20
 
 Notify = Callable[[str], None]
@@ -33,7 +33,7 @@ class Command:
     """Unique in a cluster, e.g. `rollout-0`."""
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """All of it; nothing is inherited."""
+    """All variables of the child; it inherits none."""
     log: Path
     """Standard output and error are appended here."""
 
@@ -59,7 +59,7 @@ class KeptProcess:
         return self._process.pid if self._process else None
 
     async def keep_running(self) -> None:
-        """Returns after `stop`. Call from the main thread: the kernel ties the child's life to the calling thread."""
+        """Runs until `stop`. Call it from the main thread: the kernel ties the child's life to the calling thread."""
         delay_s = 0.0
         try:
             while not self._stopping.is_set():
@@ -126,7 +126,7 @@ def describe(status: int) -> str:
 
 
 def rotate(log: Path, limit_bytes: int = MAX_LOG_BYTES) -> None:
-    """Moves a log's content to `<name>.1` if it is too long; its writers append, so that they may go on."""
+    """Moves a log's content to `<name>.1` if it is too long. Its writers append, so they may go on meanwhile."""
     if log.exists() and log.stat().st_size > limit_bytes:
         shutil.copyfile(log, log.with_name(f"{log.name}.1"))
         os.truncate(log, 0)

@@ -36,9 +36,9 @@ from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
 
 GRACE_S = 4.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 START_TIMEOUT_S = 300.0
-"""Until /readyz: vLLM alone takes a minute where cores are busy."""
+"""Seconds until /readyz: vLLM alone takes a minute where cores are busy."""
 MAX_EXITS_AT_START = 3
 POLL_S = 0.05
 ROTATE_EVERY_S = 30.0
@@ -73,7 +73,7 @@ class LocalCluster:
         services: "Services | None" = None,
     ) -> None:
         """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
-        `services`: what to run instead of the real ones, for tests."""
+        `services`: commands to run instead of the real ones, for tests."""
         self.data_dir = data_dir.resolve()
         self.host = "127.0.0.1"
         self.port = port
@@ -94,7 +94,7 @@ class LocalCluster:
 
     @property
     def api_key(self) -> str:
-        """Of the first tenant."""
+        """The first tenant's key."""
         return (self.data_dir / "api_key").read_text().strip()
 
     @property
@@ -103,12 +103,12 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Those that run just now, by name."""
+        """Process ids of the children that run just now, by name."""
         return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
 
     @property
     def num_exits(self) -> dict[str, int]:
-        """How often each child ended without having been asked to."""
+        """Counts for each child the ends that nobody asked for."""
         return {name: process.num_exits for name, process in self._processes.items()}
 
     def log_file(self, name: str) -> Path:
@@ -129,7 +129,7 @@ class LocalCluster:
             await asyncio.sleep(POLL_S)
 
     async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
+        """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
         can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
         """
         deadline = time.monotonic() + timeout_s
@@ -210,7 +210,7 @@ class LocalCluster:
         return KeptProcess(command, self._notify)
 
     async def _run(self) -> None:
-        """All children, from the first to the last; ends when `stop` is called, or with StartError."""
+        """Starts and keeps all children, from the first to the last. Ends when `stop` is called, or with StartError."""
         try:
             async with asyncio.TaskGroup() as group:
                 if self._redis:
@@ -229,7 +229,7 @@ class LocalCluster:
                 process.signal(signal.SIGKILL)
 
     async def _wait_for_redis(self) -> None:
-        """Until it answers, or `stop` is called."""
+        """Waits until it answers, or `stop` is called."""
         deadline = time.monotonic() + START_TIMEOUT_S
         client = make_client(self.redis_url, GLOBAL, retry=None)
         try:
@@ -249,9 +249,7 @@ class LocalCluster:
                 await asyncio.to_thread(rotate, self.log_file(name))
 
     def _check_start(self, suspect: str, *, late: bool) -> None:
-        """Raises StartError if a child refuses its settings or keeps dying, or if it took too long, which is then `suspect`'s
-        fault.
-        """
+        """Raises StartError if a child refuses its settings or keeps dying, or about `suspect` if the start took too long."""
         for name, process in self._processes.items():
             if process.refused:
                 raise StartError(tail(self.log_file(name), 1))
@@ -278,11 +276,11 @@ class ServiceCommand:
     name: str
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    """Beside what all children get."""
+    """Variables beside those that all children get."""
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment without what is meant for the CLI alone."""
+    """This process's environment without the variables for the CLI alone."""
     return {key: value for key, value in os.environ.items() if key not in ("MARLAAS_URL", "MARLAAS_API_KEY")}
 
 
@@ -290,7 +288,7 @@ Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]
 
 
 def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-    """The manager, and so many workers of each service for each base model.
+    """The manager, and for each base model the given number of workers of each service.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
     """
@@ -334,7 +332,7 @@ def choose_port(host: str, port: int) -> int:
 
 
 async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any, None]) -> None:
-    """Until `ready` is done. Raises what `running` raised if that ends first."""
+    """Waits until `ready` is done. If `running` ends first, raises its error."""
     waiting = asyncio.create_task(ready)
     try:
         await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -360,7 +358,7 @@ async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
 
 
 def _raise_first(task: "asyncio.Task[None]") -> None:
-    """Raises what ended the supervision, without the wrapping of its task group."""
+    """Raises the error that ended the supervision, without the wrapping of its task group."""
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]

@@ -1,10 +1,6 @@
 """POST /v1/chat/completions"""
 
-import asyncio
-import secrets
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -12,10 +8,9 @@ from pydantic import Field, field_validator
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
-from manager_service.api.context import Api, Parts, Tenant
-from manager_service.api.errors import COMMON, declared
-from manager_service.api.model_names import Named, find_model
-from manager_service.api.quota import check_quota
+from common.text.tokens import ChatTokenizer
+from manager_service.api.context import Parts, Tenant
+from manager_service.api.errors import COMMON
 from manager_service.api.sampling.replies import (
     AnswerText,
     finish_reason,
@@ -24,31 +19,11 @@ from manager_service.api.sampling.replies import (
     token_logprobs,
     with_malformed,
 )
-from manager_service.api.sampling.requests import (
-    DONE,
-    VERSION_HEADER,
-    Gone,
-    SamplingGiven,
-    counted,
-    data,
-    event_stream,
-    head,
-    make_answers,
-    make_ask,
-    unless_gone,
-    usage_of,
-)
-from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.api.sampling.requests import SamplingGiven, Wanted
+from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
+from manager_service.api.sampling.shares import Fresh
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
-
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    **declared(404, 429),
-    200: {
-        "description": "The completion, or with `stream` its chunks as server-sent events",
-        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-    },
-}
 
 
 class ChatGiven(SamplingGiven):
@@ -81,88 +56,45 @@ class ChatGiven(SamplingGiven):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """One request under way."""
-
-    api: Api
-    tenant: str
-    body: ChatGiven
-    named: Named
-    ask: InferenceRequest
-    answers: list[AnswerText]
-    id: str
-    created: int
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.body.logprobs)
+Chat = Completion[ChatGiven]
 
 
 @router.post("/chat/completions", responses=ANSWERS, response_class=JSONResponse)
 async def chat_completions(request: Request, api: Parts, tenant: Tenant, body: ChatGiven) -> Response:
     """Answer a conversation with a base model or an adapter; `system_fingerprint` says which version did."""
-    _check(body)
-    named = await find_model(api, tenant, body.model)
-    await check_quota(named.base.redis, named.base.cell, tenant)
-    prompt = await asyncio.to_thread(_render, named, body)
-    limit = body.max_completion_tokens or body.max_tokens
-    num_top = (body.top_logprobs or 0) if body.logprobs else 0
-    ask = make_ask(api, tenant.id, named, body, [prompt], limit=limit, num_top=num_top)
-    tools = body.tools if body.tools and body.tool_choice != "none" else None
-    answers = make_answers(ask, named.base.tokenizer, body.stops(), tools)
-    name = f"chatcmpl-{secrets.token_hex(12)}"
-    chat = Chat(api, tenant.id, body, named, ask, answers, name, int(time.time()))
-    headers = {VERSION_HEADER: str(named.adapter)}
-    if body.stream:
-        return event_stream(_chunks(chat), headers)
-    try:
-        return JSONResponse(await unless_gone(request, _whole(chat)), headers=headers)
-    except Gone:
-        return Response(status_code=499)
-
-
-def _check(body: ChatGiven) -> None:
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs needs logprobs=true", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidInput("stream_options needs stream=true", param="stream_options")
+    return await serve(request, api, tenant, body, DIALECT)
 
 
-def _render(named: Named, body: ChatGiven) -> list[int]:
-    tools = [] if body.tool_choice == "none" else body.tools or []
+def _read(body: ChatGiven, tokenizer: ChatTokenizer) -> Wanted:
+    tools = None if body.tool_choice == "none" else body.tools or None
     try:
-        return named.base.tokenizer.render(body.messages, tools)
+        prompt = tokenizer.render(body.messages, tools or [])
     except ValueError as error:
         raise InvalidInput(str(error), param="messages") from error
+    limit = body.max_completion_tokens or body.max_tokens
+    return Wanted(prompts=[prompt], limit=limit, num_top=body.top_logprobs or 0, tools=tools)
 
 
-async def _whole(chat: Chat) -> dict[str, Any]:
-    async with counted(chat.api, chat.named, chat.tenant, chat.ask, chat.answers) as progress:
-        async for fresh in progress:
-            answer = chat.answers[fresh.choice]
-            answer.feed(fresh.tokens, fresh.logprobs)
-            answer.result = fresh.result
-    choices = [_choice(chat, i, answer) for i, answer in enumerate(chat.answers)]
-    first = head("chat.completion", chat.named, chat.body.model, chat.id, chat.created)
-    return {**first, "choices": choices, "usage": usage_of(chat.ask, chat.answers)}
-
-
-def _choice(chat: Chat, index: int, answer: AnswerText) -> dict[str, Any]:
+def _choice(chat: Chat, index: int) -> Json:
+    answer = chat.answers[index]
     content, calls = answer.message()
     shown, text = shown_calls(calls), with_malformed(content, calls)
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if shown else ""), "refusal": None}
+    message: Json = {"role": "assistant", "content": text or (None if shown else ""), "refusal": None}
     if shown:
         message["tool_calls"] = shown
     return {
         "index": index,
         "message": message,
         "finish_reason": finish_reason(answer, calls),
-        "logprobs": _logprobs(chat, answer) if chat.wants_logprobs else None,
+        "logprobs": _logprobs(chat, answer) if chat.body.logprobs else None,
     }
 
 
-def _logprobs(chat: Chat, answer: AnswerText) -> dict[str, Any]:
+def _logprobs(chat: Chat, answer: AnswerText) -> Json:
     rows = token_logprobs(answer, chat.named.base.tokenizer, chat.body.top_logprobs or 0)
     return {"content": rows, "refusal": None}
 
@@ -170,54 +102,45 @@ def _logprobs(chat: Chat, answer: AnswerText) -> dict[str, Any]:
 # ---- streaming ------------------------------------------------------------------------------------------------------
 
 
-async def _chunks(chat: Chat) -> AsyncIterator[str]:
-    for index in range(len(chat.answers)):
-        yield _chunk(chat, index, {"role": "assistant", "content": ""})
-    async with counted(chat.api, chat.named, chat.tenant, chat.ask, chat.answers) as progress:
-        async for fresh in progress:
-            answer = chat.answers[fresh.choice]
-            text = answer.feed(fresh.tokens, fresh.logprobs)
-            answer.result = fresh.result
-            text += answer.finish() if fresh.result else ""
-            if text or (chat.wants_logprobs and fresh.tokens):
-                yield _chunk(
-                    chat, fresh.choice, {"content": text}, logprobs=_fresh_logprobs(chat, answer, len(fresh.tokens))
-                )
-            if fresh.result:
-                for event in _last_chunks(chat, fresh.choice, answer):
-                    yield event
-    if chat.body.include_usage():
-        first = head("chat.completion.chunk", chat.named, chat.body.model, chat.id, chat.created)
-        yield data({**first, "choices": [], "usage": usage_of(chat.ask, chat.answers)})
-    yield DONE
+def _opening(index: int) -> Json:
+    return _delta(index, {"role": "assistant", "content": ""})
 
 
-def _last_chunks(chat: Chat, index: int, answer: AnswerText) -> list[str]:
-    """Tool calls, which are known only at the end, and the reason for it."""
+def _chunks(chat: Chat, fresh: Fresh, text: str) -> Iterator[Json]:
+    """The new text; at the end also the tool calls, which are known only then, and the reason for the end."""
+    answer = chat.answers[fresh.choice]
+    if text or (chat.body.logprobs and fresh.tokens):
+        logprobs = _fresh_logprobs(chat, answer, len(fresh.tokens)) if chat.body.logprobs else None
+        yield _delta(fresh.choice, {"content": text}, logprobs=logprobs)
+    if fresh.result is None:
+        return
     _, calls = answer.message()
-    shown = [{"index": i, **call} for i, call in enumerate(shown_calls(calls))]
-    malformed = with_malformed("", calls)
-    events = [_chunk(chat, index, {"content": malformed})] if malformed else []
-    events += [_chunk(chat, index, {"tool_calls": shown})] if shown else []
-    return [*events, _chunk(chat, index, {}, finish=finish_reason(answer, calls))]
+    if malformed := with_malformed("", calls):
+        yield _delta(fresh.choice, {"content": malformed})
+    if shown := [{"index": i, **call} for i, call in enumerate(shown_calls(calls))]:
+        yield _delta(fresh.choice, {"tool_calls": shown})
+    yield _delta(fresh.choice, {}, finish=finish_reason(answer, calls))
 
 
-def _fresh_logprobs(chat: Chat, answer: AnswerText, num_fresh: int) -> dict[str, Any] | None:
-    if not chat.wants_logprobs:
-        return None
-    tokenizer, end = chat.named.base.tokenizer, answer.visible_tokens()
+def _fresh_logprobs(chat: Chat, answer: AnswerText, num_fresh: int) -> Json:
+    tokenizer, start = chat.named.base.tokenizer, len(answer.tokens) - num_fresh
     if answer.result is not None and chat.body.top_logprobs:
         rows = token_logprobs(answer, tokenizer, chat.body.top_logprobs)
-        return {"content": rows[max(0, len(answer.tokens) - num_fresh) :], "refusal": None}
-    start = len(answer.tokens) - num_fresh
-    pairs = list(zip(answer.tokens, answer.logprobs, strict=True))[start:end]
+        return {"content": rows[max(0, start) :], "refusal": None}
+    pairs = list(zip(answer.tokens, answer.logprobs, strict=True))[start : answer.visible_tokens()]
     return {"content": [token_logprob(tokenizer, *pair) | {"top_logprobs": []} for pair in pairs], "refusal": None}
 
 
-def _chunk(
-    chat: Chat, index: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: dict[str, Any] | None = None
-) -> str:
-    first = head("chat.completion.chunk", chat.named, chat.body.model, chat.id, chat.created)
-    choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-    usage = {"usage": None} if chat.body.include_usage() else {}
-    return data({**first, "choices": [choice], **usage})
+def _delta(index: int, delta: Json, *, finish: str | None = None, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+
+
+DIALECT = Dialect(
+    id_prefix="chatcmpl",
+    kind="chat.completion",
+    chunk_kind="chat.completion.chunk",
+    read=_read,
+    choice=_choice,
+    chunks=_chunks,
+    opening=_opening,
+)

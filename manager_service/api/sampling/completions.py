@@ -1,9 +1,5 @@
 """POST /v1/completions: text in, text out, no chat template."""
 
-import secrets
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -12,32 +8,17 @@ from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
 from common.text.tokens import ChatTokenizer
-from manager_service.api.context import Api, Parts, Tenant
+from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
-from manager_service.api.model_names import Named, find_model
-from manager_service.api.quota import check_quota
-from manager_service.api.sampling.chat import ANSWERS
 from manager_service.api.sampling.replies import AnswerText, finish_reason, token_logprobs
-from manager_service.api.sampling.requests import (
-    DONE,
-    VERSION_HEADER,
-    Gone,
-    SamplingGiven,
-    counted,
-    data,
-    event_stream,
-    head,
-    make_answers,
-    make_ask,
-    unless_gone,
-    usage_of,
-)
-from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.api.sampling.requests import SamplingGiven, Wanted
+from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
+from manager_service.api.sampling.shares import Fresh
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default for this call."""
 
 TokenIds = Annotated[list[int], Field(min_length=1)]
 
@@ -66,42 +47,22 @@ class CompletionGiven(SamplingGiven):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One request under way."""
-
-    api: Api
-    tenant: str
-    body: CompletionGiven
-    named: Named
-    ask: InferenceRequest
-    answers: list[AnswerText]
-    id: str
-    created: int
+TextCompletion = Completion[CompletionGiven]
 
 
 @router.post("/completions", responses=ANSWERS, response_class=JSONResponse)
 async def completions(request: Request, api: Parts, tenant: Tenant, body: CompletionGiven) -> Response:
     """Continue text, or token ids."""
-    named = await find_model(api, tenant, body.model)
-    await check_quota(named.base.redis, named.base.cell, tenant)
-    prompts = prompt_tokens(body.prompt, named.base.tokenizer)
-    limit = body.max_tokens or DEFAULT_MAX_TOKENS
-    ask = make_ask(api, tenant.id, named, body, prompts, limit=limit, num_top=body.logprobs or 0)
-    answers = make_answers(ask, named.base.tokenizer, body.stops(), None)
-    name = f"cmpl-{secrets.token_hex(12)}"
-    completion = Completion(api, tenant.id, body, named, ask, answers, name, int(time.time()))
-    headers = {VERSION_HEADER: str(named.adapter)}
-    if body.stream:
-        return event_stream(_chunks(completion), headers)
-    try:
-        return JSONResponse(await unless_gone(request, _whole(completion)), headers=headers)
-    except Gone:
-        return Response(status_code=499)
+    return await serve(request, api, tenant, body, DIALECT)
+
+
+def _read(body: CompletionGiven, tokenizer: ChatTokenizer) -> Wanted:
+    prompts = prompt_tokens(body.prompt, tokenizer)
+    return Wanted(prompts=prompts, limit=body.max_tokens or DEFAULT_MAX_TOKENS, num_top=body.logprobs or 0)
 
 
 def prompt_tokens(prompt: str | list[int] | list[str] | list[list[int]], tokenizer: ChatTokenizer) -> list[list[int]]:
-    """One list of ids a prompt. Raises InvalidInput for ids that are none."""
+    """Makes a list of token ids of each prompt. Raises InvalidInput for ids outside the vocabulary."""
     if isinstance(prompt, str):
         return [_encoded(prompt, tokenizer)]
     if not prompt:
@@ -124,41 +85,16 @@ def _valid_ids(ids: Any, tokenizer: ChatTokenizer) -> list[int]:
     return list(ids)
 
 
-async def _whole(completion: Completion) -> dict[str, Any]:
-    async with counted(
-        completion.api, completion.named, completion.tenant, completion.ask, completion.answers
-    ) as progress:
-        async for fresh in progress:
-            answer = completion.answers[fresh.choice]
-            answer.feed(fresh.tokens, fresh.logprobs)
-            answer.result = fresh.result
-    choices = [_choice(completion, i, answer.text(), answer) for i, answer in enumerate(completion.answers)]
-    return {**_head(completion), "choices": choices, "usage": usage_of(completion.ask, completion.answers)}
+def _whole_choice(completion: TextCompletion, index: int) -> Json:
+    return _choice(completion, index, completion.answers[index].text())
 
 
-async def _chunks(completion: Completion) -> AsyncIterator[str]:
-    async with counted(
-        completion.api, completion.named, completion.tenant, completion.ask, completion.answers
-    ) as progress:
-        async for fresh in progress:
-            answer = completion.answers[fresh.choice]
-            text = answer.feed(fresh.tokens, fresh.logprobs)
-            answer.result = fresh.result
-            text += answer.finish() if fresh.result else ""
-            if text or fresh.result:
-                choice = _choice(completion, fresh.choice, text, answer)
-                yield data({**_head(completion), "choices": [choice]})
-    if completion.body.include_usage():
-        usage = usage_of(completion.ask, completion.answers)
-        yield data({**_head(completion), "choices": [], "usage": usage})
-    yield DONE
+def _chunks(completion: TextCompletion, fresh: Fresh, text: str) -> list[Json]:
+    return [_choice(completion, fresh.choice, text)] if text or fresh.result else []
 
 
-def _head(completion: Completion) -> dict[str, Any]:
-    return head("text_completion", completion.named, completion.body.model, completion.id, completion.created)
-
-
-def _choice(completion: Completion, index: int, text: str, answer: AnswerText) -> dict[str, Any]:
+def _choice(completion: TextCompletion, index: int, text: str) -> Json:
+    answer = completion.answers[index]
     finished = answer.result is not None
     return {
         "index": index,
@@ -168,7 +104,7 @@ def _choice(completion: Completion, index: int, text: str, answer: AnswerText) -
     }
 
 
-def _logprobs(completion: Completion, answer: AnswerText) -> dict[str, Any]:
+def _logprobs(completion: TextCompletion, answer: AnswerText) -> Json:
     """OpenAI's old form. A stream gives it with the last chunk of a choice."""
     rows = token_logprobs(answer, completion.named.base.tokenizer, completion.body.logprobs or 0)
     offsets, at = list[int](), 0
@@ -181,3 +117,13 @@ def _logprobs(completion: Completion, answer: AnswerText) -> dict[str, Any]:
         "top_logprobs": [{top["token"]: top["logprob"] for top in row["top_logprobs"]} for row in rows],
         "text_offset": offsets,
     }
+
+
+DIALECT = Dialect(
+    id_prefix="cmpl",
+    kind="text_completion",
+    chunk_kind="text_completion",
+    read=_read,
+    choice=_whole_choice,
+    chunks=_chunks,
+)

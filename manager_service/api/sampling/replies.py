@@ -1,4 +1,4 @@
-"""From the tokens of a completion to its text: whole characters, cut before stop strings, tool calls parsed."""
+"""Turns the tokens of a completion into text: whole characters, cut before stop strings, with tool calls parsed."""
 
 import secrets
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ TOOL_TAG = "<tool_call>"
 
 
 class AnswerText:
-    """The text of one choice as its tokens come. What could be the beginning of a stop string is held back."""
+    """The text of one choice as its tokens come. Holds back characters that could begin a stop string."""
 
     def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str], tools: Sequence[Any] | None) -> None:
         """`tools` None: tool calls are text like any other."""
@@ -35,7 +35,7 @@ class AnswerText:
         return self._advance(self._decoder.feed(tokens))
 
     def finish(self) -> str:
-        """What was held back."""
+        """The characters that were held back."""
         text = self._advance(self._decoder.finish())
         rest, self._held = ("" if self._ended else self._held), ""
         return text + rest
@@ -104,7 +104,7 @@ def shown_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def with_malformed(content: str, calls: Sequence[ToolCall]) -> str:
-    """The content, and behind it, as the model wrote them, the calls that cannot be parsed."""
+    """The content, followed by the calls that cannot be parsed, as the model wrote them."""
     return content + "".join(f"{TOOL_TAG}{call.text}" for call in calls if call.error is not None)
 
 

@@ -1,11 +1,11 @@
-"""Chat and graders over the same workers as training: this API replica's reply stream, and turns that survive workers.
+"""Asks the workers of training for chat turns and grader runs; a turn survives the death of its worker.
 
     reads: reply:<api>   writes: rollout:first, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
     when a worker dies: after a silence the turn is asked for again, from the tokens that were already seen
 
-A completion is a job of its own, `chat-…`, so that it can be cancelled like one. Its epoch rises with every attempt;
-what an older attempt still says is not used, unless it is the whole answer.
+A completion is a job of its own, `chat-…`, so that it can be cancelled like one. Its epoch rises with every attempt.
+Messages of an older attempt are not used, unless one of them is the whole answer.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from common.tasks import running
 
 REPLY_TTL_S = 60
 REFRESH_S = 5.0
-"""After this long at most a reply stream that Redis lost is there again."""
+"""A reply stream that Redis lost is made anew within this time."""
 BLOCK_MS = 1000
 CONTROL_KEEP_S = 600.0
 PUBLISH_S = 4.0
@@ -71,7 +71,7 @@ class Replies:
             del self._waiting[job]
 
     async def run(self) -> None:
-        """Until cancelled; then the stream is gone within its time to live."""
+        """Reads until cancelled. Redis then deletes the stream after its time to live."""
         cursor, refreshed_at = "0", float("-inf")
         while True:
             if time.monotonic() - refreshed_at > REFRESH_S:
@@ -86,7 +86,7 @@ class Replies:
                 await self._forget(cursor)
 
     async def _refresh(self) -> bool:
-        """Keep the stream alive; False: it had to be made anew."""
+        """Keeps the stream alive. False if it had to be made anew."""
         client = self._bus.client
         if await self._bus.retrying(lambda: client.expire(self.stream, REPLY_TTL_S)):
             return True
@@ -95,7 +95,7 @@ class Replies:
         return False
 
     async def _forget(self, last: str) -> None:
-        """Delete what was read."""
+        """Deletes the entries up to this one, which were read."""
         milliseconds, sequence = last.split("-")
         first_kept = f"{milliseconds}-{int(sequence) + 1}"
         await self._bus.retrying(lambda: self._bus.client.xtrim(self.stream, minid=first_kept, approximate=False))
@@ -121,7 +121,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """What is new of one choice: tokens after the ones shown before, and the result once it is finished."""
+    """News of one choice: tokens after those shown before, and the result once it is finished."""
 
     choice: int  # prompt * num_choices + sample
     tokens: list[int]
@@ -142,7 +142,7 @@ class _Choice:
 
 
 class Share:
-    """Completions take part of the rollout slots, never all of them; the others wait here, not in a worker."""
+    """The part of the rollout slots that completions may take. Completions beyond it wait here, not in a worker."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
@@ -151,7 +151,7 @@ class Share:
 
     @asynccontextmanager
     async def of(self, num: int, timeout_s: float) -> AsyncGenerator[None]:
-        """Hold `num` slots while the block runs; a request for more than there are waits until it is alone.
+        """Holds `num` slots while the block runs. A request for more slots than there are waits until it is alone.
 
         Raises Unavailable when others held them for `timeout_s`.
         """
@@ -170,10 +170,10 @@ class Share:
 
 
 class Inference:
-    """One cell's completions and grader runs, as one API replica asks for them."""
+    """The completions and grader runs that one API replica asks of one cell."""
 
     def __init__(self, bus: Bus, api_id: str, *, silence_s: float, timeout_s: float, slots: Callable[[], int]) -> None:
-        """`slots`: how many turns this replica may have under way at once."""
+        """`slots`: the number of turns that this replica may have under way at once."""
         self._bus = bus
         self._share = Share(slots)
         self._replies = Replies(bus, api_id)
@@ -266,7 +266,7 @@ class Inference:
         )
 
     async def _publish(self, choice: _Choice) -> None:
-        """Append the request, and remember where it stands. Raises Unavailable when Redis is away."""
+        """Appends the request, and remembers its entry. Raises Unavailable when Redis is away."""
         fields = await self._bus.fields(choice.request)
         entry = dict(zip(fields[::2], fields[1::2], strict=True))
         stream = self._bus.cell.rollout_first
@@ -279,7 +279,7 @@ class Inference:
     # ---- silence ----------------------------------------------------------------------------------------------------
 
     async def _look_after(self, choice: _Choice) -> None:
-        """Ask again for a turn that nobody works on any more."""
+        """Asks again for a turn that nobody works on any more."""
         now = time.monotonic()
         if choice.result is not None or now - choice.heard_s < self._silence_s:
             return
@@ -323,7 +323,7 @@ class Inference:
     # ---- graders ----------------------------------------------------------------------------------------------------
 
     async def grade(self, make: Callable[[str, str], GradeRequest], *, timeout_s: float) -> GradeResult:
-        """Run a grader once. `make(id, reply_to)` gives the request. Raises Unavailable if nobody answers."""
+        """Runs a grader once. `make(id, reply_to)` gives the request. Raises Unavailable if nobody answers."""
         job = f"grade-{secrets.token_hex(12)}"
         request = make(job, self._replies.stream)
         with self._replies.of(job) as queue:
@@ -340,7 +340,7 @@ class Inference:
 
 
 class _within:
-    """A time limit that reads as Redis being away."""
+    """A time limit for Redis. Raises Unavailable when it is over."""
 
     def __init__(self, seconds: float) -> None:
         self._timeout = asyncio.timeout(seconds)
@@ -356,7 +356,7 @@ class _within:
 
 
 def _choice_key(message: Message) -> tuple[int, int] | None:
-    """(group, sample) of a turn's message: results say it, deltas have it in their id."""
+    """(group, sample) of a turn's message: a field of results, a part of the id of deltas."""
     if isinstance(message, TurnResult):
         return message.request.trajectory.group, message.request.trajectory.sample
     parts = message.id.split("/")
@@ -365,7 +365,7 @@ def _choice_key(message: Message) -> tuple[int, int] | None:
 
 
 def _take(choice: _Choice, message: Reply, index: int) -> Fresh | None:
-    """What a message adds to what is known. Raises Unavailable or InvalidInput for a failed turn."""
+    """The news in a message. Raises Unavailable or InvalidInput for a failed turn."""
     if isinstance(message, TurnDelta):
         return _take_delta(choice, message, index)
     if not isinstance(message, TurnResult):
@@ -410,7 +410,7 @@ def _refused(result: TurnResult) -> Exception:
 
 
 def _continued(choice: _Choice) -> TurnRequest:
-    """The next attempt, which begins behind the tokens that were seen."""
+    """The next attempt, which goes on after the tokens that were seen."""
     before, prompt, seen = choice.request, list(choice.prompt), choice.tokens
     trajectory = msgspec.structs.replace(before.trajectory, attempt=before.trajectory.attempt + 1)
     return msgspec.structs.replace(

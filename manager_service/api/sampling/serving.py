@@ -1,0 +1,180 @@
+"""The path of every completion: body ─► prompts ─► InferenceRequest ─► tokens ─► one object, or a stream of chunks.
+
+Chat and text completions differ in their `Dialect` alone.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from common.messages import Usage
+from common.text.tokens import ChatTokenizer
+from manager_service.api.context import Api
+from manager_service.api.errors import declared
+from manager_service.api.event_stream import DONE, data, event_stream
+from manager_service.api.model_names import Named, find_model
+from manager_service.api.quota import check_quota, count_inference
+from manager_service.api.sampling.replies import AnswerText
+from manager_service.api.sampling.requests import SamplingGiven, Wanted, inference_request
+from manager_service.api.sampling.shares import Fresh, InferenceRequest
+from manager_service.records import TenantRecord
+
+VERSION_HEADER = "x-marlaas-version"
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    **declared(404, 429),
+    200: {
+        "description": "The completion, or with `stream` its chunks as server-sent events",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    },
+}
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=SamplingGiven)
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Generic[Body]):
+    """One request under way."""
+
+    tenant: str
+    named: Named
+    body: Body
+    ask: InferenceRequest
+    answers: list[AnswerText]  # one a choice
+    id: str
+    created: int  # seconds since 1970
+
+    def shown(self, kind: str, choices: list[Json], **more: Any) -> Json:
+        """An answer, or a chunk of one, as OpenAI's object of this kind."""
+        fingerprint = str(self.named.adapter)
+        first = {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
+        return {**first, "system_fingerprint": fingerprint, "choices": choices, **more}
+
+    def usage(self) -> Json:
+        prompt = sum(len(tokens) for tokens in self.ask.prompts)
+        completion = sum(len(answer.tokens) for answer in self.answers)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def cost(self) -> Usage:
+        """Counts an unfinished choice with its prompt and the tokens that were seen."""
+        total = Usage()
+        for index, answer in enumerate(self.answers):
+            num_prompt = len(self.ask.prompts[index // self.ask.num_choices])
+            seen = Usage(prompt_tokens=num_prompt, sampled_tokens=len(answer.tokens))
+            total += answer.result.usage if answer.result else seen
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect(Generic[Body]):
+    """How one of the two calls reads its body and shows its answers."""
+
+    id_prefix: str
+    kind: str  # `object` of a whole answer
+    chunk_kind: str  # `object` of a chunk
+    read: Callable[[Body, ChatTokenizer], Wanted]  # in a thread; raises InvalidInput
+    choice: Callable[[Completion[Body], int], Json]  # a finished choice, by its index
+    chunks: Callable[[Completion[Body], Fresh, str], Iterable[Json]]  # new tokens and text -> a choice for each chunk
+    opening: Callable[[int], Json] | None = None  # index -> the choice of a first chunk without tokens
+
+
+async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, dialect: Dialect[Body]) -> Response:
+    """Answers a request; its header and `system_fingerprint` say which version of the adapter did."""
+    named = await find_model(api, tenant, body.model)
+    await check_quota(named.base.redis, named.base.cell, tenant)
+    completion = await _begun(tenant.id, named, body, dialect)
+    headers = {VERSION_HEADER: str(named.adapter)}
+    if body.stream:
+        return event_stream(_streamed(completion, dialect), headers)
+    try:
+        return JSONResponse(await _unless_gone(request, _whole(completion, dialect)), headers=headers)
+    except _Gone:
+        return Response(status_code=499)
+
+
+async def _begun(tenant: str, named: Named, body: Body, dialect: Dialect[Body]) -> Completion[Body]:
+    tokenizer = named.base.tokenizer
+    wanted = await asyncio.to_thread(dialect.read, body, tokenizer)
+    ask = inference_request(tenant, named, body, wanted)
+    num_choices = len(ask.prompts) * ask.num_choices
+    answers = [AnswerText(tokenizer, body.stops(), wanted.tools) for _ in range(num_choices)]
+    name = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
+    return Completion(tenant, named, body, ask, answers, name, int(time.time()))
+
+
+async def _whole(completion: Completion[Body], dialect: Dialect[Body]) -> Json:
+    async with aclosing(_texts(completion)) as texts:
+        async for _ in texts:
+            pass
+    choices = [dialect.choice(completion, index) for index in range(len(completion.answers))]
+    return completion.shown(dialect.kind, choices, usage=completion.usage())
+
+
+async def _streamed(completion: Completion[Body], dialect: Dialect[Body]) -> AsyncIterator[str]:
+    with_usage = completion.body.include_usage()
+    no_usage = {"usage": None} if with_usage else {}
+
+    def chunk(choice: Json) -> str:
+        return data(completion.shown(dialect.chunk_kind, [choice], **no_usage))
+
+    if dialect.opening is not None:
+        for index in range(len(completion.answers)):
+            yield chunk(dialect.opening(index))
+    async with aclosing(_texts(completion)) as texts:
+        async for fresh, text in texts:
+            for choice in dialect.chunks(completion, fresh, text):
+                yield chunk(choice)
+    if with_usage:
+        yield data(completion.shown(dialect.chunk_kind, [], usage=completion.usage()))
+    yield DONE
+
+
+async def _texts(completion: Completion[Any]) -> AsyncGenerator[tuple[Fresh, str]]:
+    """New tokens with the text that they complete.
+
+    The tenant is charged for them however this ends, also when the client leaves.
+    """
+    base = completion.named.base
+    try:
+        async with aclosing(base.inference.answer(completion.ask)) as progress:
+            async for fresh in progress:
+                answer = completion.answers[fresh.choice]
+                text = answer.feed(fresh.tokens, fresh.logprobs)
+                answer.result = fresh.result
+                yield fresh, text + (answer.finish() if fresh.result else "")
+    finally:
+        await asyncio.shield(count_inference(base.redis, base.cell, completion.tenant, completion.cost()))
+
+
+# ---- clients that leave ---------------------------------------------------------------------------------------------
+
+
+class _Gone(Exception):
+    """The client disconnected."""
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The work's result. Cancels the work and raises _Gone when the client disconnects."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise _Gone
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
