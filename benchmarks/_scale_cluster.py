@@ -1,4 +1,4 @@
-"""Real managers and a real Redis around simulated workers, and what can be measured of them from outside."""
+"""Runs real managers and a real Redis around simulated workers, and measures them from outside."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ AGE_MS = (1000, 2000)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process, in all so far."""
+    """Totals of one process so far."""
 
     cpu_s: float
     memory_mb: float
@@ -49,7 +49,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What everybody has used so far, and what stands in Redis."""
+    """Totals of all processes so far, and the numbers of entries in Redis."""
 
     at_s: float
     managers: tuple[Usage, ...]
@@ -108,7 +108,7 @@ class ScaleCluster:
                 await asyncio.sleep(0.1)
 
     async def leases(self) -> list[int]:
-        """How many partitions each owner holds, most first."""
+        """Numbers of partitions that each owner holds, the largest first."""
         return sorted(Counter(await self._tokens()).values(), reverse=True)
 
     async def _tokens(self) -> list[bytes | str]:
@@ -141,7 +141,7 @@ class ScaleCluster:
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
     async def create_jobs(self, number: int) -> None:
-        """What the API's script does, for many; returns once each has version 0."""
+        """Creates many jobs as the API's script does; returns once each has version 0."""
         known, tenants = len(self.jobs), max(MIN_TENANTS, number // JOBS_A_TENANT)
         for n in range(known, known + number):
             spec = job_spec(f"ftjob-{n:06d}", f"tenant-{n % tenants}", num_steps=100_000)
@@ -230,8 +230,8 @@ class ScaleCluster:
         return found
 
     async def owner_handover_ms(self) -> list[float]:
-        """Of results published a moment ago: how long until their owner read them. By Redis' own times alone: an entry's
-        id is when it was published, and its idle time tells when it was delivered."""
+        """Times from publication to reading of results that were published a moment ago. They are Redis' own: an entry's id
+        says when it was published, and its idle time when it was delivered."""
         seconds, micros = await self.bus.client.time()
         now_ms = seconds * 1000 + micros // 1000
         found: list[float] = []
@@ -249,7 +249,7 @@ class ScaleCluster:
 
 @contextlib.asynccontextmanager
 async def running() -> AsyncGenerator[ScaleCluster]:
-    """With no manager and no job yet."""
+    """Starts a cluster with no manager and no job yet."""
     with tempfile.TemporaryDirectory() as folder, embedded_redis() as server:
         cluster = ScaleCluster(server, server.bus(BASE_MODEL), Path(folder), [], [])
         try:

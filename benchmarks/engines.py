@@ -1,4 +1,4 @@
-"""Both rollout engines: tokens/s, the vLLM engine with 1, 4 and 16 adapters in one batch, and the sampling gap by dtype.
+"""Compares both rollout engines: tokens/s, the vLLM engine with 1, 4 and 16 adapters in one batch, and the sampling gap by dtype.
 
     python -m benchmarks.engines [--rows 64] [--tokens 48] [--rounds 5] [--json FILE]
 
@@ -40,7 +40,7 @@ REF = AdapterRef("bench", "gap", 1)
 
 
 class NoEndOfTiny(NoEnd):
-    """The same, with what vLLM must know of the base model."""
+    """The same, with the base model's figures that vLLM needs."""
 
     context = 2048
     vocab_size = 272
@@ -87,7 +87,7 @@ def questions(tokenizer: ChatTokenizer, num: int) -> list[list[int]]:
 
 
 async def measure_gap(engine: Engine, tokenizer: ChatTokenizer, decoder: Decoder, temperature: float = 1.0) -> float:
-    """Of an engine that has started, with an adapter of its own."""
+    """Sampling gap of an engine that has started, with an adapter of its own."""
     files = adapter_files(decoder, 0)
     await engine.load_files(REF, files)
     asked = [request(REF, tokens, i, 32, temperature) for i, tokens in enumerate(questions(tokenizer, 64))]
@@ -155,7 +155,7 @@ async def measure_speeds(rows: int, num_tokens: int, rounds: int, *, with_vllm: 
 
 
 async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
-    """By engine and dtype."""
+    """Sampling gaps by engine and dtype."""
     decoder, tokenizer = Decoder.load(TINY), ChatTokenizer.load(TINY)
     found: dict[str, float] = {}
     for dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""Rollout speed: the torch engine against transformers' `model.generate`, at equal batch size, on one thread.
+"""Compares the rollout speed of the torch engine with transformers' `model.generate`, at equal batch size, on one thread.
 
     python -m benchmarks.rollout [--rows 64] [--tokens 48] [--rounds 7] [--json FILE]
 
@@ -101,7 +101,7 @@ async def engine_speed(engine: Engine, asked: Sequence[TurnRequest]) -> float:
 
 
 def side_by_side(refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> list[TurnRequest]:
-    """Each adapter has as many rows as the others, next to each other."""
+    """Requests in which each adapter has as many rows as the others, next to each other."""
     return [request(refs[i * len(refs) // rows], tokens, i, num_tokens) for i, tokens in enumerate(prompts(rows))]
 
 

@@ -1,4 +1,4 @@
-"""How far one manager goes, and what thousands of jobs, several managers and many rollout workers change.
+"""Measures how much one manager can do, and the effect of thousands of jobs, several managers and many rollout workers.
 
     python -m benchmarks.scale [--full] [--seconds 5] [--json FILE]
 
@@ -42,7 +42,7 @@ LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one window of time."""
+    """Figures of one window of time."""
 
     jobs: int
     managers: int
@@ -70,7 +70,7 @@ class Figures:
 async def measure(
     cluster: ScaleCluster, workers: Workers, seconds: float, worse: Callable[[Figures], float]
 ) -> Figures:
-    """Of several windows the one in which the least went wrong."""
+    """Figures of the window, of several, that other work disturbed least."""
     await asyncio.sleep(SETTLE_S)
     return min([await window(cluster, workers, seconds) for _ in range(WINDOWS)], key=worse)
 
@@ -131,7 +131,7 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
 
 @contextlib.asynccontextmanager
 async def started(num_jobs: int, num_managers: int = 1) -> AsyncGenerator[ScaleCluster]:
-    """With jobs, each of which has its first version; nobody works for them now."""
+    """Starts a cluster with jobs that have their first version, and for which nobody works now."""
     async with running() as cluster:
         await cluster.start_managers(num_managers)
         async with working(cluster.load(**FAST)):
@@ -140,7 +140,7 @@ async def started(num_jobs: int, num_managers: int = 1) -> AsyncGenerator[ScaleC
 
 
 async def with_jobs(num_jobs: int, num_managers: int, seconds: float) -> tuple[Figures, Figures]:
-    """As fast as it goes, and at half of the goal's rate."""
+    """Figures at full speed, and at half of the goal's rate."""
     async with started(num_jobs, num_managers) as cluster:
         async with working(cluster.load(**FAST)) as workers:
             fast = await measure(cluster, workers, seconds, cost)

@@ -1,4 +1,4 @@
-"""Training tokens/s against a plain PEFT loop: the same model, rows, loss, clipping and AdamW, one thread.
+"""Compares training tokens/s with a plain PEFT loop: the same model, rows, loss, clipping and AdamW, one thread.
 
     python -m benchmarks.training [--repetitions 7] [--json FILE]
 

@@ -145,5 +145,5 @@ async def adapter_hashes(cluster: LocalCluster, tenant: str, job: str, version: 
 
 
 def is_balanced(ledger: dict[str, int]) -> bool:
-    """I7."""
+    """Checks I7."""
     return ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")

@@ -26,7 +26,7 @@ GRADERS: Mapping[Reward, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a tenant asks for. `hyper`: its hyperparameters by the names of the job API."""
+    """A tenant's order. `hyper`: its hyperparameters by the names of the job API."""
 
     name: str
     tenant: str
@@ -73,7 +73,7 @@ WATCHED = (
 
 
 def background(number: int) -> tuple[Job, ...]:
-    """So many jobs that train beside the watched ones, three a tenant."""
+    """Jobs that train beside the watched ones, three a tenant."""
     return tuple(_beside(index) for index in range(number))
 
 

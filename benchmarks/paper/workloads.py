@@ -20,13 +20,13 @@ from harness.live import jsonl
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 ENV_SLOTS = 1024
-"""Under every policy: tools wait, and the environment must not be what is scarce."""
+"""Slots under every policy: tools wait, and the environment must not be what is scarce."""
 NUM_ITEMS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`method`: how a job is rewarded, as the job API has it. `env_module`: what runs as env worker."""
+    """`method`: how a job is rewarded, as the job API has it. `env_module`: the module of the env worker."""
 
     name: str
     skill: str | None  # of the training file; None: the environment makes its items
@@ -41,7 +41,7 @@ class Workload:
         return "endless" if self.endless else "tiny"
 
     def body(self, number: int, file: str | None, steps: int, **hyper: Any) -> dict[str, Any]:
-        """Of `POST /v1/fine_tuning/jobs`."""
+        """Body of `POST /v1/fine_tuning/jobs`."""
         hyperparameters = {**self.hyper, "max_steps": steps, **hyper}
         return {
             "model": self.base_model,
@@ -101,7 +101,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def _install(folder: Path, entry_points: Mapping[str, str]) -> None:
-    """What installing a package with environments leaves behind; `folder` must be on the processes' path."""
+    """Writes what the installation of a package with environments leaves; `folder` must be on the processes' path."""
     info = folder / "marlaas_paper-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: marlaas-paper\nVersion: 1\n")

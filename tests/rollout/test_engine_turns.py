@@ -1,4 +1,4 @@
-"""What the torch engine keeps of a trajectory between its turns: only what is new is computed, and the result is the same."""
+"""The torch engine keeps a trajectory's past between its turns: it computes only new tokens, and the result is the same."""
 
 import asyncio
 
