@@ -54,12 +54,10 @@ class Moment:
     at_s: float
     managers: tuple[Usage, ...]
     redis: Usage
-    issued: int  # trajectories, of all jobs
     versions: int  # committed, of all jobs
     connections: int
     entries: int  # in the streams that carry work, results held for half-full batches left out
     held: int  # results held for half-full batches
-    telemetry: int  # entries
 
 
 @dataclass
@@ -170,37 +168,29 @@ class ScaleCluster:
 
     async def _versions(self) -> tuple[int, int]:
         """Versions committed after the first, and jobs that have one."""
-        states = await self._of_jobs("hget", self.bus.cell.job, "state")
-        versions = [msgspec.json.decode(state, type=JobState).version for state in states]
-        return sum(max(0, version) for version in versions), sum(version >= 0 for version in versions)
-
-    async def _of_jobs(self, command: str, key: Any, name: str) -> list[Any]:
-        found: list[Any] = []
+        states: list[Any] = []
         for start in range(0, len(self.jobs), CHUNK):
             pipe = self.bus.client.pipeline(transaction=False)
             for spec in self.jobs[start : start + CHUNK]:
-                pipe.execute_command(command, key(spec.id), name)
-            found += await pipe.execute()
-        return found
+                pipe.hget(self.bus.cell.job(spec.id), "state")
+            states += await pipe.execute()
+        versions = [msgspec.json.decode(state, type=JobState).version for state in states]
+        return sum(max(0, version) for version in versions), sum(version >= 0 for version in versions)
 
     # ---- measuring --------------------------------------------------------------------------------------------------
 
     async def moment(self) -> Moment:
-        client, cell = self.bus.client, self.bus.cell
-        issued = sum(int(n or 0) for n in await self._of_jobs("hget", cell.ledger, "issued"))
         versions, _ = await self._versions()
-        info = await client.info()
+        info = await self.bus.client.info()
         entries, held = await self._entries()
         return Moment(
             at_s=time.monotonic(),
             managers=tuple(_usage(manager.pid) for manager in self.managers),
             redis=dataclasses.replace(_usage(self.server.pid), memory_mb=info["used_memory"] / 1e6),
-            issued=issued,
             versions=versions,
             connections=info["connected_clients"],
             entries=entries,
             held=held,
-            telemetry=await client.xlen(cell.telemetry),
         )
 
     async def _entries(self) -> tuple[int, int]:

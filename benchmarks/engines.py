@@ -22,8 +22,10 @@ from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, run
-from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts, request
-from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, TurnRequest, f32, i32, u8
+from benchmarks.rollout import NoEnd, adapter_files, engine_speed, prompts, request
+from benchmarks.training import step_of
+from common.messages import AdapterRef, LoraSpec, LossSpec, Rows, TurnRequest, f32, i32, u8
+from common.settings import TINY
 from common.skills import SKILLS, generate
 from common.text.tokens import ChatTokenizer
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -102,19 +104,8 @@ def sampling_gap(
     """The metric of a real training step on these turns; every second one is rewarded."""
     adapter = load_adapter(files)
     state = TrainState.of(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
-    step = TrainStep(
-        id="gap/2",
-        tenant=REF.tenant,
-        job=REF.job,
-        partition=0,
-        adapter=REF,
-        seed=0,
-        lora=LoraSpec(adapter.spec.rank, adapter.spec.alpha),
-        loss=LossSpec(temperature=asked[0].sampling.temperature),
-        optim=OptimSpec(1e-3),
-        rows=rows_of(asked, done),
-        next_group=1,
-    )
+    spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha)
+    step = step_of(rows_of(asked, done), REF, spec, LossSpec(temperature=asked[0].sampling.temperature))
     gap = Trainer(decoder).step(step, state, lambda: None).metrics["sampling_gap"]
     assert gap is not None
     return gap

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
-from benchmarks.training import LORA, TINY, Workload, initial_state, make_step
+from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import LoraSpec, TrainStep, f32
+from common.settings import TINY
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 

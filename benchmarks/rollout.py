@@ -25,10 +25,10 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
 from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.settings import TINY
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine
 
-TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 NUM_ADAPTERS = (1, 8, 32)
 GROUP_SIZE = 8
 

@@ -38,6 +38,7 @@ HALF: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 4 * 512 /
 SETTLE_S = 4.0
 WINDOWS = 3
 LOOK_EVERY_S = 0.5
+LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def delay(f: Figures) -> float:
 async def window(cluster: ScaleCluster, workers: Workers, seconds: float) -> Figures:
     await workers.seen()
     before, owner_ms = await cluster.moment(), list[float]()
-    async with asyncio.timeout(seconds * 10):
+    async with asyncio.timeout(LIMIT_S + 10 * seconds):
         for _ in range(int(seconds / LOOK_EVERY_S)):
             await asyncio.sleep(LOOK_EVERY_S)
             owner_ms += await cluster.owner_handover_ms()

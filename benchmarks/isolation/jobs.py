@@ -9,18 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from harness.live import ALIKE, GRADER
+
 Reward = Literal["exact", "similar", "calculator", "raises"]
 """`exact` is 0 or 1, `similar` lies between; `calculator` is the environment with a tool, in several turns; `raises` fails."""
 
-TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 GRADERS: Mapping[Reward, Mapping[str, Any]] = {
-    "exact": {"type": "string_check", "name": "right", "operation": "eq", **TEXTS},
-    "similar": {"type": "text_similarity", "name": "near", "evaluation_metric": "fuzzy_match", **TEXTS},
-    "raises": {
-        "type": "python",
-        "name": "raises",
-        "source": "def grade(sample, item):\n    raise ValueError('broken')",
-    },
+    "exact": GRADER,
+    "similar": ALIKE,
+    "raises": {"type": "python", "source": "def grade(sample, item):\n    raise ValueError('broken')"},
 }
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import agentic, lengths
+from common.settings import TINY
 from common.skills import generate
-from harness.live import jsonl
+from harness.live import ALIKE, GRADER, jsonl
 
-TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 ENV_SLOTS = 1024
 """Slots under every policy: tools wait, and the environment must not be what is scarce."""
 NUM_ITEMS = 128
@@ -68,17 +68,13 @@ class Workload:
         return environment
 
 
-GRADER = {"type": "string_check", "name": "right", "operation": "eq"}
-ALIKE = {"type": "text_similarity", "name": "alike", "evaluation_metric": "fuzzy_match"}
-TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
-
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         Workload(
             name="single",
             skill="sort",
-            method={"grader": {**GRADER, **TEXTS}},
+            method={"grader": GRADER},
             hyper={"batch_size": 8, "group_size": 8, "max_tokens": 32},
         ),
         Workload(
@@ -91,7 +87,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             name="tail",
             skill="reverse",
-            method={"grader": {**ALIKE, **TEXTS}},
+            method={"grader": ALIKE},
             hyper={"batch_size": 4, "group_size": 8, "max_tokens": lengths.LONGEST},
             endless=True,
             env_module=lengths.__name__,

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -282,8 +283,7 @@ async def test_a_failed_turn_is_an_error_with_its_reason(server: ApiServer) -> N
             stream, result = super()._result(request, [])
             assert isinstance(result, TurnResult)
             failure = Failure("corrupt_adapter", "its sha256 is wrong")
-            values: dict[str, Any] = {name: getattr(result, name) for name in result.__struct_fields__}
-            return stream, TurnResult(**values | {"failure": failure, "stop_reason": "failed"})
+            return stream, msgspec.structs.replace(result, failure=failure, stop_reason="failed")
 
     async with played(Failing(server.bus)):
         with pytest.raises(openai.APIStatusError, match=r"corrupt_adapter.*sha256 is wrong"):
