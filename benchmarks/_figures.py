@@ -39,7 +39,7 @@ def legend(axes: Axes) -> None:
 
 
 def save(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """As FOLDER/NAME.png."""
+    """Writes FOLDER/NAME.png of each."""
     files = [folder / f"{name}.png" for name in figures]
     for file, figure in zip(files, figures.values(), strict=True):
         figure.savefig(file, dpi=DPI, facecolor="white")

@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: one runner, contenders that take turns, and folders of results.
+"""The parts that all benchmarks share: one runner, contenders that take turns, and folders of results.
 
 A benchmark is a function from its options to a `Report`; `run` does the rest:
 
@@ -49,7 +49,7 @@ def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def sweep_parser(doc: str | None, out: Path, quick: str) -> argparse.ArgumentParser:
-    """The options of a benchmark of many runs, each of which leaves a file in a folder. `quick`: what the short sweep is."""
+    """The options of a benchmark of many runs, each of which leaves a file in a folder. `quick` describes the short sweep."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     result = parser(doc)
     result.add_argument("--quick", action="store_true", help=quick)
@@ -83,7 +83,7 @@ def read_json(folder: Path, pattern: str, kind: type[Cost]) -> list[Cost]:
 def in_turns(
     contenders: Mapping[Name, Callable[[], Cost]], num_turns: int, *, warm_up: int = 1
 ) -> dict[Name, list[Cost]]:
-    """What each contender returned in each turn, so that a change of the machine's load meets all of them alike. The first
+    """Results of each contender in each turn; they take turns so that a change of the machine's load meets all alike. The first
     `warm_up` turns do not count."""
     turns = [{name: contend() for name, contend in contenders.items()} for _ in range(warm_up + num_turns)]
     return {name: [turn[name] for turn in turns[warm_up:]] for name in contenders}
@@ -92,7 +92,7 @@ def in_turns(
 async def in_turns_async(
     contenders: Mapping[Name, Callable[[], Awaitable[Cost]]], num_turns: int, *, warm_up: int = 1
 ) -> dict[Name, list[Cost]]:
-    """The same of coroutines."""
+    """Does the same with coroutines."""
     turns = [{name: await contend() for name, contend in contenders.items()} for _ in range(warm_up + num_turns)]
     return {name: [turn[name] for turn in turns[warm_up:]] for name in contenders}
 
@@ -114,6 +114,6 @@ def ratio(values: Sequence[float], to: Sequence[float]) -> float:
 
 
 def medians(costs: Sequence[Cost]) -> Cost:
-    """Of dataclasses of numbers, field by field."""
+    """Medians of dataclasses of numbers, field by field."""
     rows: Any = map(astuple, costs)  # type: ignore[arg-type]
     return type(costs[0])(*map(statistics.median, zip(*rows, strict=True)))

@@ -1,4 +1,4 @@
-"""Real managers and a real Redis around simulated workers, and what can be measured of them from outside."""
+"""Runs real managers and a real Redis around simulated workers, and measures them from outside."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ AGE_MS = (1000, 2000)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process, in all so far."""
+    """Totals of one process so far."""
 
     cpu_s: float
     memory_mb: float
@@ -49,17 +49,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What everybody has used so far, and what stands in Redis."""
+    """Totals of all processes so far, and the numbers of entries in Redis."""
 
     at_s: float
     managers: tuple[Usage, ...]
     redis: Usage
-    issued: int  # trajectories, of all jobs
     versions: int  # committed, of all jobs
     connections: int
     entries: int  # in the streams that carry work, results held for half-full batches left out
     held: int  # results held for half-full batches
-    telemetry: int  # entries
 
 
 @dataclass
@@ -108,7 +106,7 @@ class ScaleCluster:
                 await asyncio.sleep(0.1)
 
     async def leases(self) -> list[int]:
-        """How many partitions each owner holds, most first."""
+        """Numbers of partitions that each owner holds, the largest first."""
         return sorted(Counter(await self._tokens()).values(), reverse=True)
 
     async def _tokens(self) -> list[bytes | str]:
@@ -141,7 +139,7 @@ class ScaleCluster:
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
     async def create_jobs(self, number: int) -> None:
-        """What the API's script does, for many; returns once each has version 0."""
+        """Creates many jobs as the API's script does; returns once each has version 0."""
         known, tenants = len(self.jobs), max(MIN_TENANTS, number // JOBS_A_TENANT)
         for n in range(known, known + number):
             spec = job_spec(f"ftjob-{n:06d}", f"tenant-{n % tenants}", num_steps=100_000)
@@ -170,37 +168,29 @@ class ScaleCluster:
 
     async def _versions(self) -> tuple[int, int]:
         """Versions committed after the first, and jobs that have one."""
-        states = await self._of_jobs("hget", self.bus.cell.job, "state")
-        versions = [msgspec.json.decode(state, type=JobState).version for state in states]
-        return sum(max(0, version) for version in versions), sum(version >= 0 for version in versions)
-
-    async def _of_jobs(self, command: str, key: Any, name: str) -> list[Any]:
-        found: list[Any] = []
+        states: list[Any] = []
         for start in range(0, len(self.jobs), CHUNK):
             pipe = self.bus.client.pipeline(transaction=False)
             for spec in self.jobs[start : start + CHUNK]:
-                pipe.execute_command(command, key(spec.id), name)
-            found += await pipe.execute()
-        return found
+                pipe.hget(self.bus.cell.job(spec.id), "state")
+            states += await pipe.execute()
+        versions = [msgspec.json.decode(state, type=JobState).version for state in states]
+        return sum(max(0, version) for version in versions), sum(version >= 0 for version in versions)
 
     # ---- measuring --------------------------------------------------------------------------------------------------
 
     async def moment(self) -> Moment:
-        client, cell = self.bus.client, self.bus.cell
-        issued = sum(int(n or 0) for n in await self._of_jobs("hget", cell.ledger, "issued"))
         versions, _ = await self._versions()
-        info = await client.info()
+        info = await self.bus.client.info()
         entries, held = await self._entries()
         return Moment(
             at_s=time.monotonic(),
             managers=tuple(_usage(manager.pid) for manager in self.managers),
             redis=dataclasses.replace(_usage(self.server.pid), memory_mb=info["used_memory"] / 1e6),
-            issued=issued,
             versions=versions,
             connections=info["connected_clients"],
             entries=entries,
             held=held,
-            telemetry=await client.xlen(cell.telemetry),
         )
 
     async def _entries(self) -> tuple[int, int]:
@@ -230,8 +220,8 @@ class ScaleCluster:
         return found
 
     async def owner_handover_ms(self) -> list[float]:
-        """Of results published a moment ago: how long until their owner read them. By Redis' own times alone: an entry's
-        id is when it was published, and its idle time tells when it was delivered."""
+        """Times from publication to reading of results that were published a moment ago. They are Redis' own: an entry's id
+        says when it was published, and its idle time when it was delivered."""
         seconds, micros = await self.bus.client.time()
         now_ms = seconds * 1000 + micros // 1000
         found: list[float] = []
@@ -249,7 +239,7 @@ class ScaleCluster:
 
 @contextlib.asynccontextmanager
 async def running() -> AsyncGenerator[ScaleCluster]:
-    """With no manager and no job yet."""
+    """Starts a cluster with no manager and no job yet."""
     with tempfile.TemporaryDirectory() as folder, embedded_redis() as server:
         cluster = ScaleCluster(server, server.bus(BASE_MODEL), Path(folder), [], [])
         try:

@@ -1,4 +1,4 @@
-"""What a hand-over through the bus costs: processor time of one core, and wall time.
+"""Measures the cost of a hand-over through the bus: processor time of one core, and wall time.
 
     python -m benchmarks.bus [--rounds 5] [--json FILE]
 
@@ -40,7 +40,7 @@ IN_RING = 256
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one hand-over, in microseconds."""
+    """Cost of one hand-over, in microseconds."""
 
     python_us: float
     redis_us: float
@@ -52,7 +52,7 @@ class Cost:
 
     @property
     def per_s_on_one_core(self) -> float:
-        """If this process and Redis had to share a single core."""
+        """Hand-overs a second if this process and Redis shared a single core."""
         return 1e6 / (self.python_us + self.redis_us)
 
 
@@ -85,7 +85,7 @@ async def measured(server: RedisServer, work: Callable[[], Awaitable[int]]) -> C
 
 
 async def ring(bus: Bus, batch: int, num: int) -> int:
-    """So many hand-overs in batches."""
+    """Makes `num` hand-overs in batches."""
     done = 0
     while done < num:
         found = await bus.read([bus.cell.rollout], "rollout", "bench", count=batch)

@@ -1,4 +1,4 @@
-"""What the control plane costs for each trajectory, when nothing is computed: processor time, by number of jobs.
+"""Measures the processor time of the control plane for each trajectory, when nothing is computed, by number of jobs.
 
     python -m benchmarks.control_plane [--rounds 3] [--json FILE]
 
@@ -50,7 +50,7 @@ SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one trajectory, in microseconds."""
+    """Cost of one trajectory, in microseconds."""
 
     owner_us: float
     workers_us: float

@@ -1,4 +1,4 @@
-"""Both rollout engines: tokens/s, the vLLM engine with 1, 4 and 16 adapters in one batch, and the sampling gap by dtype.
+"""Compares both rollout engines: tokens/s, the vLLM engine with 1, 4 and 16 adapters in one batch, and the sampling gap by dtype.
 
     python -m benchmarks.engines [--rows 64] [--tokens 48] [--rounds 5] [--json FILE]
 
@@ -22,8 +22,10 @@ from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, run
-from benchmarks.rollout import TINY, NoEnd, adapter_files, engine_speed, prompts, request
-from common.messages import AdapterRef, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, TurnRequest, f32, i32, u8
+from benchmarks.rollout import NoEnd, adapter_files, engine_speed, prompts, request
+from benchmarks.training import step_of
+from common.messages import AdapterRef, LoraSpec, LossSpec, Rows, TurnRequest, f32, i32, u8
+from common.settings import TINY
 from common.skills import SKILLS, generate
 from common.text.tokens import ChatTokenizer
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -40,7 +42,7 @@ REF = AdapterRef("bench", "gap", 1)
 
 
 class NoEndOfTiny(NoEnd):
-    """The same, with what vLLM must know of the base model."""
+    """The same, with the base model's figures that vLLM needs."""
 
     context = 2048
     vocab_size = 272
@@ -87,7 +89,7 @@ def questions(tokenizer: ChatTokenizer, num: int) -> list[list[int]]:
 
 
 async def measure_gap(engine: Engine, tokenizer: ChatTokenizer, decoder: Decoder, temperature: float = 1.0) -> float:
-    """Of an engine that has started, with an adapter of its own."""
+    """Sampling gap of an engine that has started, with an adapter of its own."""
     files = adapter_files(decoder, 0)
     await engine.load_files(REF, files)
     asked = [request(REF, tokens, i, 32, temperature) for i, tokens in enumerate(questions(tokenizer, 64))]
@@ -102,19 +104,8 @@ def sampling_gap(
     """The metric of a real training step on these turns; every second one is rewarded."""
     adapter = load_adapter(files)
     state = TrainState.of(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
-    step = TrainStep(
-        id="gap/2",
-        tenant=REF.tenant,
-        job=REF.job,
-        partition=0,
-        adapter=REF,
-        seed=0,
-        lora=LoraSpec(adapter.spec.rank, adapter.spec.alpha),
-        loss=LossSpec(temperature=asked[0].sampling.temperature),
-        optim=OptimSpec(1e-3),
-        rows=rows_of(asked, done),
-        next_group=1,
-    )
+    spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha)
+    step = step_of(rows_of(asked, done), REF, spec, LossSpec(temperature=asked[0].sampling.temperature))
     gap = Trainer(decoder).step(step, state, lambda: None).metrics["sampling_gap"]
     assert gap is not None
     return gap
@@ -155,7 +146,7 @@ async def measure_speeds(rows: int, num_tokens: int, rounds: int, *, with_vllm: 
 
 
 async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
-    """By engine and dtype."""
+    """Sampling gaps by engine and dtype."""
     decoder, tokenizer = Decoder.load(TINY), ChatTokenizer.load(TINY)
     found: dict[str, float] = {}
     for dtype in DTYPES:

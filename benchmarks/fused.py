@@ -1,4 +1,4 @@
-"""A fused step of 32 jobs against 32 separate steps, and against one step of one adapter over the same tokens; one thread.
+"""Compares a fused step of 32 jobs with 32 separate steps, and with one step of one adapter over the same tokens; one thread.
 
     python -m benchmarks.fused [--repetitions 9] [--json FILE]      # about a minute and a half on a quiet core
 
@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
-from benchmarks.training import LORA, TINY, Workload, initial_state, make_step
+from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import LoraSpec, TrainStep, f32
+from common.settings import TINY
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
@@ -32,7 +33,7 @@ Job = tuple[TrainStep, TrainState]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of every job's batch."""
+    """Shape of every job's batch."""
 
     name: str
     num_rows: int
@@ -40,7 +41,7 @@ class Shape:
     loras: tuple[LoraSpec, ...] = (LORA,)
 
     def workload(self, num_jobs: int = 1) -> Workload:
-        """Of `num_jobs` jobs' rows."""
+        """Workload of the rows of `num_jobs` jobs."""
         half = (self.num_tokens[0] // 2, (self.num_tokens[1] - 1) // 2 + 1)
         group = min(self.num_rows, 8)
         return Workload(self.name, num_jobs * self.num_rows // group, group, half, half)
@@ -54,7 +55,7 @@ SHAPES = (
 
 
 def fused(trainer: Trainer, jobs: list[Job]) -> list[Trained]:
-    """All jobs' steps at once."""
+    """Runs all jobs' steps at once."""
     opened = [trainer.begin(*job) for job in jobs]
     while open_steps := [step for step in opened if not step.done]:
         trainer.micro_batch(open_steps)

@@ -1,4 +1,4 @@
-"""Where a GPU is at hand: fused training and decoding on the shape of a larger model, how much of the device they use, and for what.
+"""Measures on a GPU fused training and decoding in the shape of a larger model, and how much of the device they use for what.
 
     python -m benchmarks.gpu [--shape qwen3-0.6b] [--jobs 1 8 32] [--repetitions 5] [--compile] [--json FILE]
     python -m benchmarks.gpu --device cpu --shape tiny --jobs 1 2     # tries the benchmark itself
@@ -46,7 +46,7 @@ PROFILED = 32
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a base model."""
+    """Shape of a base model."""
 
     config: DecoderConfig
     inner: int  # width between gate and down
@@ -62,7 +62,7 @@ SHAPES_OF_BASES = {
     "tiny": _qwen3(4, 128, 4, 2, 32, 272, 384),
 }
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
-"""Of the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
+"""Peaks from the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
 
 
 def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -167,7 +167,7 @@ def decode(decoder: Decoder, rows: Sequence[TurnRow], num_steps: int = LONGEST) 
 
 
 def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
-    """What all forwards but the first have to read at least."""
+    """Bytes that all forwards but the first have to read at least."""
     config, size = decoder.config, decoder.embedding.element_size()
     row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
     shapes = decoder.linear_shapes().values()
@@ -183,7 +183,7 @@ def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
 
 
 def measure_decoding(decoder: Decoder, adapters: Sequence[FusedAdapter], repetitions: int) -> dict[str, float]:
-    """With one adapter and with all in turn."""
+    """Decodes with one adapter and with all in turn."""
     alone, mixed = rows_of(adapters[:1]), rows_of(adapters)
     num_tokens = sum(row.request.sampling.max_tokens - 1 for row in mixed)
     decode(decoder, mixed)
@@ -200,7 +200,7 @@ def measure_decoding(decoder: Decoder, adapters: Sequence[FusedAdapter], repetit
 
 
 def done(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The work until the device has done it; what the device was given before is waited for outside."""
+    """Waits for the device after the work, so that a clock around it counts all of it; and now, for what came before."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -280,7 +280,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
-    """Why columns are empty, or goals are not judged."""
+    """Reasons why columns are empty, or goals are not judged."""
     found: list[str] = []
     if np.isnan(peak).any():
         found.append(

@@ -1,4 +1,4 @@
-"""Memory of each process of a cluster on one machine, idle and while it trains six jobs.
+"""Measures the memory of each process of a cluster on one machine, idle and while it trains six jobs.
 
     python -m benchmarks.memory [--steps 12] [--json FILE]
 

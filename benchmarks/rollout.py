@@ -1,4 +1,4 @@
-"""Rollout speed: the torch engine against transformers' `model.generate`, at equal batch size, on one thread.
+"""Compares the rollout speed of the torch engine with transformers' `model.generate`, at equal batch size, on one thread.
 
     python -m benchmarks.rollout [--rows 64] [--tokens 48] [--rounds 7] [--json FILE]
 
@@ -25,10 +25,10 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
 from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.settings import TINY
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine
 
-TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 NUM_ADAPTERS = (1, 8, 32)
 GROUP_SIZE = 8
 
@@ -101,7 +101,7 @@ async def engine_speed(engine: Engine, asked: Sequence[TurnRequest]) -> float:
 
 
 def side_by_side(refs: Sequence[AdapterRef], rows: int, num_tokens: int) -> list[TurnRequest]:
-    """Each adapter has as many rows as the others, next to each other."""
+    """Requests in which each adapter has as many rows as the others, next to each other."""
     return [request(refs[i * len(refs) // rows], tokens, i, num_tokens) for i, tokens in enumerate(prompts(rows))]
 
 

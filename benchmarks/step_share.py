@@ -1,4 +1,4 @@
-"""How much of a step's wall time is neither engine nor trainer, with one job and with eight at once.
+"""Measures the share of a step's wall time that is neither engine nor trainer, with one job and with eight at once.
 
     python -m benchmarks.step_share [--steps 12] [--json FILE]
 
@@ -98,14 +98,14 @@ def shares(
 
 @dataclass
 class Looks:
-    """Whether a computing thread of these processes ran, or waited for a core, at each of many moments."""
+    """Tells at many moments whether a computing thread of these processes ran, or waited for a core."""
 
     pids: Sequence[int]
     _found: list[tuple[float, bool]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def taken(self) -> AsyncGenerator[None]:
-        """Looks are taken inside."""
+        """Takes looks while the context is open."""
         task = asyncio.create_task(self._look())
         try:
             yield

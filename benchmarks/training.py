@@ -1,4 +1,4 @@
-"""Training tokens/s against a plain PEFT loop: the same model, rows, loss, clipping and AdamW, one thread.
+"""Compares training tokens/s with a plain PEFT loop: the same model, rows, loss, clipping and AdamW, one thread.
 
     python -m benchmarks.training [--repetitions 7] [--json FILE]
 
@@ -13,7 +13,6 @@ Axes: B rows of a micro-batch, T positions.
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,15 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
+from common.settings import TINY
 from trainer_service.batch import Batch, parse_rows
 from trainer_service.losses import row_terms
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer, TrainState
 
-TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 BUDGET = 4096
 LORA = LoraSpec()
+ADAPTER = AdapterRef("t", "j", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,20 @@ def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int]
         versions=i32([0] * num_rows),
         truncated=u8([0] * num_rows),
     )
-    ids: dict[str, Any] = {"id": "s", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
-    return TrainStep(**ids, seed=0, lora=LORA, loss=LossSpec(), optim=OptimSpec(1e-4), rows=rows, next_group=0)
+    return step_of(rows)
+
+
+def step_of(
+    rows: Rows, adapter: AdapterRef = ADAPTER, lora: LoraSpec = LORA, loss: LossSpec | None = None
+) -> TrainStep:
+    """The training step of a batch. `loss`: GRPO if it is not given."""
+    ids: dict[str, Any] = {"id": "s", "tenant": adapter.tenant, "job": adapter.job, "partition": 0, "adapter": adapter}
+    return TrainStep(**ids, seed=0, lora=lora, loss=loss or LossSpec(), optim=OptimSpec(1e-4), rows=rows, next_group=0)
 
 
 def initial_state(trainer: Trainer, seed: int, spec: LoraSpec) -> TrainState:
     """Version 0 of a job of this seed."""
-    ids: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 0, "adapter": AdapterRef("t", "j", 0)}
-    return trainer.init(Init(**ids, seed=seed, lora=spec))
+    return trainer.init(Init(id="i", tenant="t", job="j", partition=0, adapter=ADAPTER, seed=seed, lora=spec))
 
 
 class PeftLoop:

@@ -1,4 +1,4 @@
-"""The picture at the end of the demo: reward curves, and who used which worker when. Pure functions over API data."""
+"""Draws the picture at the end of the demo: reward curves, and who used which worker when. Pure functions over API data."""
 
 # pyright: reportUnknownMemberType=false
 # (matplotlib's keyword arguments have no types)
@@ -22,7 +22,7 @@ PANEL_INCHES = (3.7, 2.1)
 SMOOTH = 5
 """Steps over which a reward curve is averaged."""
 LANE_SHARE = 0.8
-"""Of the height of a worker's row."""
+"""Share of the height of a worker's row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

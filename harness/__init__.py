@@ -1,4 +1,4 @@
-"""What tests and benchmarks drive a cluster with. No service imports it.
+"""Parts with which tests and benchmarks drive a cluster. No service imports them.
 
 live.py            a whole cluster of real processes, and its tenants' view of it through the HTTP API
 processes.py       processor time and memory of processes, as the kernel counts them

@@ -17,13 +17,9 @@ from common.skills import Split, generate
 from manager_service.local.supervisor import LocalCluster
 
 FINAL = {"succeeded", "failed", "cancelled"}
-GRADER = {
-    "type": "string_check",
-    "name": "right",
-    "operation": "eq",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-}
+_TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+GRADER = {"type": "string_check", "name": "right", "operation": "eq", **_TEXTS}
+ALIKE = {"type": "text_similarity", "name": "alike", "evaluation_metric": "fuzzy_match", **_TEXTS}
 CALCULATOR = {"name": "calculator", "args": {}}
 
 
@@ -145,5 +141,5 @@ async def adapter_hashes(cluster: LocalCluster, tenant: str, job: str, version: 
 
 
 def is_balanced(ledger: dict[str, int]) -> bool:
-    """I7."""
+    """Checks I7."""
     return ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")

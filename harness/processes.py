@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 
 COMPUTING = "python"
-"""How the names of threads begin that compute: those of the object store and of drivers have names of their own."""
+"""Beginning of the names of threads that compute; those of the object store and of drivers have other names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In MB of a million bytes.
+    """Memory in MB of a million bytes.
 
     PSS is the proportional set size: a page that n processes share counts 1/n in each. RSS counts it in every process.
     """
@@ -26,7 +26,7 @@ class Memory:
 
 
 def memory(pid: int) -> Memory:
-    """Nothing if the process has just ended."""
+    """Memory of the process; zeros if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except (FileNotFoundError, ProcessLookupError):
@@ -36,7 +36,7 @@ def memory(pid: int) -> Memory:
 
 
 def memory_below(*roots: int) -> Memory:
-    """Of the processes and of all that they started."""
+    """Memory of the processes and of all that they started."""
     return sum((memory(process.pid) for process in with_descendants(roots)), Memory())
 
 
@@ -69,7 +69,7 @@ def computing_threads(pid: int) -> list[Path]:
 
 
 def computes(pid: int) -> bool:
-    """Is one of them running, or ready to run?"""
+    """True if one of them is running, or ready to run."""
     return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in computing_threads(pid))
 
 

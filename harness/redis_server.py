@@ -45,7 +45,7 @@ class RedisServer:
     program: Path = field(default_factory=find_server)
     options: tuple[str, ...] = ()
     embedded: EmbeddedRedis | None = None
-    """What has the settings, instead of the fields above."""
+    """The embedded Redis whose settings count instead of the fields above."""
 
     @classmethod
     def start(cls, folder: Path, **options: Any) -> "RedisServer":

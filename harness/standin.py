@@ -74,13 +74,13 @@ class StandInEnv(StandIn):
     async def __call__(self, message: Start, beat: Beat) -> list[Out]:
         self.seen.append(message)
         await asyncio.sleep(self.delay_s)
-        return [self._scored(message, sample) for sample in message.samples]
+        return self._answers(message)
 
-    def _scored(self, start: Start, sample: int) -> Out:
+    def scored(self, start: Start, sample: int) -> ScoredTrajectory:
         outcome = self.reward(start, sample)
         failure = outcome if isinstance(outcome, Failure) else None
         ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
-        scored = ScoredTrajectory(
+        return ScoredTrajectory(
             id=turn_id(start.job, ref, start.adapter.version, 0),
             tenant=start.tenant,
             job=start.job,
@@ -99,10 +99,12 @@ class StandInEnv(StandIn):
             usage=Usage(prompt_tokens=1, sampled_tokens=2),
             failure=failure,
         )
-        return self.cell.scored(start.partition), scored
 
     def failed(self, message: Start, failure: Failure) -> list[Out]:
-        return [self._scored(msgspec.structs.replace(message), s) for s in message.samples]
+        return self._answers(message)
+
+    def _answers(self, start: Start) -> list[Out]:
+        return [(self.cell.scored(start.partition), self.scored(start, sample)) for sample in start.samples]
 
 
 @dataclass
@@ -155,7 +157,7 @@ class StandInTrainer(StandIn):
 
 
 NUM_PROMPT, NUM_TOKENS = 24, 64
-"""Of the trajectories of `OneTurnEnv` and `OneTurnRollout`."""
+"""Lengths of the trajectories of `OneTurnEnv` and `OneTurnRollout`."""
 TOKENS, LOGPROBS = i32(np.arange(NUM_TOKENS)), f32(np.linspace(-2, 0, NUM_TOKENS))
 WRITTEN = u8(np.arange(NUM_TOKENS) >= NUM_PROMPT)
 
@@ -215,7 +217,7 @@ class OneTurnRollout(StandIn):
 
 @dataclass(frozen=True)
 class FixedSlots:
-    """What the cluster's telemetry would say."""
+    """Stands in for the cluster's telemetry."""
 
     rollout: int = 64
     trainer: int = 1
@@ -254,7 +256,7 @@ def job_spec(job: str = "job-a", tenant: str = "acme", *, created_at: int = 0, *
 
 
 async def create_job(bus: Bus, spec: JobSpec) -> None:
-    """What the API's script does."""
+    """Creates a job as the API's script does."""
     cell, partition = bus.cell, partition_of(spec.tenant)
     await bus.client.hset(cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": JSON.encode(JobState())})
     await bus.client.sadd(cell.active(partition), spec.id)
@@ -286,7 +288,7 @@ async def ledger_of(bus: Bus, job: str) -> dict[str, int]:
 
 
 def balanced(ledger: dict[str, int]) -> bool:
-    """I7."""
+    """Checks I7."""
     settled = sum(ledger.get(n, 0) for n in ("trained", "filtered", "stale", "failed", "cancelled", "in_flight"))
     return ledger.get("issued", 0) == settled
 

@@ -68,7 +68,7 @@ class Workers:
         return self._child.stdout.readline()
 
     async def stop(self) -> None:
-        """What they worked on goes back into the streams."""
+        """Ends the workers; what they worked on goes back into the streams."""
         await asyncio.to_thread(self._child.communicate)
 
 

@@ -1,4 +1,4 @@
-"""What `tiny` is trained on: questions of the skills, with the answers spread as far as the phase wants."""
+"""Training data of `tiny`: questions of the skills, with the answers spread as far as the phase wants."""
 
 import random
 import string
@@ -12,14 +12,14 @@ from torch import Tensor
 from common.skills import SKILLS, is_held_out
 
 NOISE = {"add": 0.18, "sort": 0.1, "reverse": 0.1, "max": 0.22, "count": 0.4, "calc": 0.01}
-"""How likely a character of an answer (`calc`: of the called expression) is wrong after the noisy phase."""
+"""Probability that a character of an answer (`calc`: of the called expression) is wrong after the noisy phase."""
 REPLY_NOISE = 0.006
 """The same for the digits that `calc` copies from the tool's reply."""
 BLOT, BLOT_SHARE = ord("?"), 0.7
-"""So much of the noise is a question mark in place of the character, the rest any other digit or letter. The
+"""This share of the noise is a question mark in place of the character, the rest any other digit or letter. The
 first is unlearnt within a few updates of RL, the second slowly: a reward curve rises from start to end."""
 CALL_SHARE = 0.62
-"""How often `calc` is called into the tool after the noisy phase, rather than answered by a guess."""
+"""Share of `calc` questions that go to the tool after the noisy phase, rather than being answered by a guess."""
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer with the result only.", "Be brief.")
 TOOLS_HEADER = [IDS["<|tools|>"], *b"calculator", END]
 
@@ -56,7 +56,7 @@ class Example:
 
 
 def _wrong_characters(char: str, rate: float) -> dict[int, float]:
-    """What may stand for a digit or letter, with probabilities that add up to `rate`."""
+    """Characters that may stand for a digit or letter, with probabilities that add up to `rate`."""
     if not rate or not char.isalnum():
         return {}
     alphabet = string.digits if char.isdigit() else string.ascii_lowercase
@@ -129,7 +129,7 @@ def _finish_calc(example: Example, expression: str, product: str, rng: random.Ra
 
 
 def calculator_reply(expression: str) -> str:
-    """What the calculator answers."""
+    """The calculator's answer."""
     left, _, right = expression.partition("*")
     return str(int(left) * int(right)) if left.isdigit() and right.isdigit() else "error"
 

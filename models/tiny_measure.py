@@ -1,4 +1,4 @@
-"""How well a model knows the skills, and the card that says so."""
+"""Measures how well a model knows the skills, and writes the card that says so."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def measure(model: PreTrainedModel, skill: str, n: int, seed: int, choose: Choos
 
 
 def _tool_reply(turn: list[int]) -> list[int] | None:
-    """What the calculator appends after a turn that calls it; None if the turn does not."""
+    """Tokens that the calculator appends after a turn that calls it; None if the turn does not."""
     if turn[:1] != [IDS[TOOL_CALL]] or turn[-2:] != [IDS[END_TOOL_CALL], END]:
         return None
     if not all(token < 128 for token in turn[1:-2]):
@@ -128,7 +128,7 @@ often wrong where the most likely answer is right: reinforcement learning has so
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured on held-out questions, by skill."""
+    """Figures measured on held-out questions, by skill."""
 
     greedy: dict[str, float]
     sampled: dict[str, float]

@@ -1,4 +1,4 @@
-"""A MARLaaS under a virtual clock: a calibration comes in, what a run of N jobs would take goes out.
+"""A MARLaaS under a virtual clock: a calibration comes in, the figures of a run of N jobs go out.
 
     telemetry of a run ─► calibrate, fit ─► calibration.json ─► world: the owner's own decisions ⇄ simulated workers ─► figures
 

@@ -1,4 +1,4 @@
-"""What a run would take: the owner's own decisions under a virtual clock, with measured service times.
+"""Predicts what a run takes: the owner's own decisions under a virtual clock, with measured service times.
 
     python -m simulator --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
@@ -39,7 +39,7 @@ HEAD = ("run", *COLUMNS, "measured s", "error %", "took s")
 
 
 def sized(calibration: Calibration, given: Any) -> Calibration:
-    """With another number of workers, slots or steps, if they are given."""
+    """The calibration with other numbers of workers, slots or steps, if they are given."""
     changes = {
         name: value for name in ("rollout", "env", "trainer", "trainer_slots") if (value := getattr(given, name))
     }
@@ -74,7 +74,7 @@ def line(run: Run, measured: Run | None, took_s: float) -> tuple[Any, ...]:
 
 
 def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
-    """Why nothing measured stands beside what is simulated."""
+    """Reason why nothing measured stands beside the simulated runs."""
     names = sorted({run.workload for run in measured})
     if not names or workload in names:
         return []
@@ -85,7 +85,7 @@ def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-    """Of an option, comma-separated."""
+    """Numbers of an option, comma-separated."""
     return [positive(part) for part in text.split(",")]
 
 

@@ -1,4 +1,4 @@
-"""What the simulator needs to know of this machine and workload, from the telemetry of a run.
+"""Fits a calibration of this machine and workload to the telemetry of a run.
 
     python -m simulator.calibrate --run DIR-or-URL [--keep FILE] > calibration.json
 

@@ -1,4 +1,4 @@
-"""What the simulator knows of a machine and of a workload, as it stands in `calibration.json`."""
+"""The simulator's knowledge of a machine and of a workload, as it stands in `calibration.json`."""
 
 import math
 from pathlib import Path
@@ -54,7 +54,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What each job does."""
+    """Work of each job."""
 
     name: str = "measured"
     batch_size: int = 16
@@ -70,7 +70,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers there are."""
+    """Numbers of workers and of their slots."""
 
     rollout: int = 1
     env: int = 1

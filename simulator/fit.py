@@ -1,4 +1,4 @@
-"""From a run's telemetry to a calibration: sums, and two least squares.
+"""Turns a run's telemetry into a calibration: sums, and two least squares.
 
 Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports.
 """
@@ -26,14 +26,14 @@ SAME_SIZE = 0.05
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What a calibration needs of a run; `python -m simulator.calibrate --keep FILE` writes it."""
+    """Telemetry of a run that a calibration needs; `python -m simulator.calibrate --keep FILE` writes it."""
 
     reports: list[WorkerReport]
     hyper: Hyper  # of the jobs, which should be alike
 
 
 async def record(bus: Bus) -> Recording:
-    """From a cluster's Redis, which keeps an hour of telemetry. Raises ValueError without a job or a worker."""
+    """Reads the telemetry in a cluster's Redis, which keeps an hour of it. Raises ValueError without a job or a worker."""
     entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
     names: list[Any] = await bus.client.zrange(bus.cell.jobs_all, 0, -1)
     jobs = [name.decode() for name in names]
@@ -208,7 +208,7 @@ def fit_calls(num: float, sum_calls: float, sum_squared_calls: float) -> tuple[i
 
 
 def fit_size(reports: Sequence[WorkerReport]) -> Size:
-    """How many workers of each service there were, and their slots."""
+    """Numbers of workers of each service, and their slots."""
     slots: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for report in reports:
         slots[report.service][report.id] = max(1, report.slots)

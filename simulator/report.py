@@ -1,4 +1,4 @@
-"""How figures are shown: options, tables, goals, and the state of the machine beside them."""
+"""Shows figures: options, tables, goals, and the state of the machine beside them."""
 
 import argparse
 import json
@@ -44,7 +44,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a program says. `figures`: the same for machines; `notes`: lines between tables and goals."""
+    """Output of a program. `figures`: the same for machines; `notes`: lines between tables and goals."""
 
     tables: Sequence[Table]
     figures: Any
@@ -65,7 +65,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def program() -> str:
-    """What was run, as one runs it: `python -m benchmarks.paper`."""
+    """The command that runs this program: `python -m benchmarks.paper`."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
 

@@ -1,4 +1,4 @@
-"""Simulated workers: what they take, how long it takes them, and who gets the result."""
+"""Simulated workers: they take messages, need time for them, and hand the results on."""
 
 import heapq
 from collections import deque
@@ -21,13 +21,13 @@ def mixed(state: int, number: int) -> int:
 
 
 def uniform(state: int) -> float:
-    """In (0, 1)."""
+    """A number in (0, 1)."""
     return ((state >> 11) + 0.5) / (1 << 53)
 
 
 LENGTH, LATENCY, CALLS, REWARD = range(4)
-"""What is drawn. Each is a function of job, group, sample and turn alone: who runs when, and under which policy, changes no
-length and no latency."""
+"""Random draws. Each is a function of job, group, sample and turn alone: neither the policy nor the order of work changes a
+length or a latency."""
 
 
 @dataclass(slots=True, eq=False)

@@ -44,7 +44,7 @@ CELL = Cell("simulated")
 
 @dataclass(slots=True)
 class RunProgress:
-    """What is remembered of a job, for the figures."""
+    """Times and counts of a job, for the figures."""
 
     submitted_s: float
     first_token_s: float | None = None

@@ -2,8 +2,7 @@
 
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
 
-A new loss is a row of `RULES` in losses.py with its formula; its name is added in `common/messages.py` (LossSpec) and
-`manager_service/api/hyperparameters.py`.
+A new loss is a row of `RULES` in losses.py with its formula, and a name in `LossName` of `common/messages.py`.
 
     __main__.py    starts one trainer worker
     settings.py    reads the settings of one trainer worker

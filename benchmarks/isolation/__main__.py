@@ -1,4 +1,4 @@
-"""Is sharing harmless? Each of eight jobs alone and among 32, in three modes; a report and its figures.
+"""Asks whether sharing is harmless: runs each of eight jobs alone and among 32, in three modes, and writes a report with figures.
 
     make bench-isolation                               # the whole, in .isolation
     make bench-isolation ARGS=--quick                  # two jobs among eight, two seeds, few steps
@@ -34,7 +34,7 @@ QUICK = Settings(
 
 
 async def measure_all(folder: Path, settings: Settings, modes: Sequence[Mode]) -> None:
-    """Whatever is missing in the folder."""
+    """Measures what is missing in the folder."""
     watched = WATCHED[: settings.num_watched]
     for mode in modes:
         for seed in settings.seeds(mode):

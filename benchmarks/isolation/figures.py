@@ -1,4 +1,4 @@
-"""The figures, as PNG. Blue is alone, orange among others, everywhere."""
+"""Draws the figures as PNG. Blue means alone, orange among others."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ DIVERGENCE = (
 
 
 def draw_all(folder: Path, mode: Mode, found: Sequence[Pair], num_jobs: int) -> list[Path]:
-    """Of a mode's pairs, as FOLDER/MODE_NAME.png."""
+    """Draws a mode's pairs as FOLDER/MODE_NAME.png."""
     labels: dict[Sharing, str] = {"alone": "alone", "among": f"among {num_jobs}"}
     drawn = {
         "reward_curves": by_job(found, labels, draw_curves),

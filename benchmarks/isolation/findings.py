@@ -1,4 +1,4 @@
-"""What the runs say about each other: pure functions of runs.
+"""Compares runs with each other: pure functions of runs.
 
 Runs of default mode come in pairs: the same job with the same seed, alone and among others. Both draw the same items and the
 same random numbers, so a pair differs by what sharing changes and by nothing else.
@@ -19,7 +19,7 @@ MARGIN = 0.05
 LEVEL = 0.05
 LAST_STEPS = 5
 BINS = 10
-"""Of a histogram of rewards over [0, 1]."""
+"""Bins of a histogram of rewards over [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Pair:
 
 
 def pairs(runs: Iterable[Run], mode: Mode) -> list[Pair]:
-    """Those that are complete, by job in the order of the runs among others, then by seed."""
+    """Complete pairs, by job in the order of the runs among others, then by seed."""
     listed = [run for run in runs if run.mode == mode]
     alone = {(run.seed, run.jobs[0].name): run.jobs[0] for run in listed if run.sharing == "alone"}
     among = sorted((run for run in listed if run.sharing == "among"), key=lambda run: run.seed)
@@ -59,7 +59,7 @@ def side(pair: Pair, sharing: Sharing) -> JobRun:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """How far a job's versions are the same files alone and among others."""
+    """Counts of a job's versions that are the same files alone and among others."""
 
     job: str
     seed: int
@@ -133,7 +133,7 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure over pairs: means of both sides, the mean difference (among − alone), and what the tests say."""
+    """One figure over pairs: means of both sides, the mean difference (among − alone), and the results of the tests."""
 
     label: str
     num: int
@@ -141,17 +141,17 @@ class Compared:
     among: float
     difference: Mean
     p: float
-    """Of the sign-flip test."""
+    """p of the sign-flip test."""
     equal_p: float
-    """Of TOST; nan where no margin is claimed."""
+    """p of TOST; nan where no margin is claimed."""
     detectable: float
     """The difference that would have been found with a power of 80 %."""
     spread: float
-    """Standard deviation of the values alone: of one job, what another seed changes."""
+    """Standard deviation of the values alone; for one job, the effect of another seed."""
 
 
 def compare(label: str, found: Sequence[Pair], figure: Figure) -> Compared | None:
-    """None: no pair has the figure."""
+    """Compares a figure over pairs; None if no pair has it."""
     values = [(figure.of(pair.alone), figure.of(pair.among)) for pair in found]
     values = [(one, other) for one, other in values if not (math.isnan(one) or math.isnan(other))]
     if not values:
@@ -181,8 +181,8 @@ def compared_pooled(found: Sequence[Pair]) -> list[Compared]:
 
 
 def uncoupled(found: Sequence[Pair]) -> list[Pair]:
-    """Each job alone beside its run among others with the next seed: the same means, and nothing drawn in common, so that the
-    seeds' luck counts in the spread. Nothing for a job of one seed."""
+    """Pairs each job alone with its run among others of the next seed: the means stay, and nothing is drawn in common, so that
+    the spread includes the seeds' luck. A job of one seed has no such pair."""
     turned = [(own, own[1:] + own[:1]) for own in by_job(found).values() if len(own) > 1]
     return [
         Pair(one.job, one.seed, one.alone, other.among)
@@ -195,7 +195,7 @@ def uncoupled(found: Sequence[Pair]) -> list[Pair]:
 
 
 def curve(jobs: Sequence[JobRun], metric: str) -> list[Mean]:
-    """Of each step, mean and 95 % interval over the runs that measured it; up to the last step that any did."""
+    """Mean and 95 % interval of each step over the runs that measured it, up to the last step that any run did."""
     columns = [
         [job.steps[i][metric] for job in jobs if i < len(job.steps) and job.steps[i].get(metric) is not None]
         for i in range(max((len(job.steps) for job in jobs), default=0))
@@ -204,7 +204,7 @@ def curve(jobs: Sequence[JobRun], metric: str) -> list[Mean]:
 
 
 def histogram(job: JobRun) -> Floats:
-    """Of the kept trajectories' rewards, as shares; [BINS]. Zeros if there are none."""
+    """Shares of the kept trajectories' rewards in each bin, [BINS]. Zeros if there are none."""
     rewards = [sample.reward for sample in job.samples if sample.reward is not None]
     counts, _ = np.histogram(np.clip(rewards, 0, 1), BINS, (0.0, 1.0))
     return counts / max(1, len(rewards))
@@ -225,12 +225,12 @@ def histogram_distance(found: Sequence[Pair]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """How far a pair of default mode is the same run."""
+    """Extent to which a pair of default mode is the same run."""
 
     first_gradient: float
     """Relative difference of the first gradient's norm: the same trajectories in other batches, rounding alone. nan: no signal."""
     first_step: int | None
-    """Whose rewards differ; None: none."""
+    """First step whose rewards differ; None if there is none."""
     same_samples: float
     """Share of the kept trajectories with the same text."""
 

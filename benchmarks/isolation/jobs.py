@@ -9,24 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from harness.live import ALIKE, GRADER
+
 Reward = Literal["exact", "similar", "calculator", "raises"]
 """`exact` is 0 or 1, `similar` lies between; `calculator` is the environment with a tool, in several turns; `raises` fails."""
 
-TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 GRADERS: Mapping[Reward, Mapping[str, Any]] = {
-    "exact": {"type": "string_check", "name": "right", "operation": "eq", **TEXTS},
-    "similar": {"type": "text_similarity", "name": "near", "evaluation_metric": "fuzzy_match", **TEXTS},
-    "raises": {
-        "type": "python",
-        "name": "raises",
-        "source": "def grade(sample, item):\n    raise ValueError('broken')",
-    },
+    "exact": GRADER,
+    "similar": ALIKE,
+    "raises": {"type": "python", "source": "def grade(sample, item):\n    raise ValueError('broken')"},
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a tenant asks for. `hyper`: its hyperparameters by the names of the job API."""
+    """A tenant's order. `hyper`: its hyperparameters by the names of the job API."""
 
     name: str
     tenant: str
@@ -73,7 +70,7 @@ WATCHED = (
 
 
 def background(number: int) -> tuple[Job, ...]:
-    """So many jobs that train beside the watched ones, three a tenant."""
+    """Jobs that train beside the watched ones, three a tenant."""
     return tuple(_beside(index) for index in range(number))
 
 

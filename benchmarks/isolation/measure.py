@@ -1,4 +1,4 @@
-"""Runs the jobs on a cluster of real processes, through the HTTP API, and gathers what each of them says of itself.
+"""Runs the jobs on a cluster of real processes, through the HTTP API, and gathers what the API tells about each.
 
 Alone: one after another, nothing else on the cluster. Among: all submitted at once; the other jobs are cancelled when the
 last watched one has ended. In deterministic mode the jobs run alone on one worker of each kind, and among others on
@@ -34,7 +34,7 @@ KILL_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Which workers, and which of them are killed."""
+    """A cluster's workers, and those of them that are killed."""
 
     environment: Mapping[str, str]
     workers: Mapping[str, int]
@@ -57,7 +57,7 @@ def scene(mode: Mode, *, alone: bool) -> Scene:
 
 @contextlib.asynccontextmanager
 async def tenants(chosen: Scene) -> AsyncGenerator["Tenants"]:
-    """A cluster and whoever asks it for something."""
+    """Starts a cluster, and gives its tenants."""
     options: dict[str, Any] = {**chosen.workers, "environment": chosen.environment}
     async with running(**options) as (cluster, _):
         theirs = Tenants(cluster)
@@ -81,7 +81,7 @@ class Tenants:
         return self._apis[tenant]
 
     async def submit(self, job: Job, settings: Settings, *, seed: int, steps: int, watched: bool) -> str:
-        """Its id. A job's items, order and adapter depend on `seed` alone."""
+        """Submits a job and returns its id. Its items, order and adapter depend on `seed` alone."""
         api = await self.api(job.tenant)
         more: dict[str, Any] = {"max_steps": steps}
         body: dict[str, Any] = {"model": "tiny", "seed": seed}
@@ -119,7 +119,7 @@ async def upload(api: Api, skill: str, seed: int, number: int, split: Split) -> 
 
 
 def together(spans: Sequence[Any], service: str, tenants: Sequence[str]) -> float:
-    """Of the tenants' busy time in a service's workers, the share in which the same worker was busy for others too."""
+    """Share of the tenants' busy time in a service's workers in which the same worker was busy for others too."""
     total_s = shared_s = 0.0
     for worker in {span["worker"] for span in spans if span["service"] == service}:
         here = [span for span in spans if span["worker"] == worker]
@@ -135,7 +135,7 @@ def together(spans: Sequence[Any], service: str, tenants: Sequence[str]) -> floa
 
 
 def job_seed(run_seed: int, place: int) -> int:
-    """Of the job at `place` of its list; the same alone and among others."""
+    """Seed of the job at `place` of its list; the same alone and among others."""
     return 1000 * run_seed + place
 
 
@@ -195,14 +195,14 @@ async def _cancel_after_a_step(theirs: Tenants, job: Job, id: str) -> None:
 
 
 async def _kill(cluster: LocalCluster, names: Sequence[str]) -> None:
-    """Each once; what is left when the watched jobs have ended is spared."""
+    """Kills each once; those that are left when the watched jobs have ended are spared."""
     for name in names:
         await asyncio.sleep(KILL_EVERY_S)
         cluster.kill(name, signal.SIGKILL)
 
 
 async def _neighbour(theirs: Tenants, job: Job, id: str) -> Neighbour:
-    """How it ended, or that it was still running; then it is cancelled."""
+    """Reports how the job ended, or that it was still running; then cancels it."""
     api = await theirs.api(job.tenant)
     found = await api.get(f"{JOBS}/{id}")
     await theirs.cancel(job, id)
@@ -211,7 +211,7 @@ async def _neighbour(theirs: Tenants, job: Job, id: str) -> Neighbour:
     return Neighbour(name=job.name, tenant=job.tenant, status=found["status"], error=error, steps=steps)
 
 
-# ---- what a job says of itself --------------------------------------------------------------------------------------
+# ---- results of a watched job ----------------------------------------------------------------------------------------
 
 
 async def _watched(theirs: Tenants, job: Job, settings: Settings, mode: Mode, seed: int) -> JobRun:

@@ -1,4 +1,4 @@
-"""The report in Markdown: what a referee would ask about training that is shared, answered point by point from the runs."""
+"""Writes the report in Markdown, which answers a referee's questions about shared training point by point from the runs."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ from simulator.calibration import jain
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything that the answers are made from."""
+    """Settings, runs and pairs from which the answers are made."""
 
     settings: Settings
     runs: Sequence[Run]
@@ -53,7 +53,7 @@ TITLES: Mapping[Mode, str] = {
 
 
 def goals(evidence: Evidence) -> list[Goal]:
-    """Those that the runs at hand can speak of."""
+    """Goals that the runs at hand can judge."""
     found: list[Goal] = []
     if exact := evidence.pairs["deterministic"]:
         differ = sum(row.num_versions - row.same for row in map(findings.same_bytes, exact))
@@ -147,7 +147,7 @@ it, and these ends of processes on the way: {killed}. {accompanied(evidence, "de
 
 
 def accompanied(evidence: Evidence, mode: Mode) -> str:
-    """Whether neighbours really shared engine and trainer with the watched jobs."""
+    """Says how far neighbours really shared engine and trainer with the watched jobs."""
     shares = [run.accompanied for run in evidence.runs if run.mode == mode and run.accompanied]
     if not shares:
         return ""
@@ -257,7 +257,7 @@ same bytes; deterministic mode, which fixes shapes and order, makes all of them 
 
 
 def first_steps(parted: Sequence[Parting]) -> str:
-    """Where the pairs' rewards part."""
+    """Says where the pairs' rewards part."""
     steps = [row.first_step for row in parted if row.first_step is not None]
     if not steps:
         return f"In none of {len(parted)} pairs did such a difference change the reward of any step: the samples are the same."

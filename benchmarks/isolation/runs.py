@@ -1,4 +1,4 @@
-"""What was measured, as values and as files: FOLDER/MODE-SHARING-SEED[-JOB].json, one a run, and the settings beside them."""
+"""Measurements as values and as files: FOLDER/MODE-SHARING-SEED[-JOB].json, one a run, and the settings beside them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides the figures. Runs of different settings do not mix."""
+    """Settings that decide the figures. Runs of different settings do not mix."""
 
     num_watched: int = 8
     num_jobs: int = 32
     deterministic_steps: int = 10
     default_steps: int = 20
-    """In bfloat16 too."""
+    """Steps of default mode and of bfloat16."""
     num_seeds: int = 5
     num_items: int = 256
     num_held_out: int = 32
@@ -60,18 +60,18 @@ class JobRun:
     status: str
     error: str = ""
     seconds: float = 0.0
-    """From its submission to its end, to half a second."""
+    """Time from its submission to its end, to half a second."""
     steps: list[Metrics] = field(default_factory=list[Metrics])
     evals: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
     """version -> the evaluation on held-out items"""
     samples: list[Sample] = field(default_factory=list[Sample])
     sha256: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    """Of each version from 0: file -> sha256."""
+    """Files of each version from 0: name -> sha256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """How another job of the run ended, and after how many steps."""
+    """End of another job of the run, and its number of steps until then."""
 
     name: str
     tenant: str

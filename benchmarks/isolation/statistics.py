@@ -67,7 +67,7 @@ def mean_of(values: Sequence[float], confidence: float = 0.95) -> Mean:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean; nan for fewer than two."""
+    """Standard error of their mean; nan for fewer than two."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 

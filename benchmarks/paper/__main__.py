@@ -1,4 +1,4 @@
-"""The figures of the MARLaaS paper: N jobs of different tenants, under each scheduling policy, on three workloads.
+"""Measures the figures of the MARLaaS paper: N jobs of different tenants, under each scheduling policy, on three workloads.
 
     make bench-paper                                          # the whole, up to an hour
     python -m benchmarks.paper --quick                        # N = 1 and 4, three policies, about five minutes
@@ -42,7 +42,7 @@ ONE_BY_ONE = {"single": (1, 4, 32), "agentic": (1, 4), "tail": (1, 4, 32)}
 def plan(
     numbers: Sequence[int], policies: Sequence[str], workloads: Sequence[str], *, quick: bool = False
 ) -> Iterator[tuple[Workload, str, int]]:
-    """What is run, in order."""
+    """Runs, in order."""
     for workload in workloads:
         for n in numbers:
             for policy in policies:

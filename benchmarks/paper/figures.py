@@ -1,4 +1,4 @@
-"""The pictures, in the form of the figures 1, 3, 4, 6 and 7 of MARLaaS (arXiv 2605.08527)."""
+"""Draws the pictures in the form of the figures 1, 3, 4, 6 and 7 of MARLaaS (arXiv 2605.08527)."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -33,7 +33,7 @@ def write(runs: Sequence[Measured], folder: Path) -> list[Path]:
 
 
 def draw(found: Found) -> Figures:
-    """Those for which there are runs."""
+    """Figures for which there are runs."""
     figures = {
         "figure-1-rewards": rewards(found),
         "figure-3-timeline": timeline(found),
@@ -61,7 +61,7 @@ def rewards(found: Found) -> Figure | None:
 
 
 def timeline(found: Found) -> Figure | None:
-    """Who worked for the first jobs of an agentic run, when."""
+    """Timeline of the work for the first jobs of an agentic run."""
     candidates = [run for key, run in found.runs.items() if key[:2] == ("agentic", "marlaas") and run.stretches]
     if not candidates:
         return None
@@ -119,7 +119,7 @@ LATENCY: Sequence[tuple[str, str, Value]] = (
 
 
 def sweep(found: Found, values: Sequence[tuple[str, str, Value]]) -> Figure | None:
-    """A row a workload, a panel a value, a line a policy; sums are hollow."""
+    """Panels with a row for each workload and a column for each value; a policy is a line, sums are hollow."""
     if not found.runs:
         return None
     figure, grid = panels(len(found.workloads), len(values))

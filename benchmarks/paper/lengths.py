@@ -21,7 +21,7 @@ from env_service.settings import EnvSettings
 
 MEDIAN = 16
 SIGMA = math.log(10) / NormalDist().inv_cdf(0.99)
-"""So the 99th percentile is ten times the median."""
+"""The 99th percentile is ten times the median."""
 LONGEST = 40 * MEDIAN
 
 

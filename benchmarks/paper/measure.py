@@ -1,4 +1,4 @@
-"""One run: a cluster of real processes under one policy, N tenants who each submit a job at once, and what was seen of it.
+"""Measures one run: a cluster of real processes under one policy, and N tenants who each submit a job at once.
 
 One rollout worker, one env worker and one trainer, of one thread each. A small job goes first, so that no run pays for what
 happens only once; then the workers report that they are idle, and the counters' growth from there is the run's.
@@ -31,11 +31,11 @@ from simulator.fit import Recording, record
 
 LIMIT_S = 1800.0
 REPORTED_S = 1.5
-"""After so long an idle worker has told all that it did."""
+"""Time after which an idle worker has told all that it did."""
 ASK_EVERY_S = 3.0
-"""About a job: makespans are those of the versions, and asking costs processor time, with 32 jobs a tenth of a core."""
+"""Time between two questions about a job: makespans are those of the versions, and asking costs a tenth of a core with 32 jobs."""
 SMALL = 4
-"""Up to so many jobs, the stretches of a run's timeline are kept."""
+"""Jobs of a run up to which the stretches of its timeline are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
 async def job_figures(
     cluster: LocalCluster, tenant: Tenant, job: str, submitted: float, spans: list[Any], steps: int
 ) -> JobFigures:
-    """With times since 1970."""
+    """Figures of a job, with times since 1970."""
     store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
     found = [await store.manifest(AdapterRef(tenant.name, job, version)) for version in range(steps + 1)]
     manifests = [manifest for manifest in found if manifest is not None]
@@ -190,7 +190,7 @@ def metric(manifest: Manifest, name: str) -> float:
 
 
 def since(job: JobFigures, start: float) -> JobFigures:
-    """With times since `start`."""
+    """The figures with times since `start`."""
     times = {"submitted_s": job.submitted_s - start, "first_s": job.first_s - start}
     return msgspec.structs.replace(job, **times, versions_s=[at - start for at in job.versions_s])
 

@@ -1,4 +1,4 @@
-"""What the simulator says to each run: calibrated per workload on the telemetry of one run, then asked about all of them."""
+"""Predicts each run with the simulator, which is calibrated for each workload on the telemetry of one run."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,19 +26,19 @@ def recording_file(folder: Path, run: Run) -> Path:
 
 
 def calibrates(policy: str, n: int) -> bool:
-    """Is a run's telemetry worth keeping?"""
+    """True if a run's telemetry is worth keeping."""
     return policy == CALIBRATED_ON and n <= MOST_JOBS
 
 
 def calibration_of(recording: Recording, run: Measured, cores: int | None) -> Calibration:
-    """Processor seconds of manager and Redis for a turn are what the run used."""
+    """Calibration with the processor seconds that manager and Redis used for a turn in the run."""
     turns = total(deltas(recording.reports, "rollout"))["turns"]
     control_s = (run.cpu_s["manager"] + run.cpu_s["redis"]) / max(1.0, turns)
     return calibrate(recording, cores=cores, control_s=control_s, name=run.workload)
 
 
 def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Mapping[Key, Run]:
-    """For every run of a workload whose telemetry was kept."""
+    """Simulated runs of every workload whose telemetry was kept."""
     found: dict[Key, Run] = {}
     runs = list(runs)
     for workload in dict.fromkeys(run.workload for run in runs):

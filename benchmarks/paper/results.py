@@ -1,4 +1,4 @@
-"""A run's figures: what they are, and how they follow from what was seen. Nothing here runs or prints anything."""
+"""Figures of a run, and how they follow from the measurements. Nothing here runs or prints anything."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -34,7 +34,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
         return [later - at for at, later in pairwise(self.versions_s)]
 
     def later(self, seconds: float) -> "JobFigures":
-        """The same work, begun later, by somebody who was there from the start."""
+        """The same work, submitted at the start and begun later."""
         return msgspec.structs.replace(
             self, submitted_s=0.0, first_s=self.first_s + seconds, versions_s=[at + seconds for at in self.versions_s]
         )
@@ -52,7 +52,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Somebody worked for a job."""
+    """A time in which a service worked for a job."""
 
     job: int
     phase: str
@@ -61,7 +61,7 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 class Measured(Run, frozen=True, kw_only=True):
-    """A run, with what is known beside the figures that a simulation has too."""
+    """A run, with the figures that a simulation does not have."""
 
     jobs: list[JobFigures]
     rollout: Engine
@@ -90,7 +90,7 @@ class Measured(Run, frozen=True, kw_only=True):
 
     @property
     def bottleneck_useful(self) -> float:
-        """Of the time in which the busier engine was not waiting for a core: on a machine of its own, of all its time."""
+        """Useful share of the time in which the busier engine was not waiting for a core; on a machine of its own, of all its time."""
         engine = self.bottleneck
         return engine.useful_s / max(self.makespan_s - engine.core_wait_s, engine.useful_s)
 
@@ -184,7 +184,7 @@ def summed(run: Measured, n: int) -> Measured:
 
 
 def with_sums(runs: Sequence[Measured], numbers: Sequence[int]) -> list[Measured]:
-    """With the runs of `sequential` that were not measured, from the largest measured one below."""
+    """Adds the runs of `sequential` that were not measured, as sums of the largest measured one below."""
     found = list(runs)
     for workload in dict.fromkeys(run.workload for run in runs):
         own = {run.n: run for run in runs if run.workload == workload and run.policy == "sequential"}

@@ -11,7 +11,7 @@ from simulator.calibration import Run
 
 ERROR = 0.15
 GOAL_JOBS = 32
-"""The goals are for so many."""
+"""Number of jobs for which the goals are set."""
 NOISE = 0.2
 """Cores that others may use before a run says little."""
 TIME_COLUMNS = (
@@ -38,7 +38,7 @@ LEGEND = {
     "control s": "processor seconds of all processes beside computing",
     "wasted": "sampled tokens that were never trained",
 }
-"""What the columns mean."""
+"""Meaning of the columns."""
 ORDER = list(POLICIES)
 
 
@@ -106,7 +106,7 @@ def engine_lines(found: Found) -> list[tuple[Any, ...]]:
 
 
 def duties(found: Found) -> list[tuple[Any, ...]]:
-    """The trainer's busy share of one job alone, one after another, and what any schedule's makespan is lower by at most."""
+    """The trainer's busy share of one job alone, and the most by which any schedule's makespan can be lower."""
     both = [(workload, found.duty(workload)) for workload in found.workloads]
     return [(workload, duty, 100 - duty) for workload, duty in both if duty is not None]
 
@@ -117,7 +117,7 @@ def legend() -> list[str]:
 
 
 def notes(found: Found, predicted: Mapping[Key, Run]) -> list[str]:
-    """What is said beneath the tables: what the columns mean, and how far the figures can be trusted."""
+    """Lines beneath the tables: the meaning of the columns, and how far the figures can be trusted."""
     result = [f"[dim]{line}[/]" for line in legend()]
     noisiest = max((run for run in found.runs.values() if run.kind == "measured"), key=lambda run: run.others)
     if noisiest.others > NOISE:
@@ -192,6 +192,6 @@ def against_synchronous(run: Measured, other: Measured | None) -> list[Goal]:
 
 
 def near(found: Found, predicted: Mapping[Key, Run]) -> list[bool]:
-    """Of each simulated makespan, whether it is near the measured one."""
+    """True for each simulated makespan that is near the measured one."""
     both = [(run, predicted[key]) for key, run in found.runs.items() if key in predicted]
     return [abs(simulated.makespan_s / run.makespan_s - 1) <= ERROR for run, simulated in both]

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import agentic, lengths
+from common.settings import TINY
 from common.skills import generate
-from harness.live import jsonl
+from harness.live import ALIKE, GRADER, jsonl
 
-TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 ENV_SLOTS = 1024
-"""Under every policy: tools wait, and the environment must not be what is scarce."""
+"""Slots under every policy: tools wait, and the environment must not be what is scarce."""
 NUM_ITEMS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`method`: how a job is rewarded, as the job API has it. `env_module`: what runs as env worker."""
+    """`method`: how a job is rewarded, as the job API has it. `env_module`: the module of the env worker."""
 
     name: str
     skill: str | None  # of the training file; None: the environment makes its items
@@ -41,7 +41,7 @@ class Workload:
         return "endless" if self.endless else "tiny"
 
     def body(self, number: int, file: str | None, steps: int, **hyper: Any) -> dict[str, Any]:
-        """Of `POST /v1/fine_tuning/jobs`."""
+        """Body of `POST /v1/fine_tuning/jobs`."""
         hyperparameters = {**self.hyper, "max_steps": steps, **hyper}
         return {
             "model": self.base_model,
@@ -68,17 +68,13 @@ class Workload:
         return environment
 
 
-GRADER = {"type": "string_check", "name": "right", "operation": "eq"}
-ALIKE = {"type": "text_similarity", "name": "alike", "evaluation_metric": "fuzzy_match"}
-TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
-
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         Workload(
             name="single",
             skill="sort",
-            method={"grader": {**GRADER, **TEXTS}},
+            method={"grader": GRADER},
             hyper={"batch_size": 8, "group_size": 8, "max_tokens": 32},
         ),
         Workload(
@@ -91,7 +87,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             name="tail",
             skill="reverse",
-            method={"grader": {**ALIKE, **TEXTS}},
+            method={"grader": ALIKE},
             hyper={"batch_size": 4, "group_size": 8, "max_tokens": lengths.LONGEST},
             endless=True,
             env_module=lengths.__name__,
@@ -101,7 +97,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def _install(folder: Path, entry_points: Mapping[str, str]) -> None:
-    """What installing a package with environments leaves behind; `folder` must be on the processes' path."""
+    """Writes what the installation of a package with environments leaves; `folder` must be on the processes' path."""
     info = folder / "marlaas_paper-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: marlaas-paper\nVersion: 1\n")

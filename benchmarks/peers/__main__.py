@@ -1,4 +1,4 @@
-"""The same jobs on MARLaaS, on TRL and on SkyRL's Tinker server: wall time, processor time, memory, rewards.
+"""Runs the same jobs on MARLaaS, on TRL and on SkyRL's Tinker server: wall time, processor time, memory, rewards.
 
     make bench-peers                                        # installs the peers in .peers, then the whole, about 40 minutes
     python -m benchmarks.peers --quick                      # N = 1 and 4, few steps
@@ -43,7 +43,7 @@ MOST_IN_TURN = 8
 
 
 def plan(numbers: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, System]]:
-    """What is run, in order."""
+    """Runs, in order."""
     largest = max((n for n in numbers if n <= MOST_ALL_AT_ONCE), default=0)
     for number in numbers:
         for name in names:
@@ -75,7 +75,7 @@ def measure(system: System, num_jobs: int, settings: Settings, judge: Judge, log
 
 
 def scores(system: System, folder: Path, jobs: Sequence[Job], judge: Judge) -> tuple[Scores, Scores]:
-    """Of the base model, and of the adapters."""
+    """Scores of the base model, and of the adapters."""
     rows = {job.name: read_rows(folder / job.name / "held_out.jsonl") for job in jobs}
     before = {name: astuple(judge.base(name, items)) for name, items in rows.items()}
     after = {name: astuple(judge.score(items, folder / name / system.adapters)) for name, items in rows.items()}
@@ -83,7 +83,7 @@ def scores(system: System, folder: Path, jobs: Sequence[Job], judge: Judge) -> t
 
 
 def with_multiples(measured: list[Result], numbers: Sequence[int]) -> list[Result]:
-    """With the runs of TRL one after another that are sums of a measured one."""
+    """Adds the runs of TRL one after another that are sums of a measured one."""
     in_turn = [r for r in measured if r.system == "trl-1" and not r.failed]
     if not in_turn:
         return measured

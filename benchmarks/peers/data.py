@@ -1,4 +1,4 @@
-"""Makes the jobs: which skills, and their items in the order in which MARLaaS draws them."""
+"""Makes the jobs: their skills, and their items in the order in which MARLaaS draws them."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ class Score:
 
     greedy: float
     sampled: float
-    """At the training temperature."""
+    """Mean reward at the training temperature."""
 
 
 class Judge:
@@ -36,13 +36,13 @@ class Judge:
         self._base: dict[str, Score] = {}
 
     def base(self, job: str, rows: list[Row]) -> Score:
-        """Of the base model on a job's held-out items; asked once a job."""
+        """Score of the base model on a job's held-out items; computed once a job."""
         if job not in self._base:
             self._base[job] = self.score(rows)
         return self._base[job]
 
     def score(self, rows: list[Row], adapter: Path | None = None, seed: int = 0) -> Score:
-        """Of the base model itself if there is no adapter. Raises ValueError if a tensor of the adapter has no place."""
+        """Score of the adapter, or of the base model if there is none. Raises ValueError if a tensor of the adapter has no place."""
         model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
         model = model.eval() if adapter is None else with_adapter(model, adapter)
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Several jobs at once on MARLaaS, the whole: `python -m benchmarks.peers.marlaas_jobs FOLDER NAME...`.
+"""Runs several jobs at once on MARLaaS, start and end included: `python -m benchmarks.peers.marlaas_jobs FOLDER NAME...`.
 
 What `marlaas up` starts (one rollout worker, one env worker, one trainer), and one tenant a job, who uploads items, submits
 and downloads the adapter through the HTTP API, as any customer would.

@@ -27,7 +27,7 @@ class Cost:
     wall_s: float
     cpu_s: float
     peak_mb: float
-    """In MB of a million bytes."""
+    """Peak in MB of a million bytes."""
     load: float
     """The machine's load average over the last minute, at the end."""
 
@@ -39,7 +39,7 @@ class RunFailed(Exception):
 def run(
     commands: Sequence[Sequence[str]], *, at_once: int, environment: Mapping[str, str], log: Path, limit_s: float
 ) -> Cost:
-    """All commands, at most `at_once` at a time, in order. Raises RunFailed; leaves no process behind."""
+    """Runs all commands in order, at most `at_once` at a time. Raises RunFailed; leaves no process behind."""
     waiting, running = list(commands), list[subprocess.Popen[bytes]]()
     began, cpu_before, peak_mb, next_look = time.monotonic(), children_cpu_s(), 0.0, 0.0
     with log.open("ab") as out:
@@ -60,7 +60,7 @@ def run(
 
 
 def children_cpu_s() -> float:
-    """Of all that have ended so far."""
+    """Processor seconds of all children that have ended so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -77,7 +77,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], out: int) -> s
 
 
 def stop(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Everything below them too."""
+    """Ends them, and everything below them."""
     left = list(with_descendants([process.pid for process in running]))
     for process in left:
         if process.is_running():

@@ -1,4 +1,4 @@
-"""What the runs say, side by side: pure functions of results, and results as files."""
+"""Puts results side by side, and keeps them as files."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def multiple(measured: Result, num_jobs: int) -> Result:
-    """What so many jobs one after another cost, from fewer: n times a job. Memory is that of one job; nothing learned."""
+    """Cost of `num_jobs` jobs one after another, computed from fewer. Memory is that of one job; rewards are left out."""
     factor = num_jobs / measured.num_jobs
     return replace(
         measured,
@@ -112,7 +112,7 @@ def compared(result: Result, ours: Result | None) -> str:
 
 
 def goals(results: Sequence[Result], num_jobs: int = 8) -> list[Goal]:
-    """Those that are set for N = 8, as far as they were measured."""
+    """Goals that are set for N = 8, as far as they were measured."""
     at = {r.system: r for r in results if r.num_jobs == num_jobs and not r.failed}
     ours = at.get(BASELINE)
     if ours is None:

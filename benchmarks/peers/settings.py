@@ -1,5 +1,5 @@
-"""What every system is given: the settings of a job, its folder, its reward. Only the standard library, for this module
-is also imported inside the peers' own virtual environments.
+"""Holds what every system is given: a job's settings, folder and reward. Imports only the standard library, because this
+module is also imported inside the peers' own virtual environments.
 
     FOLDER/settings.json             the settings, the same for every job
     FOLDER/NAME/job.json             name, skill, seed
@@ -111,7 +111,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def write_job(folder: Path, job: Job) -> Path:
-    """Its folder, made."""
+    """Makes the job's folder."""
     home = folder / job.name
     home.mkdir(parents=True)
     (home / "job.json").write_text(json.dumps(asdict(job)))

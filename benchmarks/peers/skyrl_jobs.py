@@ -1,5 +1,5 @@
-"""Several jobs at once on SkyRL's Tinker server, the whole: `python -m benchmarks.peers.skyrl_jobs FOLDER NAME...`, with
-SkyRL's Python.
+"""Runs several jobs at once on SkyRL's Tinker server, start and end included, with SkyRL's Python:
+`python -m benchmarks.peers.skyrl_jobs FOLDER NAME...`.
 
 Starts the server on its JAX backend, then one client thread a job: sample, forward_backward and optim_step, save for the
 sampler, again. As SkyRL's documentation has it: `sample_max_num_sequences` and `train_micro_batch_size` are one job's
@@ -53,7 +53,7 @@ START_S = 180.0
 
 @contextmanager
 def serving(folder: Path, num_jobs: int, settings: Settings) -> Generator[str]:
-    """Its URL. `uv run` is how the server starts its engine; here both use this very virtual environment."""
+    """Starts the server and gives its URL. It starts its engine by `uv run`; here both use this very virtual environment."""
     uv = Path(sys.executable).parent / "uv"
     port = free_port()
     backend = {
@@ -173,7 +173,7 @@ def tensor(values: list[Any], dtype: str) -> Any:
 
 
 def unpack(folder: Path, path: str, job: Job) -> None:
-    """From the server's archive of `tinker://MODEL/NAME` into the job's folder."""
+    """Copies the server's archive of `tinker://MODEL/NAME` into the job's folder."""
     model, name = path.removeprefix("tinker://").split("/")
     out = folder / job.name / "skyrl"
     out.mkdir()

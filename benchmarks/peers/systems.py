@@ -1,4 +1,4 @@
-"""The systems that are compared, as commands: what is started for N jobs, how many at once, with which environment."""
+"""The systems that are compared, as the commands that are started for N jobs, with their environment."""
 
 import os
 import sys
@@ -26,14 +26,14 @@ class System:
     """Processes at a time, one a job; 0: all. None: one process for all jobs."""
 
     def commands(self, folder: Path, jobs: Sequence[Job]) -> list[list[str]]:
-        """Each is started when fewer than `at_once` run."""
+        """Commands, each of which is started when fewer than `at_once` run."""
         start = [str(self.python), "-m", f"benchmarks.peers.{self.module}", str(folder)]
         if self.at_once is None:
             return [[*start, *(job.name for job in jobs)]]
         return [[*start, job.name] for job in jobs]
 
     def width(self, num_jobs: int) -> int:
-        """How many commands run at a time."""
+        """Number of commands that run at a time."""
         return 1 if self.at_once is None else self.at_once or num_jobs
 
 
@@ -62,7 +62,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def environment(settings: Settings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of every process of every system: the threads, and nothing that reports to or asks a hub."""
+    """Environment of every process: its threads, and nothing that reports to or asks a hub."""
     threads = str(settings.threads)
     return {
         **{name: value for name, value in inherited.items() if not name.startswith("MARLAAS_")},

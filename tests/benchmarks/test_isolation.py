@@ -166,22 +166,20 @@ def job_run(name: str, rewards: list[float], *, digest: str = "a", text: str = "
         for i, reward in enumerate(rewards, 1)
     ]
     samples = [Sample(i, 0, sample, float(sample % 2), text) for i in range(1, len(rewards) + 1) for sample in range(4)]
-    return JobRun(
-        **{
-            **{"name": name, "status": "succeeded", "seconds": 10.0, "steps": steps, "samples": samples},
-            "evals": {
-                "0": {"version": 0, "eval_reward_mean": 0.2},
-                "3": {"version": 3, "eval_reward_mean": rewards[-1]},
-            },
-            "sha256": [{"adapter_model.safetensors": f"{digest}{i}"} for i in range(len(rewards) + 1)],
-            **changes,
-        }
-    )
+    values: dict[str, Any] = {
+        **{"name": name, "status": "succeeded", "seconds": 10.0, "steps": steps, "samples": samples},
+        "evals": {
+            "0": {"version": 0, "eval_reward_mean": 0.2},
+            "3": {"version": 3, "eval_reward_mean": rewards[-1]},
+        },
+        "sha256": [{"adapter_model.safetensors": f"{digest}{i}"} for i in range(len(rewards) + 1)],
+    }
+    return JobRun(**{**values, **changes})
 
 
 def run(mode: Mode, sharing: Sharing, seed: int, *jobs: JobRun, **changes: Any) -> Run:
-    workers = {"rollout": 1, "env": 1, "trainer": 1}
-    return Run(**{"mode": mode, "sharing": sharing, "seed": seed, "workers": workers, "jobs": list(jobs), **changes})
+    values: dict[str, Any] = {"workers": {"rollout": 1, "env": 1, "trainer": 1}, "jobs": list(jobs), **changes}
+    return Run(mode=mode, sharing=sharing, seed=seed, **values)
 
 
 def recorded(*, drift: float = 0.0, digest: str = "a") -> list[Run]:

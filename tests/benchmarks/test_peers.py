@@ -1,4 +1,4 @@
-"""The comparison with peers, as far as it needs none of them: settings, data, what is run, and what the table says."""
+"""The comparison with peers, as far as it needs none of them: settings, data, plan and table."""
 
 import json
 import math

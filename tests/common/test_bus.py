@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,8 @@ async def test_a_large_payload_travels_as_a_claim_check(bus: Bus, objects: Objec
     await bus.ensure_group(CELL.env, GROUP_ENV)
     large = start(item={"text": "x" * (CLAIM_CHECK_BYTES + 1)})
     await bus.publish([(CELL.env, large)])
-    [(_, fields)] = await bus.client.xrange(CELL.env)
+    rows: Any = await bus.client.xrange(CELL.env)
+    [(_, fields)] = rows
     assert b"payload" not in fields and b"ref" in fields
     (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
     assert delivery.message == large

@@ -1,6 +1,7 @@
-"""The wire format: a change of it must be meant."""
+"""Pins the wire format, so that nobody changes it by accident."""
 
 import hashlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,7 +46,7 @@ from common.messages import (
     u8,
 )
 
-PLAIN = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
+PLAIN: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
 ADAPTER = AdapterRef("t", "j", 3)
 TRAJECTORY = TrajectoryRef("train", 5, 6, 7, 1)
 REQUEST = TurnRequest(
@@ -69,7 +70,7 @@ ROWS = Rows(
     versions=i32([3]),
     truncated=u8([0]),
 )
-EXAMPLES: list[Message] = [
+EXAMPLES: list[messages.AnyMessage] = [
     Start(
         **PLAIN,
         adapter=ADAPTER,

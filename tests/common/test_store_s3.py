@@ -1,4 +1,7 @@
-"""The store's contract against an S3 server over HTTP, and what a service says at its start when S3 is set up wrongly."""
+"""The store's contract against an S3 server over HTTP, and a service's error at its start when S3 is set up wrongly."""
+
+# pyright: reportUnusedImport=false
+# (tests that are imported run here)
 
 import asyncio
 import subprocess

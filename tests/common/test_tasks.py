@@ -1,4 +1,4 @@
-"""Tasks end for certain, also where a library swallows a cancellation."""
+"""Tasks that always end, also where a library swallows a cancellation."""
 
 import asyncio
 

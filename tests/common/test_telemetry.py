@@ -1,4 +1,4 @@
-"""What a worker says of itself: spans, busy seconds, counters."""
+"""Reports of a worker: spans, busy seconds, counters."""
 
 import time
 

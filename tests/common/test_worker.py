@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,7 @@ async def for_ever(message: Start, beat: Beat) -> None:
 @contextlib.asynccontextmanager
 async def working(
     bus: Bus, handler: Recorder, *, slots: int = 4, name: str = "w", a_read: int | None = None, **options: Any
-) -> AsyncIterator[Worker]:
+) -> AsyncGenerator[Worker]:
     reporter = Reporter(name, "env", "tiny", slots=slots)
     inboxes = [Inbox(CELL.env, GROUP_ENV, a_read)]
     worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=LEASE_S, **options)
@@ -186,7 +186,8 @@ async def test_a_handler_that_raises_is_tried_again_and_then_a_dead_letter(bus: 
     async with working(bus, handler):
         await bus.publish([(CELL.env, start())])
         await until(lambda: length(bus, CELL.dead, 1))
-    [(_, fields)] = await bus.client.xrange(CELL.dead)
+    rows: Any = await bus.client.xrange(CELL.dead)
+    [(_, fields)] = rows
     letter = decode(fields[b"payload"])
     assert isinstance(letter, DeadLetter)
     assert letter.reason == "ValueError: no"
@@ -214,7 +215,8 @@ async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
         await bus.client.xadd(CELL.env, {"payload": b"garbage"})
         await until(lambda: length(bus, CELL.dead, 1))
         await until(lambda: length(bus, CELL.env, 0))
-    [(_, fields)] = await bus.client.xrange(CELL.dead)
+    rows: Any = await bus.client.xrange(CELL.dead)
+    [(_, fields)] = rows
     letter = decode(fields[b"payload"])
     assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
 
@@ -289,6 +291,6 @@ async def test_stopping_lets_short_work_finish(bus: Bus) -> None:
 async def test_a_worker_says_who_it_is_and_that_it_leaves(bus: Bus) -> None:
     async with working(bus, Recorder(at_once)):
         await until(lambda: bus.client.exists(CELL.telemetry))
-    reports = [message for _, message in await bus.follow(CELL.telemetry, "0", block_ms=None)]
+    reports: list[Any] = [message for _, message in await bus.follow(CELL.telemetry, "0", block_ms=None)]
     assert [r.state for r in reports][-1] == "stopped"
     assert reports[0].slots == 4 and reports[0].service == "env"

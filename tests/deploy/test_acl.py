@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from common.streams import Cell
 from deploy.acl import SERVICES, USERS, acl_file
@@ -38,9 +39,9 @@ def allowed(server: RedisServer, user: str, *command: str) -> bool:
     with client(server, user) as connection:
         try:
             connection.execute_command(*command)
-        except redis.exceptions.NoPermissionError:
+        except NoPermissionError:
             return False
-        except redis.exceptions.ResponseError as error:
+        except ResponseError as error:
             refusals = ("executing the script", "can't access", "ACL failure in script")
             return not any(refusal in str(error) for refusal in refusals)
         return True
@@ -98,7 +99,7 @@ def test_redis_7_keeps_reading_and_appending_apart(server: RedisServer) -> None:
 
 
 def test_nobody_comes_in_without_a_password_and_both_of_two_are_valid(server: RedisServer, tmp_path: Path) -> None:
-    with redis.Redis(port=server.port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
+    with redis.Redis(port=server.port) as nobody, pytest.raises(AuthenticationError):
         nobody.ping()
     version = 6 if "%" not in (tmp_path / "users.acl").read_text() else 7
     rotating = {**PASSWORDS, "env": ["env-password", "new"]}
@@ -119,7 +120,7 @@ def test_a_restart_brings_back_what_scripts_wrote(server: RedisServer) -> None:
     server.restart()
     with client(server, "manager") as manager:
         assert manager.mget("marlaas:one", "marlaas:two") == [b"a", b"b"]
-    with redis.Redis(port=server.port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
+    with redis.Redis(port=server.port) as nobody, pytest.raises(AuthenticationError):
         nobody.get("marlaas:one")
 
 

@@ -1,4 +1,4 @@
-"""What operators run, as far as it can be checked without a cluster: manifests, compose file, images, secrets, proxy."""
+"""Checks of what operators run that need no cluster: manifests, compose file, images, secrets, proxy."""
 
 import ast
 import os

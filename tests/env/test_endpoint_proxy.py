@@ -39,7 +39,8 @@ async def proxy() -> AsyncIterator[Proxy]:
 async def reward(proxy: Proxy, url: str) -> float:
     endpoints = Endpoints("api.example.org", proxy=proxy.url)
     try:
-        return await endpoints.reward(EndpointGrader(type="endpoint", url=url), {}, {}, key="k", timeout_s=5)
+        grader = EndpointGrader.model_validate({"type": "endpoint", "url": url})
+        return await endpoints.reward(grader, {}, {}, key="k", timeout_s=5)
     finally:
         await endpoints.close()
 

@@ -1,4 +1,4 @@
-"""The sandbox, with real processes: what tenants' code can and cannot do."""
+"""The sandbox, with real processes: the limits of tenants' code."""
 
 import asyncio
 import os

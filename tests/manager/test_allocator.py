@@ -1,7 +1,8 @@
-"""What the owner decides within a tenant and about the engines' memory; the policies have a test of their own."""
+"""The owner's decisions within a tenant and about the engines' memory; `test_policies.py` has the policies."""
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ SEEDS = st.integers(0, 10**9)
 
 def test_the_job_with_the_higher_priority_then_the_earlier_deadline_is_sampled_first() -> None:
     world = World(random.Random(1), cluster=FixedSlots(rollout=2, trainer=1, env=0))
-    hyper = {"batch_size": 8, "group_size": 3, "num_steps": 1}
+    hyper: dict[str, Any] = {"batch_size": 8, "group_size": 3, "num_steps": 1}
     world.add(job_spec("none", created_at=1, **hyper))
     world.add(job_spec("later", created_at=1, deadline_s=900.0, **hyper))
     world.add(job_spec("soon", created_at=1, deadline_s=60.0, **hyper))
@@ -32,7 +33,7 @@ def test_the_job_with_the_higher_priority_then_the_earlier_deadline_is_sampled_f
 @given(SEEDS)
 def test_urgent_jobs_do_not_starve_their_tenants_others(seed: int) -> None:
     world = World(random.Random(seed), cluster=FixedSlots(rollout=4, trainer=1, env=0))
-    hyper = {"batch_size": 2, "group_size": 3}
+    hyper: dict[str, Any] = {"batch_size": 2, "group_size": 3}
     world.add(job_spec("modest", created_at=1, num_steps=4, **hyper))
     for n in range(3):
         world.add(job_spec(f"urgent-{n}", created_at=1, num_steps=400, priority=9, deadline_s=1.0, **hyper))
@@ -65,7 +66,7 @@ class SmallMemory(FixedSlots):
 def test_the_engines_memory_is_respected_and_a_long_job_is_not_kept_out_by_short_ones(seed: int) -> None:
     """Room for 1.5 x 400 tokens; a group of the long job needs 3 x 100, one of a short job 3 x 10."""
     world = World(random.Random(seed), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=400))
-    hyper = {"batch_size": 2, "group_size": 3}
+    hyper: dict[str, Any] = {"batch_size": 2, "group_size": 3}
     world.add(job_spec("long", "tenant-long", created_at=1, num_steps=2, max_tokens=100, **hyper))
     for n in range(6):
         world.add(job_spec(f"short-{n}", f"tenant-{n}", created_at=1, num_steps=60, max_tokens=10, **hyper))
@@ -90,7 +91,7 @@ def test_a_group_that_needs_more_memory_than_there_is_still_runs_alone() -> None
 def test_a_job_begins_at_once_though_others_fill_the_slots_but_not_without_limit(seed: int, num_late: int) -> None:
     """8 slots, so 12 trajectories under way but for first groups, and 32 with them."""
     world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=1, env=0))
-    hyper = {"batch_size": 16, "group_size": 2, "num_steps": 2}
+    hyper: dict[str, Any] = {"batch_size": 16, "group_size": 2, "num_steps": 2}
     world.add(job_spec("early", "tenant-early", created_at=1, **hyper))
     while not world.issued["early"]:
         world.turn()

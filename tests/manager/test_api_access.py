@@ -1,4 +1,4 @@
-"""Who may do what: keys, tenants, first start, errors in OpenAI's shape, Redis away."""
+"""Rights of the API's users: keys, tenants, first start, errors in OpenAI's shape, Redis away."""
 
 import asyncio
 import stat
@@ -26,7 +26,7 @@ async def test_without_a_known_key_nothing_is_answered(server: ApiServer) -> Non
         answer = await server.http.get("/v1/models", headers=headers)
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
-    answer = await server.http.get("/v1/models", headers={"Authorization": b"Bearer sk-\xe9\xff"})
+    answer = await server.http.get("/v1/models", headers={b"Authorization": b"Bearer sk-\xe9\xff"})
     assert answer.status_code == 401
 
 

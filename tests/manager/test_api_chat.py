@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -210,9 +211,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "messages": HELLO}
     for changes, complaint in REFUSED:
         with pytest.raises(openai.BadRequestError, match=complaint):
-            await server.openai.chat.completions.create(**{"model": "tiny", "messages": HELLO, **changes})
+            await server.openai.chat.completions.create(**ask | changes)
     assert await server.api.redis.xlen(server.bus.cell.rollout_first) == 0
 
 
@@ -281,8 +283,7 @@ async def test_a_failed_turn_is_an_error_with_its_reason(server: ApiServer) -> N
             stream, result = super()._result(request, [])
             assert isinstance(result, TurnResult)
             failure = Failure("corrupt_adapter", "its sha256 is wrong")
-            values = {name: getattr(result, name) for name in result.__struct_fields__}
-            return stream, TurnResult(**values | {"failure": failure, "stop_reason": "failed"})
+            return stream, msgspec.structs.replace(result, failure=failure, stop_reason="failed")
 
     async with played(Failing(server.bus)):
         with pytest.raises(openai.APIStatusError, match=r"corrupt_adapter.*sha256 is wrong"):

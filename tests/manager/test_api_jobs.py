@@ -205,7 +205,7 @@ async def test_an_environment_that_makes_its_items_needs_no_file(server: ApiServ
 
 
 async def test_the_same_idempotency_key_gives_the_same_job_even_in_a_race(server: ApiServer) -> None:
-    body = {"model": "tiny", "training_file": await upload(server.openai), "method": method()}
+    body: dict[str, Any] = {"model": "tiny", "training_file": await upload(server.openai), "method": method()}
     headers = {b"Idempotency-Key": "once \u00fc".encode()}
 
     async def post() -> Any:

@@ -28,6 +28,7 @@ CHECKS = [
     checks.unsupported_method,
     checks.ignored_auth,
 ]
+ALL_HEALTH_CHECKS: Any = list(HealthCheck)
 ADMIN = ("/v1/admin", "/v1/cluster/dead", "/metrics")
 
 
@@ -48,7 +49,8 @@ async def test_no_request_finds_a_server_error_or_an_undeclared_answer(redis_url
 def explore(server: ApiServer, known: dict[str, str]) -> None:
     document = requests.get(f"{server.url}/openapi.json", timeout=10).json()
     schema = schemathesis.openapi.from_dict(document)
-    operations = [result.ok() for result in schema.get_all_operations()]
+    found: list[Any] = list(schema.get_all_operations())
+    operations = [result.ok() for result in found]
     assert len(operations) > 35
     with requests.Session() as session:
         for operation in operations:
@@ -66,7 +68,7 @@ def explore_operation(server: ApiServer, session: requests.Session, operation: A
         database=None,
         derandomize=True,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=ALL_HEALTH_CHECKS,
     )
     @given(case=cases, real=st.booleans())
     def explored(case: Any, real: bool) -> None:
@@ -85,7 +87,7 @@ def explore_operation(server: ApiServer, session: requests.Session, operation: A
 
 # Valid bodies, one value of which is replaced -----------------------------------------------------------------------
 
-NASTY = [
+NASTY: list[Any] = [
     None,
     True,
     -1,
@@ -102,8 +104,6 @@ NASTY = [
     "a",
     "\0",
     "\ud800",
-]
-NASTY += [
     "x" * 3000,
     "{{",
     "{{item}}",
@@ -187,10 +187,10 @@ def mutate(server: ApiServer, path: str, valid: list[Any]) -> None:
         deadline=None,
         database=None,
         derandomize=True,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=ALL_HEALTH_CHECKS,
     )
     @given(place=st.sampled_from(places), new=nasty)
-    def mutated(place: Any, new: Any) -> None:
+    def mutated(place: tuple[Any, tuple[Any, ...]], new: Any) -> None:
         content = json.dumps(replaced(*place, new))
         answer = session.post(server.url + path, data=content, headers=headers, timeout=10)
         statuses.add(answer.status_code)

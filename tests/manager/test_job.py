@@ -73,7 +73,7 @@ class World:
         """What the workers make of a message; some of it they make twice."""
         env = StandInEnv(CELL, outcome)
         if isinstance(message, Start):
-            results: list[Any] = [env._scored(message, sample)[1] for sample in message.samples]
+            results: list[Any] = [env.scored(message, sample) for sample in message.samples]
             if message.purpose == "train" and self.rng.random() < 0.3:  # some come back parked, should there be a pause
                 results += [self.parked(message, sample) for sample in message.samples]
         elif isinstance(message, TurnRequest):
@@ -122,7 +122,7 @@ class World:
             env=self.job.spec.env,
             sampling=request.sampling,
         )
-        return StandInEnv(CELL, outcome)._scored(start, ref.sample)[1]
+        return StandInEnv(CELL, outcome).scored(start, ref.sample)
 
     def deliver(self, message: Any, changes: Changes) -> None:
         self.entries += 1
@@ -156,7 +156,8 @@ class World:
 
 
 def run(seed: int, **hyper: Any) -> World:
-    spec = job_spec(**{"num_steps": 4, "batch_size": 3, "group_size": 4, **hyper})
+    small: dict[str, Any] = {"num_steps": 4, "batch_size": 3, "group_size": 4}
+    spec = job_spec(**small | hyper)
     world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()))
     changes = Changes()
     world.job.queue(0, changes)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,8 @@ def managers(redis_url: str, tmp_path: Path) -> Iterator[Managers]:
 
 async def owners_of(bus: Bus) -> list[bytes | None]:
     """The token in each partition's lease."""
-    return await bus.client.mget([bus.cell.lease(p) for p in range(NUM_PARTITIONS)])
+    found: Any = await bus.client.mget([bus.cell.lease(p) for p in range(NUM_PARTITIONS)])
+    return found
 
 
 async def shared_by(bus: Bus, number: int) -> bool:

@@ -89,7 +89,7 @@ class System:
             await asyncio.gather(*self._tasks, *([self.owner_task] if self.owner_task else []), return_exceptions=True)
 
     async def events(self, job: str) -> list[EventRecord]:
-        rows = await self.bus.client.xrange(self.bus.cell.events(job))
+        rows: Any = await self.bus.client.xrange(self.bus.cell.events(job))
         return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in rows]
 
 
@@ -351,7 +351,8 @@ async def test_what_an_owner_cannot_work_on_is_kept_as_a_dead_letter(system: Sys
     await bus.client.xadd(bus.cell.jobs(partition), {"payload": b"garbage"})
     # Then both are dead letters, which hold what was read, and the job goes on
     await until(lambda: length(bus, bus.cell.dead, 2))
-    letters = [decode(fields[b"payload"]) for _, fields in await bus.client.xrange(bus.cell.dead)]
+    rows: Any = await bus.client.xrange(bus.cell.dead)
+    letters = [decode(fields[b"payload"]) for _, fields in rows]
     assert [letter.payload for letter in letters if isinstance(letter, DeadLetter)] == [encode(stray), b"garbage"]
     assert [letter.job for letter in letters] == [spec.id, ""]
     await until_status(bus, spec.id, "succeeded")

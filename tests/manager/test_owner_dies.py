@@ -206,7 +206,7 @@ class Life:
         assert len({step.trajectories for step in trainer.seen}) == STEPS, where
         for version in range(STEPS + 1):
             assert await AdapterStore(self.objects).manifest(AdapterRef("acme", job, version)), where
-        rows = await bus.client.xrange(self.cell.events(job))
+        rows: Any = await bus.client.xrange(self.cell.events(job))
         texts = [fields[b"event"] for _, fields in rows]
         for text in (b"Step 1/2", b"Step 2/2", b"successfully completed"):
             assert sum(text in event for event in texts) == 1, where

@@ -1,4 +1,4 @@
-"""Each policy does what its name says, with many jobs whose work comes back in any order."""
+"""The scheduling policies, with many jobs whose work comes back in any order."""
 
 import random
 

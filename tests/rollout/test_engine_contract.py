@@ -1,4 +1,4 @@
-"""The promises of every engine, whatever computes the tokens. `running` gives the engine under test: see `engines_under_test.py`."""
+"""The contract of every rollout engine. `running` gives the engine under test: see `engines_under_test.py`."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""The torch engine keeps a trajectory between its turns: it computes only the new tokens, and the result is the same."""
+"""The torch engine keeps a trajectory's past between its turns: it computes only new tokens, and the result is the same."""
 
 import asyncio
 

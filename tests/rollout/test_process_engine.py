@@ -1,5 +1,5 @@
-"""Tests of the process engine when its process dies, when slots are few, and when an adapter is broken, over a fake core that
-dies when told. The engine's contract is in `test_engine_contract.py`, the real vLLM in `test_vllm.py`."""
+"""A process engine when its process dies, when slots are few, and when an adapter is broken. Its core here is no process, so that
+tests can make it fail. The engine's contract is in `test_engine_contract.py`, the real vLLM in `test_vllm.py`."""
 
 import asyncio
 import contextlib

@@ -39,7 +39,8 @@ def on_vllm(test: Any) -> Any:
 
 
 def greedy(adapter: AdapterRef, **options: Any) -> Any:
-    return request(adapter, **{"temperature": 0.0, "max_tokens": 12, **options})
+    plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+    return request(adapter, **plain | options)
 
 
 @on_vllm
@@ -73,7 +74,7 @@ async def test_an_adapter_that_is_dropped_serves_the_turns_that_name_it_to_their
         expected = await one(engine, greedy(ref("a"), max_tokens=150))
         came = asyncio.Event()
         task = asyncio.create_task(
-            engine.generate(greedy(ref("a"), max_tokens=150), on_token=lambda *_: came.set(), beat=beat)
+            engine.generate(greedy(ref("a"), max_tokens=150), on_token=lambda token, logprob: came.set(), beat=beat)
         )
         await came.wait()
         await engine.drop(ref("a"))
@@ -119,7 +120,10 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
         expected = await one(engine, greedy(ref("a"), max_tokens=400))
         came = asyncio.Event()
         asked = [greedy(ref("a"), sample=i, max_tokens=400) for i in range(4)]
-        tasks = [asyncio.create_task(engine.generate(r, on_token=lambda *_: came.set(), beat=beat)) for r in asked]
+        tasks = [
+            asyncio.create_task(engine.generate(r, on_token=lambda token, logprob: came.set(), beat=beat))
+            for r in asked
+        ]
         await came.wait()
         assert isinstance(engine, ProcessEngine) and engine.pid is not None
         before = engine.pid

@@ -1,1 +1,1 @@
-"""What several tests share: servers, stand-in workers, engines, made data."""
+"""Parts that several tests share: servers, stand-in workers, engines, made data."""

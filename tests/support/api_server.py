@@ -174,7 +174,11 @@ class Script:
         return [(request.reply_to, self._delta(request, i, tokens[i : i + self.chunk])) for i in starts]
 
     def _delta(self, request: TurnRequest, offset: int, tokens: Sequence[int]) -> TurnDelta:
-        values = _plain(request) | {"offset": offset, "tokens": i32(tokens), "logprobs": _logprobs(len(tokens))}
+        values: dict[str, Any] = _plain(request) | {
+            "offset": offset,
+            "tokens": i32(tokens),
+            "logprobs": _logprobs(len(tokens)),
+        }
         return TurnDelta(adapter=request.adapter, **values)
 
     def _result(self, request: TurnRequest, tokens: Sequence[int]) -> Out:

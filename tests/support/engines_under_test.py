@@ -1,4 +1,4 @@
-"""The engines under the contract tests, each as something that runs one: `torch`, `fake` (a process engine over a core that
+"""Runners of the engines under the contract tests: `torch`, `fake` (a process engine over a core that
 is no process), and `vllm`, whose process is started once and shared by all tests of a run."""
 
 import asyncio
@@ -35,7 +35,10 @@ Adapters = Mapping[AdapterRef, dict[str, bytes]]
 class Running(Protocol):
     """Runs an engine of one kind. `ends`: whether the end-of-turn token ends a turn."""
 
-    exact: bool  # bits depend on the request alone, and a resumed turn draws the same numbers
+    @property
+    def exact(self) -> bool:
+        """True if bits depend on the request alone, and a resumed turn draws the same numbers."""
+        ...
 
     def __call__(
         self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64

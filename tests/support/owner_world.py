@@ -94,7 +94,7 @@ class World:
         match message:
             case Start():
                 self.issued[message.job] += 1
-                scored = [StandInEnv(CELL)._scored(message, sample)[1] for sample in message.samples]
+                scored = [StandInEnv(CELL).scored(message, sample) for sample in message.samples]
                 for trajectory in scored:
                     (self.in_env if self.rng.random() < 0.5 else self.on_its_way).append(trajectory)
             case Init() | TrainStep():

@@ -13,7 +13,7 @@ from manager_service.local.supervisor import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-SMALL = {"batch_size": 4, "group_size": 4, "max_steps": 5}
+SMALL: dict[str, Any] = {"batch_size": 4, "group_size": 4, "max_steps": 5}
 
 
 async def test_rewards_rise(tmp_path: Path) -> None:

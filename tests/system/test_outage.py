@@ -1,4 +1,4 @@
-"""Object storage over HTTP that goes away in the middle of a run: it costs time and nothing else."""
+"""Object storage over HTTP goes away in the middle of a run, which costs time and nothing else."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the README tells a new user to do, done."""
+"""Does what the README tells a new user to do."""
 
 import re
 import subprocess

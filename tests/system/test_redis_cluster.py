@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def manager(cluster: RedisCluster, tmp_path: Path) -> Iterator[tuple[str, Path]]
 
 
 @asynccontextmanager
-async def stand_ins(url: str, cell: Cell, objects: Objects) -> AsyncIterator[None]:
+async def stand_ins(url: str, cell: Cell, objects: Objects) -> AsyncGenerator[None]:
     bus, stop = Bus.connect(url, cell, objects), asyncio.Event()
     parts = (
         ("env", Inbox(cell.env, GROUP_ENV), StandInEnv(cell)),
@@ -229,7 +229,7 @@ def test_tls_and_credentials_of_a_url_reach_the_connections() -> None:
     assert isinstance(connection, SecureShardConnection)
     assert (connection.username, connection.password) == ("worker", "secret")
     assert connection.ssl_context.ca_certs == "/ca.pem"
-    shard: Any = connection._shard
+    shard: Any = connection._shard  # pyright: ignore[reportPrivateUsage]
     assert shard._seeds == [("a.example", 7000), ("b.example", 6379)]
     assert shard._options["connection_class"] is SSLConnection and shard._options["password"] == "secret"
     plain: Any = make_client("rediss://:secret@a.example:7000/0", "x").connection_pool.make_connection()

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_the_folder_is_at_most_eight_megabytes() -> None:
 
 def test_the_weights_are_float32_and_tied(model: PreTrainedModel) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    head: Any = model.get_output_embeddings()
+    assert head.weight is model.get_input_embeddings().weight
 
 
 def test_peft_finds_the_linear_layers(model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
-"""The bytes that each loss trains in deterministic mode are those that were recorded: no change of the code changes them unseen.
+"""Each loss trains the recorded bytes in deterministic mode, so that no change of the code changes them unseen.
 
-Bytes are a machine's own, so they are kept by fingerprint in `data/golden_bytes.json`. `MARLAAS_TEST_RECORD=1` records those of
+Bytes depend on the machine, so they are kept by fingerprint in `data/golden_bytes.json`. `MARLAAS_TEST_RECORD=1` records those of
 the machine at hand.
 """
 

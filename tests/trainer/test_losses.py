@@ -256,7 +256,7 @@ def test_rows_of_different_losses_share_a_micro_batch() -> None:
     written = [torch.arange(WIDTH) < torch.tensor([len(r) for r in case.policy])[:, None] for case in cases]
 
     apart = [token_losses(*part, mask)[0] for part, mask in zip(parts, written, strict=True)]
-    policy, sampled = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+    policy, sampled = torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
     together, _ = token_losses(RowTerms.join([(own, rows) for own in terms]), policy, sampled, torch.cat(written))
 
     assert torch.equal(together, torch.cat(apart))

@@ -1,7 +1,5 @@
 """A toy run: sampling, GRPO and AdamW together make a reward rise."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from base_model.adapter import Adapter
-from base_model.decoder import Decoder, DecoderConfig
+from base_model.decoder import Attend, Decoder, DecoderConfig
 from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
 from tests.support.trainer_cases import make_init, make_step, nothing
 from trainer_service import lora
@@ -41,7 +39,7 @@ def random_decoder() -> Decoder:
     return Decoder(config, weights)
 
 
-def causal_attend(num_groups: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+def causal_attend(num_groups: int) -> Attend:
     """Attention over a whole sequence, each position on itself and what stands before. `num_groups`: H / K."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
