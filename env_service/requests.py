@@ -6,18 +6,7 @@ import numpy as np
 
 from common import rng
 from common.errors import InvalidInput
-from common.messages import (
-    EMPTY_I32,
-    Start,
-    TrajectoryRef,
-    TurnRequest,
-    TurnResult,
-    Usage,
-    f32,
-    i32,
-    turn_id,
-    u8,
-)
+from common.messages import EMPTY_I32, Start, TrajectoryRef, TurnRequest, TurnResult, Usage, f32, i32, turn_id, u8
 from env_service.environment import Environment
 
 

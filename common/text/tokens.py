@@ -106,11 +106,7 @@ class ChatTokenizer:
     # ------------------------------------------------------------------------------------------ text to ids
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] = (),
-        *,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
         """The ids of a conversation in OpenAI's form, ready for the model's turn.
 
@@ -225,10 +221,7 @@ class ChatTokenizer:
     def _render_text(self, messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **self._variables
             )
         except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error

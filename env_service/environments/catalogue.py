@@ -5,15 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.environments import (
-    BUILT_IN,
-    CalculatorArgs,
-    PythonArgs,
-    SearchArgs,
-    grader_of,
-    load_installed,
-    parse_args,
-)
+from common.environments import BUILT_IN, CalculatorArgs, PythonArgs, SearchArgs, grader_of, load_installed, parse_args
 from common.errors import InvalidInput
 from common.messages import EnvSpec
 from env_service.environment import Environment

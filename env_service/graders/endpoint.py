@@ -40,13 +40,7 @@ class Endpoints:
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None, proxy=proxy or None)
 
     async def reward(
-        self,
-        grader: EndpointGrader,
-        item: Mapping[str, Any],
-        sample: Mapping[str, Any],
-        *,
-        key: str,
-        timeout_s: float,
+        self, grader: EndpointGrader, item: Mapping[str, Any], sample: Mapping[str, Any], *, key: str, timeout_s: float
     ) -> Any:
         """Returns the `reward` of the answer, unchecked. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
         try:

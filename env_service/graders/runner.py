@@ -39,10 +39,7 @@ class Grade:
 
 def make_sample(output_text: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
     """Makes the view of the model's last turn that templates and graders have."""
-    sample: dict[str, Any] = {
-        "output_text": output_text,
-        "output_tools": [_tool(i, c) for i, c in enumerate(calls)],
-    }
+    sample: dict[str, Any] = {"output_text": output_text, "output_tools": [_tool(i, c) for i, c in enumerate(calls)]}
     try:
         sample["output_json"] = json.loads(output_text)
     except (ValueError, RecursionError):
@@ -52,11 +49,7 @@ def make_sample(output_text: str, calls: Sequence[ToolCall] = ()) -> dict[str, A
 
 def _tool(index: int, call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments) if call.error is None else call.text
-    return {
-        "id": f"call_{index}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
+    return {"id": f"call_{index}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 class GraderRunner:

@@ -70,10 +70,7 @@ def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Reporter:
 
 def run(source: str, call: str | None, arguments: list[object], write: Reporter) -> None:
     """Executes the source, calls the function named by `call` if there is one, reports, and ends the process."""
-    namespace: dict[str, Any] = {
-        "__name__": "__main__" if call is None else "tenant",
-        "__builtins__": __builtins__,
-    }
+    namespace: dict[str, Any] = {"__name__": "__main__" if call is None else "tenant", "__builtins__": __builtins__}
     try:
         exec(compile(source, "<source>", "exec"), namespace)
         value = None
@@ -319,30 +316,7 @@ def confine_files(libc: Libc, work: str) -> bool:
 REFUSED = {
     "x86_64": (
         0xC000003E,
-        (
-            41,
-            53,
-            57,
-            58,
-            59,
-            62,
-            101,
-            129,
-            155,
-            161,
-            165,
-            166,
-            175,
-            200,
-            234,
-            246,
-            248,
-            249,
-            250,
-            272,
-            297,
-            298,
-        )
+        (41, 53, 57, 58, 59, 62, 101, 129, 155, 161, 165, 166, 175, 200, 234, 246, 248, 249, 250, 272, 297, 298)
         + (304, 308, 310, 311, 313, 321, 322, 323, 424, 425, 428, 429, 430, 431, 432, 433, 434, 438),
         56,
     ),

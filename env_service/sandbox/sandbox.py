@@ -131,13 +131,7 @@ class Sandbox:
             "memory_bytes": self._limits.memory_bytes,
             "file_bytes": self._limits.file_bytes,
         }
-        job = {
-            "source": source,
-            "call": call,
-            "arguments": list(arguments),
-            "limits": limits,
-            "layers": self._layers,
-        }
+        job = {"source": source, "call": call, "arguments": list(arguments), "limits": limits, "layers": self._layers}
         return json.dumps(job).encode()
 
     @contextlib.asynccontextmanager
