@@ -1,27 +1,18 @@
 """The messages that a job sends to workers: functions of its spec, its files and its state."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from common.bus import Out
-from common.messages import (
-    AdapterNew,
-    AdapterRef,
-    Cancel,
-    Init,
-    Sampling,
-    Start,
-    TrainStep,
-    TurnRequest,
-    trajectory_key,
-)
+from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, TrainStep, TurnRequest
 from common.rng import permutation
 from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
 from manager_service.jobs.items import Items
+from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.records import JobSpec, JobState
 
 
@@ -42,16 +33,26 @@ class Orders:
         message = Init(id=f"{spec.id}/init", **self.about(state), adapter=adapter, seed=spec.seed, lora=spec.hyper.lora)
         return self._cell.train, message
 
-    def group(self, state: JobState, number: int, version: int, samples: Sequence[int]) -> Out:
-        """Sample these trajectories of a group."""
-        start = self._start(state, "train", number, version, samples, self.item(number))
-        return self._cell.env, start
-
-    def evaluation(
-        self, state: JobState, purpose: Literal["eval", "eval_greedy"], version: int, index: int, samples: Sequence[int]
-    ) -> Out:
-        """Sample these answers to an item of the validation file."""
-        return self._cell.env, self._start(state, purpose, index, version, samples, self._eval_items[index])
+    def start(self, state: JobState, version: int, keys: Sequence[TrajectoryKey]) -> Out:
+        """Sample these trajectories, of one item and purpose, with this version."""
+        spec, hyper, first = self._spec, self._spec.hyper, keys[0]
+        temperature = 0.0 if first.purpose == "eval_greedy" else hyper.temperature
+        message = Start(
+            id=f"{spec.id}/{first}/{state.attempt}",
+            **self.about(state),
+            adapter=AdapterRef(spec.tenant, spec.id, version),
+            purpose=first.purpose,
+            seed=spec.seed,
+            group=first.group,
+            samples=tuple(key.sample for key in keys),
+            attempt=state.attempt,
+            item=self.item(first.group) if first.purpose == "train" else self._eval_items[first.group],
+            env=spec.env,
+            sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
+            max_turns=hyper.max_turns,
+            tool_timeout_s=hyper.tool_timeout_s,
+        )
+        return self._cell.env, message
 
     def again(self, state: JobState, request: TurnRequest) -> Out:
         """Go on with a turn that a pause had put aside."""
@@ -95,33 +96,6 @@ class Orders:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, permutation(self._spec.seed, epoch, n))
         return self._items[int(self._order[1][at])]
-
-    def _start(
-        self,
-        state: JobState,
-        purpose: Literal["train", "eval", "eval_greedy"],
-        group: int,
-        version: int,
-        samples: Sequence[int],
-        item: dict[str, Any] | None,
-    ) -> Start:
-        spec, hyper = self._spec, self._spec.hyper
-        temperature = 0.0 if purpose == "eval_greedy" else hyper.temperature
-        return Start(
-            id=f"{spec.id}/{trajectory_key(group, samples[0], purpose, version)}/{state.attempt}",
-            **self.about(state),
-            adapter=AdapterRef(spec.tenant, spec.id, version),
-            purpose=purpose,
-            seed=spec.seed,
-            group=group,
-            samples=tuple(samples),
-            attempt=state.attempt,
-            item=item,
-            env=spec.env,
-            sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
-            max_turns=hyper.max_turns,
-            tool_timeout_s=hyper.tool_timeout_s,
-        )
 
     def about(self, state: JobState) -> dict[str, Any]:
         """The fields that every message about the job has; see `Message.about`."""

@@ -297,7 +297,7 @@ class Owner:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
                 for job in partition.jobs.values():
-                    job.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
+                    job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
                 if changes:
                     await self._commit(number, changes)
 

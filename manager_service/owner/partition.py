@@ -19,7 +19,6 @@ from common.messages import AdapterRef, AdapterUpdate, JobCommand, Parked, Score
 from common.objects import Objects, patiently
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.groups import Group
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.records import FINAL, JobError, JobSpec, JobState
@@ -65,7 +64,7 @@ class Partition:
             await self._isolated(job.id, now, changes, self._catch_up(job, now, changes))
 
     async def _catch_up(self, job: Job, now: float, changes: Changes) -> None:
-        job.restored()
+        job.open.expect_counted()
         if job.state.status == "validating_files":
             job.queue(now, changes)
         await self._look_for_version(job, now, changes)
@@ -119,8 +118,7 @@ class Partition:
             files, missing = [Items(), Items()], str(error)
         job = Job(self._cell, spec, state, *files)
         self.jobs[job_id] = job
-        _restore_open(job, unsettled)
-        job.eval_open = {name.decode(): int(attempt) for name, attempt in evals.items()}
+        job.open.load(state, unsettled, evals)
         if missing:
             job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
 
@@ -156,8 +154,7 @@ class Partition:
 
     def _held(self) -> set[str]:
         """Entries that stay pending because a job in memory holds them."""
-        scored = (s.entry for job in self.jobs.values() for group in job.groups.values() for s in group.scored.values())
-        return {*scored, *(entry for job in self.jobs.values() for entry, _ in job.parked.values())}
+        return {entry for job in self.jobs.values() for entry in job.open.held_entries}
 
     def _restored(self, delivery: Delivery) -> bool:
         """A scored trajectory that the last owner had counted goes back into its group, and is not counted again."""
@@ -165,7 +162,7 @@ class Partition:
         if not isinstance(message, ScoredTrajectory):
             return False
         job = self.jobs.get(message.job)
-        return job is not None and job.restore(delivery.entry, message)
+        return job is not None and job.open.restore(delivery.entry, message)
 
     async def _look_for_version(self, job: Job, now: float, changes: Changes) -> None:
         """Redis may have lost its last moment; the store has not."""
@@ -190,12 +187,12 @@ class Partition:
         if job.state.status in FINAL:
             job.give_up(changes)
         elif job.state.training:
-            job.warn(now, "A training step was lost and is made again", changes)
+            job.journal.warn(now, "A training step was lost and is made again", changes)
             job.restart_step(changes)
         elif job.state.initialising:
             job.start(now, changes)
         elif job.num_waiting:
-            job.warn(now, f"{job.num_waiting} trajectories were lost and are sampled again", changes)
+            job.journal.warn(now, f"{job.num_waiting} trajectories were lost and are sampled again", changes)
             job.reissue(changes)
         changes.touched.add(job.id)
         self.advance(job, now, changes)
@@ -218,7 +215,7 @@ class Partition:
                 self._fail(job, error, now, changes)
         if job is not None:
             changes.touched.add(job.id)
-            job.progressed(now, changes)
+            job.journal.progressed(now, changes)
             self.advance(job, now, changes)
 
     async def _dispatch(self, delivery: Delivery, now: float, changes: Changes) -> Job | None:
@@ -277,20 +274,3 @@ class Partition:
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
         changes.published.append((self._cell.dead, dead_letter(delivery, reason)))
         changes.ack(delivery.stream, delivery.entry)
-
-
-def _restore_open(job: Job, unsettled: Mapping[bytes, bytes]) -> None:
-    """A job's groups as they stand in `open:<job>`; the results themselves are read afterwards."""
-    state = job.state
-    trained = set(state.training.keys) if state.training else set()
-    job.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
-    for name, value in unsettled.items():
-        key = name.decode()
-        number, sample = (int(part) for part in key.split("/"))
-        attempt, version, *scored = value.decode().split(":")
-        if key not in trained and number in job.groups:
-            job.groups[number].version = int(version)
-            if scored:
-                job.counted[number, sample] = int(attempt)
-            else:
-                job.groups[number].waiting[sample] = int(attempt)

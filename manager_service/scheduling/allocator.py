@@ -103,7 +103,7 @@ class Allocator:
         if job.id not in self.demand.ready:
             self.queue.remove(job.id)
         elif job.id not in self.queue.batches:
-            tokens = num_tokens(job.groups[number] for number in job.next_batch() or ())
+            tokens = num_tokens(job.open.groups[number] for number in job.next_batch() or ())
             self.queue.put(ReadyBatch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
 
     def charge(self, changes: Changes) -> None:
@@ -280,7 +280,7 @@ class Allocator:
                 self._told_quota.add((name, today))
                 job = self._jobs[name]
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
-                job.warn(now, text, changes[job.partition])
+                job.journal.warn(now, text, changes[job.partition])
         return False
 
     def _is_exhausted(self, tenant: str) -> bool:
