@@ -32,7 +32,6 @@ class Changes:
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     samples: list[tuple[str, int, list[SampleRecord]]] = field(default_factory=list)
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
-    touched: set[str] = field(default_factory=set)  # jobs that something happened to
     finished: list[str] = field(default_factory=list)  # leave the active set
 
     def __bool__(self) -> bool:

@@ -128,14 +128,13 @@ class Owner:
                 return  # the lease was lost meanwhile
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
-            self._allocator.refresh(partition, list(partition.jobs), time.time())
             await self._commit(number, changes)
         if partition.jobs:
             log.info("partition_taken", partition=number, jobs=len(partition.jobs))
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
-            self._allocator.forget(owned[0])
+            self._allocator.forget(owned[0].jobs)
             log.warning("partition_forgotten", partition=number, reason=reason)
 
     async def _give_back(self) -> None:
@@ -186,7 +185,6 @@ class Owner:
             self._searched = min((n for n in self._owned if n > self._searched), default=min(self._owned))
             partition, changes = self._owned[self._searched][0], Changes()
             await partition.find_unseen(time.time(), changes)
-            self._allocator.refresh(partition, changes.touched, time.time())
             if changes:
                 await self._commit(self._searched, changes)
 
@@ -196,12 +194,10 @@ class Owner:
         for delivery in deliveries:
             number = _partition_number(delivery)
             await self._owned[number][0].handle(delivery, now, changes[number])
-        for number, change in changes.items():
-            self._allocator.refresh(self._owned[number][0], change.touched, now)
+        for partition, _ in self._owned.values():
+            self._allocator.follow(partition.jobs, now)
         await self._look_at_env()
         self._allocator.decide(now, changes)
-        for number, change in changes.items():
-            self._owned[number][0].forget_settled(change)
         await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
 
     async def _look_at_env(self) -> None:
@@ -216,7 +212,8 @@ class Owner:
         allocator.env_backlog = backlog
 
     async def _commit(self, number: int, changes: Changes) -> None:
-        _, fence = self._owned[number]
+        partition, fence = self._owned[number]
+        partition.forget_settled(changes)
         self._allocator.charge(changes)
         encoded = [(stream, await self._bus.fields(message)) for stream, message in changes.published]
         try:
@@ -327,7 +324,6 @@ class Owner:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
                 await partition.find_lost(time.time(), changes)
-                self._allocator.refresh(partition, changes.touched, time.time())
                 if changes:
                     await self._commit(number, changes)
 

@@ -21,6 +21,7 @@ from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.jobs.job_table import JobTable
 from manager_service.records import FINAL, JobError, JobSpec, JobState
 
 LOAD_COUNT = 200
@@ -34,7 +35,7 @@ class Partition:
 
     def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore) -> None:
         self.number = number
-        self.jobs: dict[str, Job] = {}
+        self.jobs = JobTable()
         self._bus = bus
         self._cell = bus.cell
         self._objects = objects
@@ -117,7 +118,7 @@ class Partition:
         except NotFound as error:
             files, missing = [Items(), Items()], str(error)
         job = Job(self._cell, spec, state, *files)
-        self.jobs[job_id] = job
+        self.jobs.add(job)
         job.open.load(state, unsettled, evals)
         if missing:
             job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
@@ -194,7 +195,6 @@ class Partition:
         elif job.num_waiting:
             job.journal.warn(now, f"{job.num_waiting} trajectories were lost and are sampled again", changes)
             job.reissue(changes)
-        changes.touched.add(job.id)
         self.advance(job, now, changes)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
@@ -214,7 +214,6 @@ class Partition:
             if job is not None:
                 self._fail(job, error, now, changes)
         if job is not None:
-            changes.touched.add(job.id)
             job.journal.progressed(now, changes)
             self.advance(job, now, changes)
 
@@ -258,17 +257,15 @@ class Partition:
         return job
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
-        """What follows from the job's state; and forget it once nothing of it is under way."""
+        """What follows from the job's state."""
         job.advance(now, changes)
-        if job.settled and self.jobs.pop(job.id, None):
-            changes.finished.append(job.id)
-            changes.states[job.id] = job.state
+        self.jobs.touch(job.id)
 
     def forget_settled(self, changes: Changes) -> None:
-        """Jobs that a decision has ended leave at once."""
-        for name in list(changes.states):
+        """Let the jobs leave that these changes settle. Called once, before they are committed."""
+        for name in changes.states:
             if (job := self.jobs.get(name)) and job.settled:
-                del self.jobs[name]
+                self.jobs.remove(name)
                 changes.finished.append(name)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:

@@ -15,6 +15,7 @@ from common.streams import partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
+from manager_service.jobs.job_table import JobTable
 from manager_service.records import QUOTA_COUNTERS, JobError, TenantRecord, day_field
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
@@ -51,12 +52,6 @@ class Slots(Protocol):
         ...
 
 
-class Jobs(Protocol):
-    """A partition, as far as decisions need it."""
-
-    jobs: dict[str, Job]
-
-
 @dataclass(slots=True)
 class Allocator:
     """Shares the cell's workers between the tenants of the partitions that its owner has."""
@@ -78,18 +73,17 @@ class Allocator:
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
-    def refresh(self, partition: Jobs, jobs: Iterable[str], now: float) -> None:
-        """Look at these jobs of a partition again; those that it no longer has are forgotten."""
-        for name in list(jobs):
-            job = partition.jobs.get(name)
+    def follow(self, jobs: JobTable, now: float) -> None:
+        """Look again at the jobs of a partition that have changed; those that have left are forgotten."""
+        for name, job in jobs.take_changed():
             if job is None:
                 self._forget_job(name)
             else:
                 self._look_at(job, now)
 
-    def forget(self, partition: Jobs) -> None:
-        """The owner lost this partition."""
-        for name in partition.jobs:
+    def forget(self, jobs: JobTable) -> None:
+        """The owner lost the partition of these jobs."""
+        for name in (*jobs, *(name for name, _ in jobs.take_changed())):
             self._forget_job(name)
 
     def _forget_job(self, name: str) -> None:
