@@ -1,11 +1,11 @@
-"""One job's state machine: events in, Changes out. No input or output, no clock: both are arguments.
+"""The state machine of one job: events come in, Changes go out. It does no input or output; the time is an argument.
 
     validating_files ─► queued ─► running ⇄ paused ─► succeeded | failed | cancelled
 
     running:  Init ─► version 0 ─► [ issue groups ─► scored ─► TrainStep ─► version + 1 ] x num_steps ─► last evaluation
 
-The version gate (I1): a group is issued for the newest version, used while `version - group.version <= max_staleness`,
-and at most `(max_staleness + 1) * batch_size` groups are issued and not yet trained.
+The version gate (I1): a group is issued for the newest version and used while `version - group.version <= max_staleness`;
+at most `(max_staleness + 1) * batch_size` groups are issued and not yet trained.
 """
 
 from typing import Literal
@@ -26,13 +26,13 @@ from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, 
 from manager_service.scheduling.policies import capacity
 
 MAX_DRAWN = 3
-"""Times `batch_size`: groups that dynamic sampling draws at most for one step."""
+"""Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
 MAX_REASONS = 20
-"""Reasons of failures that are counted apart between two steps."""
+"""Different reasons of failures that are counted between two steps."""
 
 
 class Job:
-    """State in memory of one unfinished job. Only its partition's owner has one."""
+    """One unfinished job, in the memory of its partition's owner."""
 
     def __init__(self, cell: Cell, spec: JobSpec, state: JobState, items: Items, eval_items: Items) -> None:
         self.cell = cell
@@ -43,6 +43,8 @@ class Job:
         self.open = OpenTrajectories(cell, spec)
         self.journal = Journal(spec, state)
         self.lengths = Lengths(spec.hyper.max_tokens)
+        self.changed_at = 0.0
+        """When something last came back or was sent: seconds since 1970."""
 
     # ---- what others ask --------------------------------------------------------------------------------------------
 
@@ -57,12 +59,12 @@ class Job:
 
     @property
     def under_way(self) -> bool:
-        """Something of it is in a stream or with a worker."""
+        """Is something of the job in a stream or with a worker?"""
         return bool(self.num_waiting or self.state.training or self.state.initialising)
 
     @property
     def settled(self) -> bool:
-        """Final, and nothing of it is under way."""
+        """Has the job ended, and is nothing of it with a trainer?"""
         return self.state.status in FINAL and self.state.training is None and not self.state.initialising
 
     @property
@@ -86,7 +88,7 @@ class Job:
         return self.state.status == "running" and any(t.issued < t.units for t in self.state.evals.values())
 
     def groups_missing(self) -> int:
-        """Until the next batch is complete; small ones go first."""
+        """Groups that must still be issued for the next batch."""
         return max(0, self.spec.hyper.batch_size - len(self.open.groups))
 
     # ---- commands ---------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class Job:
         self._dirty(changes)
 
     def start(self, now: float, changes: Changes) -> None:
-        """queued → running: have version 0 made."""
+        """Leads from queued to running: asks for version 0."""
         self.state.status = "running"
         self.state.started_at = int(now)
         self.state.initialising = True
@@ -106,7 +108,7 @@ class Job:
         self._dirty(changes)
 
     def pause(self, now: float, changes: Changes) -> None:
-        """Void what is under way; finished turns come back as Parked and wait here."""
+        """Declares void what is under way. Finished turns come back as Parked, and wait until the job goes on."""
         if self.state.status not in ("queued", "running"):
             return
         self.state.status = "paused"
@@ -115,15 +117,15 @@ class Job:
         self._dirty(changes)
 
     def resume(self, now: float, changes: Changes) -> None:
-        """Issue again what the pause voided, from its last finished turn where there is one."""
+        """Issues again what the pause made void, from the last finished turn where there is one."""
         if self.state.status != "paused":
             return
         self.state.status = "queued" if self.state.started_at is None else "running"
         self.journal.tell(now, changes, "Job resumed")
-        self.reissue(changes)
+        self._reissue(changes)
 
-    def reissue(self, changes: Changes) -> None:
-        """Everything that waits, once more, under a new attempt; results of the old one will be dropped."""
+    def _reissue(self, changes: Changes) -> None:
+        """Issues every waiting trajectory again, as a new attempt. Results of the old one will be dropped."""
         self.state.epoch += 1
         self.state.attempt += 1
         for number, group in self.open.groups.items():
@@ -135,11 +137,21 @@ class Job:
                 self._sample(key.version, [key], changes)
         self._dirty(changes)
 
-    def restart_step(self, changes: Changes) -> None:
-        """The TrainStep under way is lost for good (Redis lost it, the store has no version): sample its groups again."""
-        training = self.state.training
-        if training is None:
-            return
+    def resend(self, now: float, changes: Changes) -> None:
+        """Sends again what the job waits for. Call when nothing of the job is in any stream."""
+        if self.state.status in FINAL:
+            self._give_up(changes)
+        elif self.state.training:
+            self.journal.warn(now, "A training step was lost and is made again", changes)
+            self._restart_step(self.state.training, changes)
+        elif self.state.initialising:
+            self.start(now, changes)
+        elif self.num_waiting:
+            self.journal.warn(now, f"{self.num_waiting} trajectories were lost and are sampled again", changes)
+            self._reissue(changes)
+
+    def _restart_step(self, training: Training, changes: Changes) -> None:
+        """Samples the groups of a lost TrainStep again, because their results were lost with it."""
         state = self.state
         for key in map(TrajectoryKey.parse, training.keys):
             self.open.wait_for(key, state.version, state.attempt)
@@ -147,17 +159,17 @@ class Job:
         state.dropped = sorted({*state.dropped, *unused})
         state.window, state.drawn = training.first_group, state.next_group - training.first_group
         state.training = None
-        self.reissue(changes)
+        self._reissue(changes)
 
-    def give_up(self, changes: Changes) -> None:
-        """The job has ended, and what it still had with a trainer is lost for good."""
+    def _give_up(self, changes: Changes) -> None:
+        """Settles the lost TrainStep or Init of a job that has ended."""
         if self.state.training is not None:
             self.open.settle("cancelled", self.state.training.keys, changes)
         self.state.training, self.state.initialising = None, False
         self._dirty(changes)
 
     def cancel(self, now: float, changes: Changes) -> None:
-        """Ends the job. A TrainStep under way stays in flight until its answer."""
+        """Ends the job. A TrainStep under way stays in flight until its answer comes."""
         if self.state.status in FINAL:
             return
         self._finish("cancelled", now, changes)
@@ -173,7 +185,7 @@ class Job:
     # ---- issuing ----------------------------------------------------------------------------------------------------
 
     def issue_group(self, changes: Changes) -> None:
-        """Publish the next group. Call only if `wants_group`."""
+        """Publishes the next group. Call only if `wants_group`."""
         number, size = self.state.next_group, self.spec.hyper.group_size
         self.state.next_group += 1
         self.state.drawn += 1
@@ -183,19 +195,19 @@ class Job:
         self._dirty(changes)
 
     def issue_eval(self, changes: Changes) -> None:
-        """Publish the next part of an evaluation: an item's sampled answers, or its greedy one."""
+        """Publishes the next part of an evaluation: an item's sampled answers, or its greedy one."""
         version, tally = next((int(v), t) for v, t in self.state.evals.items() if t.issued < t.units)
         self._sample(version, next_unit(tally, version, self.spec.hyper.eval_samples), changes)
         self._dirty(changes)
 
     def _sample(self, version: int, keys: list[TrajectoryKey], changes: Changes) -> None:
-        """Send out trajectories of one item and purpose."""
+        """Publishes trajectories of one item and purpose."""
         changes.published.append(self.orders.start(self.state, version, keys))
         for key in keys:
             self.open.issue(key, version, self.state.attempt, changes)
 
     def _unpark(self, key: TrajectoryKey, changes: Changes) -> bool:
-        """Let a parked turn go on where it was. False: nothing is parked under this key."""
+        """Lets a parked turn go on where it stopped. False: nothing is parked under this key."""
         request = self.open.unpark(key, changes)
         if request is None:
             return False
@@ -206,7 +218,7 @@ class Job:
     # ---- results ----------------------------------------------------------------------------------------------------
 
     def on_scored(self, entry: str, message: ScoredTrajectory, changes: Changes) -> None:
-        """A trajectory settled. Results that nobody waits for are counted as wasted and dropped."""
+        """Takes in a trajectory's result. One that the job does not wait for is dropped and counted as wasted."""
         key = TrajectoryKey.of(message.trajectory, message.adapter.version)
         if not self._awaits(key, message.adapter.version, message.trajectory.attempt):
             self._waste(entry, message.usage, changes)
@@ -248,7 +260,7 @@ class Job:
             count(tally, message)
 
     def on_parked(self, entry: str, message: Parked, changes: Changes) -> None:
-        """A turn that a pause has stopped came back, to go on from there."""
+        """Takes in a turn that a pause has stopped, to go on from there later."""
         request = message.request
         key = TrajectoryKey.of(request.trajectory, request.adapter.version)
         if self._awaits(key, request.adapter.version, request.trajectory.attempt):
@@ -259,7 +271,7 @@ class Job:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float, changes: Changes) -> None:
-        """Everything that follows from the state alone: drop groups, finish evaluations, finish the job."""
+        """Does all that follows from the state alone: drops groups, finishes evaluations, finishes the job."""
         if self.state.status in FINAL:
             return
         self._drop_groups(changes)
@@ -294,7 +306,7 @@ class Job:
         self._dirty(changes)
 
     def next_batch(self) -> list[int] | None:
-        """Numbers of the groups of the next TrainStep, if it can be published now. An empty list: there is no signal."""
+        """Numbers of the groups of the next TrainStep. None: it cannot be published yet; empty: there is no signal."""
         state, hyper = self.state, self.spec.hyper
         if state.status != "running" or state.training or state.version < 0 or state.version >= hyper.num_steps:
             return None
@@ -307,7 +319,7 @@ class Job:
         return None
 
     def publish_step(self, numbers: list[int], changes: Changes) -> None:
-        """Hand the batch to a trainer; its scored entries are acknowledged by the same script."""
+        """Hands a batch to the trainers. The same script acknowledges its scored entries."""
         state = self.state
         batch = [(number, self.open.take(number, changes)) for number in numbers]
         keys = tuple(scored.message.trajectory.key() for _, group in batch for scored in group.rows())
@@ -326,7 +338,7 @@ class Job:
     # ---- versions ---------------------------------------------------------------------------------------------------
 
     def on_adapter(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
-        """A version was committed, or refused. A repeat changes nothing."""
+        """Takes in that a version was committed or refused. A repeat changes nothing."""
         if message.failure is not None:
             self._on_refused(message, message.failure, now, changes)
         elif self.state.initialising and message.adapter.version == 0:
@@ -380,7 +392,7 @@ class Job:
         self.fail(JobError(kind, f"{count} groups failed in one step; the commonest reason: {text}"), now, changes)
 
     def _finish(self, status: Status, now: float, changes: Changes) -> None:
-        """Settle all that is open but a TrainStep under way."""
+        """Ends the job, and settles everything but a TrainStep under way."""
         for turn in self.open.parked.values():
             changes.add_usage(self.spec.tenant, self.id, turn.request.usage, wasted=True)
         if self.open.num_waiting:
@@ -391,12 +403,12 @@ class Job:
         self._dirty(changes)
 
     def _void(self, changes: Changes, *, park: bool) -> None:
-        """Tell workers that everything up to this epoch is void."""
+        """Tells the workers that everything up to this epoch is void."""
         changes.published.append(self.orders.cancel(self.state, park=park))
         self.state.epoch += 1
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
-        """Beyond the bound, the next steps truncate importance weights, whatever the loss. One warning a job."""
+        """Lets later steps truncate importance weights, under any loss, if the gap exceeds the bound. Warns once a job."""
         gap = self.state.sampling_gap
         if gap is None or gap <= bound or self.state.truncate_ratios:
             return

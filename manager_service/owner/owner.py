@@ -72,8 +72,7 @@ class Owner:
         self._owned: dict[int, tuple[Partition, Fence]] = {}
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
-        self._idle_since: float | None = None
-        self._searched, self._searched_at = -1, time.monotonic()  # the partition that was searched last
+        self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 
@@ -152,7 +151,7 @@ class Owner:
     async def _passes(self) -> None:
         while True:
             await self._give_back()
-            await self._find_unseen()
+            await self._reconcile()
             owned = dict(self._owned) if self._leases.surely_held(2 * BLOCK_MS / 1000) else {}
             deliveries = await self._read(owned)
             async with self._lock:
@@ -173,20 +172,24 @@ class Owner:
             return []
         return await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
 
-    async def _find_unseen(self) -> None:
-        """One partition after the other, each once a lease. Called while no read is under way: all that was delivered is
-        known here, or else was lost."""
-        if time.monotonic() - self._searched_at < self._lease_s / max(1, len(self._owned)):
+    async def _reconcile(self) -> None:
+        """Find what was lost, one partition after the other, each once a lease. Call while no read is under way."""
+        if time.monotonic() - self._reconciled_at < self._lease_s / max(1, len(self._owned)):
             return
-        self._searched_at = time.monotonic()
+        self._reconciled_at = time.monotonic()
         async with self._lock:
             if not self._owned:
                 return
-            self._searched = min((n for n in self._owned if n > self._searched), default=min(self._owned))
-            partition, changes = self._owned[self._searched][0], Changes()
-            await partition.find_unseen(time.time(), changes)
+            self._reconciled = min((n for n in self._owned if n > self._reconciled), default=min(self._owned))
+            partition, changes = self._owned[self._reconciled][0], Changes()
+            try:
+                await partition.reconcile(
+                    time.time(), changes, quiet_s=self._lease_s, nothing_under_way=self._nothing_under_way
+                )
+            except Unavailable as error:
+                log.warning("search_delayed", reason=str(error))
             if changes:
-                await self._commit(self._searched, changes)
+                await self._commit(self._reconciled, changes)
 
     async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()
@@ -213,7 +216,7 @@ class Owner:
 
     async def _commit(self, number: int, changes: Changes) -> None:
         partition, fence = self._owned[number]
-        partition.forget_settled(changes)
+        partition.note(changes, time.time())
         self._allocator.charge(changes)
         encoded = [(stream, await self._bus.fields(message)) for stream, message in changes.published]
         try:
@@ -238,11 +241,6 @@ class Owner:
         while True:
             await self._refresh()
             await self._trim_broadcasts()
-            try:
-                if await self._nothing_anywhere():
-                    await self._find_lost()
-            except Unavailable as error:
-                log.warning("search_delayed", reason=str(error))
             await self._tell_stalls()
             await asyncio.sleep(min(1.0, self._lease_s / 4))
 
@@ -277,15 +275,6 @@ class Owner:
         telemetry = self._cell.telemetry
         await self._bus.retrying(lambda: self._bus.client.xtrim(telemetry, KEEP_REPORTS, approximate=True))
 
-    async def _nothing_anywhere(self) -> bool:
-        """True when jobs wait but no stream held anything, for longer than a lease."""
-        waiting = any(job.under_way for partition, _ in self._owned.values() for job in partition.jobs.values())
-        if not waiting or await self._any_entry():
-            self._idle_since = None
-            return False
-        self._idle_since = self._idle_since or time.monotonic()
-        return time.monotonic() - self._idle_since > self._lease_s
-
     async def _tell_stalls(self) -> None:
         """A job that waits for something that is not there says so in its events."""
         missing = [s for s in ("rollout", "env", "trainer") if not self._allocator.cluster.slots(s)]
@@ -298,10 +287,10 @@ class Owner:
                 if changes:
                     await self._commit(number, changes)
 
-    async def _any_entry(self) -> bool:
-        """Does anything wait in a stream? Looked at in one moment, so that nothing can move behind the look.
+    async def _nothing_under_way(self) -> bool:
+        """Are all streams empty? Looked at in one moment, so that nothing can move behind the look.
 
-        What an owner has read and keeps pending (half-full batches, parked turns) does not wait.
+        What an owner has read and keeps pending (half-full batches, parked turns) does not count.
         """
         work = [stream for stream, _ in self._cell.work]
         inboxes = [name for partition, _ in self._owned.values() for name in partition.inboxes]
@@ -316,16 +305,7 @@ class Owner:
 
         answers = await self._bus.retrying(call)
         lengths, held = answers[: -len(inboxes)], answers[-len(inboxes) :]
-        return sum(lengths) > sum(row["pending"] for row in held)
-
-    async def _find_lost(self) -> None:
-        self._idle_since = None
-        async with self._lock:
-            for number, (partition, _) in list(self._owned.items()):
-                changes = Changes()
-                await partition.find_lost(time.time(), changes)
-                if changes:
-                    await self._commit(number, changes)
+        return sum(lengths) <= sum(row["pending"] for row in held)
 
 
 def _partition_number(delivery: Delivery) -> int:

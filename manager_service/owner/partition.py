@@ -5,7 +5,7 @@ holds: unfinished jobs with their half-full batches (pending entries in Redis: l
 after a crash: the next owner takes the lease, loads the records, and reads what the last one had pending
 """
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -22,7 +22,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.job_table import JobTable
-from manager_service.records import FINAL, JobError, JobSpec, JobState
+from manager_service.records import JobError, JobSpec, JobState
 
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
@@ -62,14 +62,7 @@ class Partition:
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         for job in list(self.jobs.values()):
-            await self._isolated(job.id, now, changes, self._catch_up(job, now, changes))
-
-    async def _catch_up(self, job: Job, now: float, changes: Changes) -> None:
-        job.open.expect_counted()
-        if job.state.status == "validating_files":
-            job.queue(now, changes)
-        await self._look_for_version(job, now, changes)
-        self.advance(job, now, changes)
+            await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=False))
 
     async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
         """Whatever is wrong with one job stays with it. Raises Unavailable."""
@@ -118,6 +111,7 @@ class Partition:
         except NotFound as error:
             files, missing = [Items(), Items()], str(error)
         job = Job(self._cell, spec, state, *files)
+        job.changed_at = now
         self.jobs.add(job)
         job.open.load(state, unsettled, evals)
         if missing:
@@ -141,17 +135,53 @@ class Partition:
                     await self.handle(delivery, now, changes)
             self._looked_at[stream] = after = deliveries[-1].entry
 
-    async def find_unseen(self, now: float, changes: Changes) -> None:
-        """Entries that were delivered and reached nobody: the reply was lost with its connection, or an owner that had
-        slept through its lease read them. Each pending entry is looked at once."""
+    # ---- reconciling ------------------------------------------------------------------------------------------------
+
+    async def reconcile(
+        self, now: float, changes: Changes, *, quiet_s: float, nothing_under_way: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """Find what was lost on its way, and bring each job in line with what there is.
+
+        lost                                          seen by                                           then
+        an entry that was delivered to nobody: its    it is pending, and no job in memory holds it      it is handled
+        reply was lost with the connection, or was
+        read by an owner that had lost its lease
+        a result that the last owner had counted      after a take-over, no pending entry has it        it is sampled again
+        the update of a version                       the store has the manifest of the next version    the update is applied
+        any other message: Redis lost its last        nothing came back for `quiet_s`, and nothing is   it is sent again
+        moment                                        in any stream                                     (`Job.resend`)
+
+        `load` looks for the first three of every job. Later, each job has its own clock: only one that waits and has been
+        quiet for `quiet_s` is looked at. Call while no read is under way, so that all that was delivered is known here.
+        Raises Unavailable when the store is away; `changes` are to be committed nevertheless.
+        """
         for stream in self.inboxes:
-            known = self._held() if stream == self._cell.scored(self.number) else set[str]()
-            while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
-                unseen = [entry for entry in entries if entry not in known]
-                for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
-                    log.warning("entry_unseen", stream=stream, entry=delivery.entry)
-                    await self.handle(delivery, now, changes)
-                self._looked_at[stream] = entries[-1]
+            await self._handle_unseen(stream, now, changes)
+        quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
+        if not quiet or not await nothing_under_way():
+            return
+        for job in quiet:
+            await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=True))
+
+    async def _reconcile(self, job: Job, now: float, changes: Changes, *, lost: bool) -> None:
+        """`lost`: nothing of it is in any stream."""
+        job.open.expect_counted()
+        if job.state.status == "validating_files":
+            job.queue(now, changes)
+        await self._look_for_version(job, now, changes)
+        if lost:
+            job.resend(now, changes)
+        self.advance(job, now, changes)
+
+    async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
+        """Each pending entry is looked at once."""
+        held = self._held() if stream == self._cell.scored(self.number) else set[str]()
+        while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
+            unseen = [entry for entry in entries if entry not in held]
+            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
+                log.warning("entry_unseen", stream=stream, entry=delivery.entry)
+                await self.handle(delivery, now, changes)
+            self._looked_at[stream] = entries[-1]
 
     def _held(self) -> set[str]:
         """Entries that stay pending because a job in memory holds them."""
@@ -166,36 +196,12 @@ class Partition:
         return job is not None and job.open.restore(delivery.entry, message)
 
     async def _look_for_version(self, job: Job, now: float, changes: Changes) -> None:
-        """Redis may have lost its last moment; the store has not."""
+        """Redis may have lost the update of a version; the store has its manifest."""
         if not (job.state.training or job.state.initialising):
             return
-        adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
-        manifest = await self._store.manifest(adapter)
-        if manifest is None:
-            return
-        update = update_of(manifest, job.orders.about(job.state))
-        job.on_adapter(update, now, changes)
-
-    async def find_lost(self, now: float, changes: Changes) -> None:
-        """Called when nothing of the cell's work is in any stream: what still waits was lost with Redis' last moment."""
-        for job in list(self.jobs.values()):
-            await self._isolated(job.id, now, changes, self._find_lost(job, now, changes))
-
-    async def _find_lost(self, job: Job, now: float, changes: Changes) -> None:
-        if job.state.status == "paused":  # looked for once it runs again
-            return
-        await self._look_for_version(job, now, changes)
-        if job.state.status in FINAL:
-            job.give_up(changes)
-        elif job.state.training:
-            job.journal.warn(now, "A training step was lost and is made again", changes)
-            job.restart_step(changes)
-        elif job.state.initialising:
-            job.start(now, changes)
-        elif job.num_waiting:
-            job.journal.warn(now, f"{job.num_waiting} trajectories were lost and are sampled again", changes)
-            job.reissue(changes)
-        self.advance(job, now, changes)
+        manifest = await self._store.manifest(AdapterRef(job.spec.tenant, job.id, job.state.version + 1))
+        if manifest is not None:
+            job.on_adapter(update_of(manifest, job.orders.about(job.state)), now, changes)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -257,17 +263,24 @@ class Partition:
         return job
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
-        """What follows from the job's state."""
+        """What follows from the job's state, after something has happened to it."""
+        job.changed_at = now
         job.advance(now, changes)
         self.jobs.touch(job.id)
 
-    def forget_settled(self, changes: Changes) -> None:
-        """Let the jobs leave that these changes settle. Called once, before they are committed."""
-        for name in changes.states:
-            if (job := self.jobs.get(name)) and job.settled:
-                self.jobs.remove(name)
-                changes.finished.append(name)
+    def note(self, changes: Changes, now: float) -> None:
+        """Set the clocks of the changed jobs, and let those leave that are settled. Call once, before the commit."""
+        for job in filter(None, map(self.jobs.get, changes.states)):
+            job.changed_at = now
+            if job.settled:
+                self.jobs.remove(job.id)
+                changes.finished.append(job.id)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
         changes.published.append((self._cell.dead, dead_letter(delivery, reason)))
         changes.ack(delivery.stream, delivery.entry)
+
+
+def _is_quiet(job: Job, since: float) -> bool:
+    """Does it wait for something, and has nothing happened to it since then? A paused one is looked at when it runs again."""
+    return job.under_way and job.state.status != "paused" and job.changed_at < since
