@@ -1,4 +1,4 @@
-"""Evaluations: sampled answers and one greedy answer to each item of the validation file, summed up as they come."""
+"""Evaluations: each item of the validation file gets sampled answers and a greedy one, which are summed up as they come."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def new_tally(num_items: int, eval_samples: int) -> EvalTally:
 
 
 def next_unit(tally: EvalTally, version: int, eval_samples: int) -> list[TrajectoryKey]:
-    """The trajectories that are issued next: an item's sampled answers, then its greedy one."""
+    """Takes the trajectories that are issued next: an item's sampled answers, then its greedy one."""
     index, greedy = divmod(tally.issued, 2)
     tally.issued += 1
     if greedy:
@@ -21,7 +21,7 @@ def next_unit(tally: EvalTally, version: int, eval_samples: int) -> list[Traject
 
 
 def count(tally: EvalTally, message: ScoredTrajectory) -> None:
-    """One answer has settled."""
+    """Adds an answer that has settled."""
     tally.settled += 1
     if message.reward is None:
         tally.failed += 1

@@ -1,4 +1,4 @@
-"""The list of a partition's unfinished jobs. Who keeps anything else of each job follows it: see `JobTable.take_changed`."""
+"""Lists the unfinished jobs of a partition. Other tables of jobs are derived from it: see `JobTable.take_changed`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -26,7 +26,7 @@ class JobTable(Mapping[str, Job]):
         self.touch(job.id)
 
     def touch(self, job_id: str) -> None:
-        """Something happened to the job."""
+        """Marks the job as changed."""
         self._changed.pop(job_id, None)
         self._changed[job_id] = None
 
@@ -35,6 +35,6 @@ class JobTable(Mapping[str, Job]):
         self.touch(job_id)
 
     def take_changed(self) -> list[tuple[str, Job | None]]:
-        """Jobs that were added, touched or removed (None) since the last call."""
+        """Jobs that were added or touched since the last call; None stands for those that were removed."""
         changed, self._changed = self._changed, {}
         return [(job_id, self._jobs.get(job_id)) for job_id in changed]

@@ -1,4 +1,4 @@
-"""What the user reads of a job: its events, the figures of its steps, and the texts of some samples."""
+"""Writes what the user reads of a job: its events, the figures of its steps, and the texts of some samples."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -41,7 +41,7 @@ class Journal:
         metrics: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Write one event. `metrics`: the data of an event that shows figures."""
+        """Writes one event. `metrics`: the data of an event that shows figures."""
         self._state.num_events += 1
         kind = "message" if metrics is None else "metrics"
         record = EventRecord(self._state.num_events, int(now), level, message, kind, metrics or data or {})
@@ -54,11 +54,11 @@ class Journal:
     # ---- figures ----------------------------------------------------------------------------------------------------
 
     def first_version(self, now: float) -> None:
-        """Version 0 is there: the time of step 1 begins."""
+        """Starts the clock of step 1."""
         self._last_commit_at = now
 
     def trained(self, update: AdapterUpdate, training: Training, now: float, changes: Changes) -> None:
-        """A step has made a version."""
+        """Writes the event of a step, and keeps its figures."""
         state, metrics = self._state, update.metrics
         state.trained_tokens += update.usage.trained_tokens
         state.last_reward = metrics.get("reward_mean")
@@ -80,7 +80,7 @@ class Journal:
         self.tell(now, changes, f"Step {step}/{self._spec.hyper.num_steps}: {shown}", metrics=data)
 
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
-        """All answers of an evaluation are there."""
+        """Writes the event of an evaluation that has ended."""
         data = summary(version, tally)
         mean = data["eval_reward_mean"]
         if version == 0:
@@ -90,7 +90,7 @@ class Journal:
         self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
 
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
-        """Keep the texts of the batch's first groups."""
+        """Keeps the texts of the batch's first groups."""
         records = [
             SampleRecord(
                 version=scored.message.adapter.version,
@@ -109,14 +109,14 @@ class Journal:
     # ---- stalls -----------------------------------------------------------------------------------------------------
 
     def progressed(self, now: float, changes: Changes) -> None:
-        """Something of the job came back."""
+        """Notes that something of the job came back."""
         self._last_progress_at = now
         if self._told_stall:
             self._told_stall = False
             self.tell(now, changes, "The job goes on")
 
     def check_stall(self, now: float, limit_s: float, diagnosis: str, changes: Changes) -> None:
-        """Warn once of each stretch of `limit_s` in which nothing came back to a running job."""
+        """Warns if nothing has come back to a running job for `limit_s`; once, until something does."""
         self._last_progress_at = self._last_progress_at or now
         if self._state.status != "running" or self._told_stall or now - self._last_progress_at < limit_s:
             return

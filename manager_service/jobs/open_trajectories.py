@@ -1,11 +1,12 @@
-"""The open trajectories of a job: those that were issued and are not settled, in memory and in Redis.
+"""Holds the open trajectories of a job, in memory and in Redis: those that were issued and are not settled.
 
     issue ─► waiting ─┬─ score ─► scored ─┬─ take (a batch) ─► with a trainer ─ settle
                       ├─ park ─► waiting  └─ drop ─ settle
                       └─ fail, end ─ settle
 
 Each change is written to both places at once: to this table, and through `Changes` to `open:<job>` (training) and
-`evals:<job>` (evaluation). What is with a trainer is open in Redis alone: the job's `Training` names it.
+`evals:<job>` (evaluation). The trajectories of a batch that a trainer has are
+open in Redis alone; the job's `Training` names them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,7 +72,7 @@ class ParkedTurn(NamedTuple):
 
 
 class OpenTrajectories:
-    """The table of one job."""
+    """The open trajectories of one job."""
 
     def __init__(self, cell: Cell, spec: JobSpec) -> None:
         self.groups: dict[int, Group] = {}
@@ -97,7 +98,7 @@ class OpenTrajectories:
         return scored | {turn.entry for turn in self.parked.values()}
 
     def attempt_of(self, key: TrajectoryKey, version: int) -> int | None:
-        """The attempt, sampled by this version, that may settle a trajectory; None: nobody waits for it."""
+        """The attempt that may settle a trajectory of this version. None: the job does not wait for it."""
         if key.purpose != "train":
             return self.evals.get(key)
         group = self.groups.get(key.group)
@@ -106,11 +107,11 @@ class OpenTrajectories:
     # ---- transitions ------------------------------------------------------------------------------------------------
 
     def wait_for(self, key: TrajectoryKey, version: int, attempt: int) -> None:
-        """In memory alone: one that Redis has open already."""
+        """Marks as waiting, in memory alone, a trajectory that is open in Redis already."""
         self.groups.setdefault(key.group, Group(version)).waiting[key.sample] = attempt
 
     def issue(self, key: TrajectoryKey, version: int, attempt: int, changes: Changes) -> None:
-        """It is sent out, for the first time or again."""
+        """Marks a trajectory as sent out, for the first time or again."""
         if key.purpose == "train":
             self.wait_for(key, version, attempt)
             changes.open(self._open, str(key), str(OpenTrajectory(attempt, version)))
@@ -119,7 +120,7 @@ class OpenTrajectories:
             changes.open(self._evals, str(key), str(attempt))
 
     def score(self, entry: str, message: ScoredTrajectory, changes: Changes) -> None:
-        """Its result is there; the entry stays pending."""
+        """Takes a result into its group. The entry stays pending."""
         ref, version = message.trajectory, message.adapter.version
         group = self.groups[ref.group]
         del group.waiting[ref.sample]
@@ -127,21 +128,21 @@ class OpenTrajectories:
         changes.open(self._open, ref.key(), str(OpenTrajectory(ref.attempt, version, scored=True)))
 
     def fail(self, key: TrajectoryKey, changes: Changes) -> None:
-        """It will have no result."""
+        """Settles a trajectory that has no usable result."""
         del self.groups[key.group].waiting[key.sample]
         self.settle("failed", [str(key)], changes)
 
     def end_eval(self, key: TrajectoryKey, changes: Changes) -> None:
-        """An evaluation's answer is there, or has failed."""
+        """Closes a trajectory of an evaluation."""
         del self.evals[key]
         changes.close(self._evals, str(key))
 
     def park(self, key: TrajectoryKey, entry: str, request: TurnRequest) -> None:
-        """It waits here until the job goes on."""
+        """Keeps a stopped turn until the job goes on."""
         self.parked[key] = ParkedTurn(entry, request)
 
     def unpark(self, key: TrajectoryKey, changes: Changes) -> TurnRequest | None:
-        """The parked turn of a trajectory, which goes on; None: there is none."""
+        """Hands out the parked turn of a trajectory. None: there is none."""
         turn = self.parked.pop(key, None)
         if turn is None:
             return None
@@ -149,20 +150,20 @@ class OpenTrajectories:
         return turn.request
 
     def drop(self, number: int, outcome: str, changes: Changes) -> Group:
-        """Settle the results of a decided group. Returns the group."""
+        """Removes a decided group, and settles its results."""
         group = self.groups.pop(number)
         self.settle(outcome, _fields(number, group.scored), changes)
         self._ack_results(group, changes)
         return group
 
     def take(self, number: int, changes: Changes) -> Group:
-        """A group goes to a trainer; its trajectories stay open until the answer."""
+        """Removes a group that goes to a trainer. Its trajectories stay open in Redis until the answer."""
         group = self.groups.pop(number)
         self._ack_results(group, changes)
         return group
 
     def cancel(self, changes: Changes) -> None:
-        """Settle all but what is with a trainer."""
+        """Settles everything but the batch that a trainer has."""
         for number, group in self.groups.items():
             self.settle("cancelled", _fields(number, (*group.waiting, *group.scored)), changes)
             self._ack_results(group, changes)
@@ -172,7 +173,7 @@ class OpenTrajectories:
         self.groups, self.evals, self.parked = {}, {}, {}
 
     def settle(self, outcome: str, fields: Sequence[str], changes: Changes) -> None:
-        """Move trajectories from in_flight to a count of the ledger. `fields`: of `open:<job>`."""
+        """Moves trajectories from in_flight to another count of the ledger. `fields`: of `open:<job>`."""
         if fields:
             changes.close(self._open, *fields)
             changes.ledger[self._job, outcome] += len(fields)
@@ -187,7 +188,7 @@ class OpenTrajectories:
     # ---- a new owner ------------------------------------------------------------------------------------------------
 
     def load(self, state: JobState, unsettled: Mapping[bytes, bytes], evals: Mapping[bytes, bytes]) -> None:
-        """The table as it stands in Redis, without the results. `unsettled`: `open:<job>`; `evals`: `evals:<job>`."""
+        """Reads the table from `open:<job>` and `evals:<job>`. The results themselves follow through `restore`."""
         trained = set(state.training.keys) if state.training else set[str]()
         self.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
         for name, value in unsettled.items():
@@ -203,7 +204,7 @@ class OpenTrajectories:
         self.evals = {TrajectoryKey.parse(name.decode()): int(attempt) for name, attempt in evals.items()}
 
     def restore(self, entry: str, message: ScoredTrajectory) -> bool:
-        """Take back a result that the last owner had counted. False: it had not."""
+        """Takes back a result that the last owner had counted. False: the last owner had not counted it."""
         ref = message.trajectory
         key = TrajectoryKey.of(ref, message.adapter.version)
         if self._counted.get(key) != ref.attempt:
@@ -213,7 +214,7 @@ class OpenTrajectories:
         return True
 
     def expect_counted(self) -> None:
-        """All pending entries were read: results that were counted and are gone must be sampled again."""
+        """Waits again for counted results that are gone. Call when all pending entries were read."""
         for key, attempt in self._counted.items():
             self.groups[key.group].waiting[key.sample] = attempt
         self._counted = {}

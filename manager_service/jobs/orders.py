@@ -1,4 +1,4 @@
-"""The messages that a job sends to workers: functions of its spec, its files and its state."""
+"""Makes the messages that a job sends to workers, from its spec, its files and its state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from manager_service.records import JobSpec, JobState
 
 
 class Orders:
-    """Builds a job's messages, each with the stream it goes to. Keeps nothing but the order of an epoch's items."""
+    """Builds a job's messages, each with the stream it goes to. It keeps only the order of one epoch's items."""
 
     def __init__(self, cell: Cell, spec: JobSpec, items: Items, eval_items: Items) -> None:
         self._cell = cell
@@ -27,14 +27,14 @@ class Orders:
         self._order: tuple[int, np.ndarray] | None = None
 
     def init(self, state: JobState) -> Out:
-        """Make version 0."""
+        """Asks for version 0."""
         spec = self._spec
         adapter = AdapterRef(spec.tenant, spec.id, 0)
         message = Init(id=f"{spec.id}/init", **self.about(state), adapter=adapter, seed=spec.seed, lora=spec.hyper.lora)
         return self._cell.train, message
 
     def start(self, state: JobState, version: int, keys: Sequence[TrajectoryKey]) -> Out:
-        """Sample these trajectories, of one item and purpose, with this version."""
+        """Asks for trajectories of one item and purpose, sampled by this version."""
         spec, hyper, first = self._spec, self._spec.hyper, keys[0]
         temperature = 0.0 if first.purpose == "eval_greedy" else hyper.temperature
         message = Start(
@@ -55,14 +55,14 @@ class Orders:
         return self._cell.env, message
 
     def again(self, state: JobState, request: TurnRequest) -> Out:
-        """Go on with a turn that a pause had put aside."""
+        """Asks to go on with a turn that a pause has stopped."""
         trajectory = msgspec.structs.replace(request.trajectory, attempt=state.attempt)
         identity = f"{request.id.rsplit('/', 1)[0]}/{state.attempt}"
         message = msgspec.structs.replace(request, id=identity, epoch=state.epoch, trajectory=trajectory)
         return self._cell.rollout_first, message
 
     def step(self, state: JobState, batch: list[tuple[int, Group]], next_group: int) -> TrainStep:
-        """Train the newest version on these groups; none: there is no signal."""
+        """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay."""
         spec, hyper = self._spec, self._spec.hyper
         return TrainStep(
             id=f"{spec.id}/step{state.version + 1}/{state.attempt}",
@@ -78,17 +78,17 @@ class Orders:
         )
 
     def cancel(self, state: JobState, *, park: bool) -> Out:
-        """What was sent up to now is void."""
+        """Declares void all that was sent up to now."""
         identity = f"{self._spec.id}/cancel{state.epoch}"
         return self._cell.control, Cancel(id=identity, **self.about(state), park=park)
 
     def new_version(self, state: JobState, adapter: AdapterRef) -> Out:
-        """A hint: this version will soon be named."""
+        """Hints to rollout workers that turns will soon name this version."""
         identity = f"{self._spec.id}/new{adapter.version}"
         return self._cell.adapters_new, AdapterNew(id=identity, **self.about(state), adapter=adapter)
 
     def item(self, group: int) -> dict[str, Any] | None:
-        """Group g of a job draws item permutation(seed, epoch)[g mod n]; None: the environment makes its own."""
+        """The item of a group: permutation(seed, epoch)[group mod n]. None: the environment makes its own."""
         n = len(self._items)
         if n == 0:
             return None
@@ -98,6 +98,6 @@ class Orders:
         return self._items[int(self._order[1][at])]
 
     def about(self, state: JobState) -> dict[str, Any]:
-        """The fields that every message about the job has; see `Message.about`."""
+        """Fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
         return {"tenant": tenant, "job": self._spec.id, "partition": partition_of(tenant), "epoch": state.epoch}

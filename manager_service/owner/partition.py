@@ -1,8 +1,8 @@
-"""One partition: its jobs in memory, and the messages that change them.
+"""Holds one partition: its jobs in memory, and the messages that change them.
 
 reads: scored:<p>, adapters:<p>, jobs:<p>   writes: env, rollout:first, train, control, and the jobs' records
-holds: unfinished jobs with their half-full batches (pending entries in Redis: lost here, found there)
-after a crash: the next owner takes the lease, loads the records, and reads what the last one had pending
+holds: unfinished jobs with their half-full batches (lost on a crash, read again from the pending entries)
+after a crash: the next owner takes the lease, loads the records, and reads the entries that the last one had pending
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 class Partition:
-    """State machine over one partition's jobs. All its methods fill `changes`; the owner commits them."""
+    """The state machine of one partition's jobs. All its methods fill `changes`; the owner commits them."""
 
     def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore) -> None:
         self.number = number
@@ -41,7 +41,7 @@ class Partition:
         self._objects = objects
         self._store = store
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
-        self._looked_at = dict.fromkeys(self.inboxes, "0")  # last pending entry that is known to be in memory
+        self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
 
     @property
     def inboxes(self) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class Partition:
     # ---- taking over ------------------------------------------------------------------------------------------------
 
     async def load(self, now: float, changes: Changes) -> None:
-        """Rebuild memory: records, then what the last owner had pending, then versions that only the store knows of.
+        """Rebuilds memory from the records, the pending entries of the last owner, and versions that only the store knows.
 
         Raises Unavailable when the store is away. A job whose records or files cannot be read fails alone.
         """
@@ -65,7 +65,7 @@ class Partition:
             await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=False))
 
     async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
-        """Whatever is wrong with one job stays with it. Raises Unavailable."""
+        """Does the work on one job; its error fails that job alone. Raises Unavailable."""
         try:
             await work
         except Unavailable:
@@ -81,7 +81,7 @@ class Partition:
         job.fail(JobError(code, f"{type(error).__name__}: {error}"), now, changes)
 
     async def _load_jobs(self, job_ids: Sequence[str], now: float, changes: Changes) -> None:
-        """Bring jobs into memory, many at a time; those without a record are left out."""
+        """Brings jobs into memory, many at a time; jobs without a record are left out."""
         cell = self._cell
         for start in range(0, len(job_ids), LOAD_COUNT):
             some = job_ids[start : start + LOAD_COUNT]
@@ -95,7 +95,7 @@ class Partition:
     async def _load_job(
         self, job_id: str, records: Sequence[Mapping[bytes, bytes]], now: float, changes: Changes
     ) -> None:
-        """`records`: what stands at the keys `job`, `open` and `evals`."""
+        """`records`: the hashes at the keys `job`, `open` and `evals`."""
         record, unsettled, evals = records
         if not record:
             return
@@ -118,7 +118,7 @@ class Partition:
             job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
 
     async def _items(self, tenant: str, file: str | None) -> Items:
-        """Jobs of the same file share its lines."""
+        """The rows of a file, which all its jobs share."""
         if file is None:
             return Items()
         path = f"files/{tenant}/{file}"
@@ -140,7 +140,7 @@ class Partition:
     async def reconcile(
         self, now: float, changes: Changes, *, quiet_s: float, nothing_under_way: Callable[[], Awaitable[bool]]
     ) -> None:
-        """Find what was lost on its way, and bring each job in line with what there is.
+        """Finds what was lost on its way, and brings each job in line with what there is.
 
         lost                                          seen by                                           then
         an entry that was delivered to nobody: its    it is pending, and no job in memory holds it      it is handled
@@ -164,7 +164,7 @@ class Partition:
             await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=True))
 
     async def _reconcile(self, job: Job, now: float, changes: Changes, *, lost: bool) -> None:
-        """`lost`: nothing of it is in any stream."""
+        """Brings one job in line. `lost`: nothing of it is in any stream."""
         job.open.expect_counted()
         if job.state.status == "validating_files":
             job.queue(now, changes)
@@ -174,7 +174,7 @@ class Partition:
         self.advance(job, now, changes)
 
     async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
-        """Each pending entry is looked at once."""
+        """Handles the pending entries of an inbox that no job holds. Each pending entry is looked at once."""
         held = self._held() if stream == self._cell.scored(self.number) else set[str]()
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
@@ -188,7 +188,7 @@ class Partition:
         return {entry for job in self.jobs.values() for entry in job.open.held_entries}
 
     def _restored(self, delivery: Delivery) -> bool:
-        """A scored trajectory that the last owner had counted goes back into its group, and is not counted again."""
+        """Puts a result that the last owner had counted back into its group. False: it is to be handled."""
         message = delivery.message
         if not isinstance(message, ScoredTrajectory):
             return False
@@ -196,7 +196,7 @@ class Partition:
         return job is not None and job.open.restore(delivery.entry, message)
 
     async def _look_for_version(self, job: Job, now: float, changes: Changes) -> None:
-        """Redis may have lost the update of a version; the store has its manifest."""
+        """Applies the update of a version that the store has and Redis may have lost."""
         if not (job.state.training or job.state.initialising):
             return
         manifest = await self._store.manifest(AdapterRef(job.spec.tenant, job.id, job.state.version + 1))
@@ -206,7 +206,7 @@ class Partition:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     async def handle(self, delivery: Delivery, now: float, changes: Changes) -> None:
-        """One entry of an inbox. An error of ours fails its job, and only its job."""
+        """Applies one entry of an inbox. An error of ours fails its job, and only its job."""
         message = delivery.message
         if isinstance(message, Undecodable):
             self._to_dead(delivery, message.reason, changes)
@@ -230,7 +230,7 @@ class Partition:
             return await self._command(message, now, changes)
         assert not isinstance(message, Undecodable)
         job = self.jobs.get(message.job)
-        if job is None:  # finished before: nobody waits for this, but it was paid for
+        if job is None:  # it has finished; the work is still counted
             changes.ack(delivery.stream, delivery.entry)
             usage = message.request.usage if isinstance(message, Parked) else getattr(message, "usage", Usage())
             changes.add_usage(message.tenant, message.job, usage, wasted=True)
@@ -263,13 +263,13 @@ class Partition:
         return job
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
-        """What follows from the job's state, after something has happened to it."""
+        """Does what follows from the state of a job to which something has happened."""
         job.changed_at = now
         job.advance(now, changes)
         self.jobs.touch(job.id)
 
     def note(self, changes: Changes, now: float) -> None:
-        """Set the clocks of the changed jobs, and let those leave that are settled. Call once, before the commit."""
+        """Sets the clocks of the changed jobs, and removes the settled ones. Call before each commit."""
         for job in filter(None, map(self.jobs.get, changes.states)):
             job.changed_at = now
             if job.settled:
@@ -282,5 +282,5 @@ class Partition:
 
 
 def _is_quiet(job: Job, since: float) -> bool:
-    """Does it wait for something, and has nothing happened to it since then? A paused one is looked at when it runs again."""
+    """Does a job wait for something while nothing has happened to it? A paused one is looked at once it runs again."""
     return job.under_way and job.state.status != "paused" and job.changed_at < since
