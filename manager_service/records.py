@@ -201,9 +201,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     num_bytes: int
     num_items: int
-    longest: dict[
-        str, int
-    ] = {}  # base model -> tokens of the longest prompt; lacks bases whose template refuses a prompt
+    longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
 
 
 QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})

@@ -96,7 +96,6 @@ class Job:
     def queue(self, now: float, changes: Changes) -> None:
         self.state.status = "queued"
         self.journal.tell(now, changes, "Job queued")
-        self._dirty(changes)
 
     def start(self, now: float, changes: Changes) -> None:
         """Leads from queued to running: asks for version 0."""
@@ -105,7 +104,6 @@ class Job:
         self.state.initialising = True
         changes.published.append(self.orders.init(self.state))
         self.journal.tell(now, changes, "Job started")
-        self._dirty(changes)
 
     def pause(self, now: float, changes: Changes) -> None:
         """Declares void what is under way. Finished turns come back as Parked, and wait until the job goes on."""
@@ -114,7 +112,6 @@ class Job:
         self.state.status = "paused"
         self._void(changes, park=True)
         self.journal.tell(now, changes, "Job paused")
-        self._dirty(changes)
 
     def resume(self, now: float, changes: Changes) -> None:
         """Issues again what the pause made void, from the last finished turn where there is one."""

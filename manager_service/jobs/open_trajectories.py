@@ -9,7 +9,7 @@ Each change is written to both places at once: to this table, and through `Chang
 open in Redis alone; the job's `Training` names them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -152,7 +152,7 @@ class OpenTrajectories:
     def drop(self, number: int, outcome: str, changes: Changes) -> Group:
         """Removes a decided group, and settles its results."""
         group = self.groups.pop(number)
-        self.settle(outcome, _fields(number, group.scored), changes)
+        self.settle(outcome, [trajectory_key(number, sample) for sample in group.scored], changes)
         self._ack_results(group, changes)
         return group
 
@@ -165,7 +165,8 @@ class OpenTrajectories:
     def cancel(self, changes: Changes) -> None:
         """Settles everything but the batch that a trainer has."""
         for number, group in self.groups.items():
-            self.settle("cancelled", _fields(number, (*group.waiting, *group.scored)), changes)
+            samples = (*group.waiting, *group.scored)
+            self.settle("cancelled", [trajectory_key(number, sample) for sample in samples], changes)
             self._ack_results(group, changes)
         for turn in self.parked.values():
             self.ack(turn.entry, changes)
@@ -218,7 +219,3 @@ class OpenTrajectories:
         for key, attempt in self._counted.items():
             self.groups[key.group].waiting[key.sample] = attempt
         self._counted = {}
-
-
-def _fields(number: int, samples: Iterable[int]) -> list[str]:
-    return [trajectory_key(number, sample) for sample in samples]

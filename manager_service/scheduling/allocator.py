@@ -138,7 +138,7 @@ class Allocator:
             found += self._next_starts(tenant, min(free, left))
         for job in sorted(found, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
-            self._guarded(job, now, changes, job.start)
+            self._guarded(job, now, changes, Job.start)
 
     def _next_starts(self, tenant: str, num: int) -> list[Job]:
         """The tenant's queued jobs that start next: the most urgent ones, and every fourth time the oldest."""
@@ -157,16 +157,13 @@ class Allocator:
             return
         self.queue.fairness.busy(self.demand.active)
         for name in self.queue.take(free, now, self._weight):
-            self._guarded(self._jobs[name], now, changes, self._publish_step(self._jobs[name]))
+            self._guarded(self._jobs[name], now, changes, self._publish_step)
 
-    def _publish_step(self, job: Job) -> "Act":
-        def act(now: float, changes: Changes) -> None:
-            numbers = job.next_batch()
-            if numbers is not None:
-                job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
-                job.publish_step(numbers, changes)
-
-        return act
+    def _publish_step(self, job: Job, now: float, changes: Changes) -> None:
+        numbers = job.next_batch()
+        if numbers is not None:
+            job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
+            job.publish_step(numbers, changes)
 
     def _issue(self, now: float, changes: dict[int, Changes]) -> None:
         demand = self.demand
@@ -225,25 +222,16 @@ class Allocator:
         job, before = self._jobs[name], self.demand.open_work
         if not self._fits(job, share):
             return 0.0, sys.maxsize
-        self._guarded(job, now, changes, self._issue_one(job))
+        self._guarded(job, now, changes, _issue_one)
         self.demand.granted(tenant, name)
         issued = self.demand.open_work - before
         return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
-
-    def _issue_one(self, job: Job) -> "Act":
-        def act(now: float, changes: Changes) -> None:
-            if job.wants_group():
-                job.issue_group(changes)
-            else:
-                job.issue_eval(changes)
-
-        return act
 
     def _guarded(self, job: Job, now: float, changes: dict[int, Changes], act: "Act") -> None:
         """Acts on a job. An error of ours fails this job, and only this job."""
         change = changes[job.partition]
         try:
-            act(now, change)
+            act(job, now, change)
         except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
             log.exception("decision_failed", job_id=job.id)
             job.fail(JobError("internal_error", f"{type(error).__name__}: {error}"), now, change)
@@ -293,7 +281,14 @@ class Allocator:
         return max(1e-6, self._tenant(tenant).weight)
 
 
-Act = Callable[[float, Changes], None]
+Act = Callable[[Job, float, Changes], None]
+
+
+def _issue_one(job: Job, _now: float, changes: Changes) -> None:
+    if job.wants_group():
+        job.issue_group(changes)
+    else:
+        job.issue_eval(changes)
 
 
 def _age(job: Job) -> tuple[int, str]:

@@ -79,8 +79,8 @@ def may_start(policy: Policy, *, num_running: int, num_queued: int) -> int:
 def closed(was_closed: bool, *, num_behind: int, num_ready: int, num_training: int) -> bool:
     """Is the barrier closed to rollouts, and open to training? `was_closed`: its last state, at first False.
 
-    It closes when no job is `behind`, which means that it still samples what it must train next. It opens when all batches are
-    trained. Jobs that come later join the rollouts under way, and the next training waits for them.
+    It closes when a batch is ready and no job is `behind`, still sampling what it must train next. It opens when all batches
+    are trained. Jobs that come later join the rollouts under way, and the next training waits for them.
     """
     if was_closed:
         return num_ready + num_training > 0
