@@ -1,4 +1,4 @@
-"""Who is alive, and who worked for whom when: what the workers' telemetry says.
+"""Tells from the workers' telemetry who is alive, and who worked for whom when.
 
 reads: telemetry   holds: last reports, spans of the last hour (lost on a crash, read again from the stream)
 waits for: a worker's report   unblocked by: every worker, once a second
@@ -13,7 +13,7 @@ from common.messages import Span, WorkerReport
 from common.telemetry import KEEP_S
 
 ALIVE_S = 5.0
-"""A worker that was not heard for this long counts as dead."""
+"""Silence after which a worker counts as dead."""
 FORGET_S = 120.0
 GAP_BOUNDS = {"float32": 0.001, "bfloat16": 0.01}
 """Mean |log-prob in training - log-prob at sampling| that rounding in this dtype explains."""
@@ -37,7 +37,7 @@ class _Heard:
 
 
 class Cluster:
-    """One cell's workers, as their broadcasts show them."""
+    """The workers of one cell, as their broadcasts show them."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -46,12 +46,12 @@ class Cluster:
         self._cursor = "0"
 
     async def run(self) -> None:
-        """Follow the telemetry until cancelled; begins with what the stream still holds."""
+        """Follows the telemetry until cancelled, beginning with what the stream still holds."""
         while True:
             await self.follow_once(block_ms=BLOCK_MS)
 
     async def follow_once(self, *, block_ms: int | None = None) -> None:
-        """Take in what is there."""
+        """Takes in the reports that are there."""
         entries = await self._bus.follow(self._bus.cell.telemetry, self._cursor, block_ms=block_ms, count=READ_COUNT)
         if not entries:
             return
@@ -75,7 +75,7 @@ class Cluster:
             self._spans.popleft()
 
     def workers(self) -> list[WorkerReport]:
-        """Last reports of those who were heard within five seconds and have not said goodbye, by service and id."""
+        """Last reports of the live workers, by service and id. A worker that has said goodbye is not alive."""
         now_s = time.monotonic()
         alive = [
             heard.report
@@ -89,21 +89,21 @@ class Cluster:
         return [w for w in self.workers() if w.state != "refused" and service in (None, w.service)]
 
     def slots(self, service: str) -> int:
-        """How much the live workers of a service can work on at once."""
+        """Pieces of work that the live workers of a service can do at once."""
         return sum(worker.slots for worker in self.working(service))
 
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values all rollout engines hold at once; None: one does not say."""
+        """Tokens whose keys and values all rollout engines hold at once; None: an engine does not announce it."""
         announced = [worker.kv_tokens for worker in self.working("rollout")]
         return None if None in announced else sum(filter(None, announced))
 
     def max_lora_rank(self) -> int | None:
-        """The smallest limit that a live worker announces; None: nobody announces one."""
+        """The smallest limit that a live worker announces; None: no worker announces one."""
         ranks = [worker.max_lora_rank for worker in self.working() if worker.max_lora_rank is not None]
         return min(ranks, default=None)
 
     def sampling_gap_bound(self) -> float:
-        """What a job's `sampling_gap` may be: of the coarsest dtype that a live rollout worker announces."""
+        """The largest `sampling_gap` that the coarsest dtype of a live worker explains."""
         return max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in self.working()), default=0.0) or min(
             GAP_BOUNDS.values()
         )

@@ -1,10 +1,10 @@
-"""What the manager keeps in Redis of jobs, and of tenants, keys and files. All records are JSON.
+"""Names the manager's records in Redis: of jobs, tenants, keys and files. All records are JSON.
 
 in the cell (see common.streams)
 job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone
 ledger:<job>               hash     issued, trained, filtered, stale, failed, cancelled
-open:<job>                 hash     trajectory key -> `attempt:version`, then `:scored`; its size is in_flight
-evals:<job>                hash     the same for evaluations, which the ledger does not count
+open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_trajectories); its size is in_flight
+evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
 checkpoints:<job>          hash     version -> CheckpointRecord
 samples:<job>              hash     version -> list of SampleRecord
 events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
@@ -29,7 +29,7 @@ Status = Literal["validating_files", "queued", "running", "paused", "succeeded",
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
 GLOBAL = "marlaas:{@}:"
-"""All records outside the cells are on one shard of a Redis Cluster; no base model can have this name."""
+"""Prefix of the records outside the cells, all on one shard of a Redis Cluster. No base model can have this name."""
 
 
 class Hyper(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,19 +84,19 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """A TrainStep under way: published, not yet answered."""
+    """A TrainStep under way: it is published and not yet answered."""
 
     batch: str  # the message's id
     keys: tuple[str, ...]  # its trajectories, in flight until the answer
-    first_group: int  # the window before, should the step have to be made again
-    versions: tuple[int, ...]  # that sampled it
+    first_group: int  # of the window before; the window returns to it if the step is lost
+    versions: tuple[int, ...]  # that sampled its trajectories
 
 
 class EvalTally(msgspec.Struct):
     """A running evaluation of one version: sampled answers, and one greedy answer an item."""
 
     units: int  # Start messages in all: two an item
-    issued: int = 0  # of them
+    issued: int = 0  # Start messages sent
     expected: int = 0  # trajectories in all
     settled: int = 0
     failed: int = 0
@@ -142,11 +142,11 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval: float | None = None
     last_reward: float | None = None  # reward_mean of the newest step
     sampling_gap: float | None = None  # of the newest step that measured one
-    truncate_ratios: bool = False  # it was beyond its bound: is_clip bounds the ratios of every loss from then on
+    truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
 
 
 class EventRecord(msgspec.Struct, frozen=True):
-    """One line of a job's event log, in OpenAI's shape when the API shows it."""
+    """One line of a job's event log. The API shows it in OpenAI's shape."""
 
     sequence: int
     created_at: int
@@ -201,11 +201,11 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     num_bytes: int
     num_items: int
-    longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; without bases whose template refuses one
+    longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
 
 
 QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})
-"""Counters of `Usage` that a tenant's daily quota limits."""
+"""Counters of `Usage` that count towards a tenant's daily quota."""
 
 
 def day_field(now: float) -> str:

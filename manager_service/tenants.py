@@ -1,4 +1,4 @@
-"""Tenants and their API keys. Only the sha256 of a key is stored; the key itself is shown once.
+"""Keeps tenants and their API keys. Only the sha256 of a key is stored; the key itself is shown once.
 
 marlaas:{@}:tenants     hash   tenant -> TenantRecord
 marlaas:{@}:keys        hash   sha256 of the key -> KeyRecord
@@ -21,7 +21,7 @@ from manager_service.records import GLOBAL, JSON, KeyRecord, TenantRecord
 TENANTS, KEYS = GLOBAL + "tenants", GLOBAL + "keys"
 DEFAULT_TENANT = "default"
 ADMIN = "admin"
-"""Whom admin keys belong to. No tenant: it has no files and no jobs."""
+"""The owner of admin keys. It is no tenant: it has no files and no jobs."""
 
 _TENANT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _RESERVED = (ADMIN, "other", "-", "day")
@@ -36,7 +36,7 @@ def make_key() -> str:
 
 
 def check_tenant_id(tenant: str) -> None:
-    """Raises InvalidInput. The id stands in model names and in object paths."""
+    """Checks an id, which becomes part of model names and object paths. Raises InvalidInput."""
     if not _TENANT_ID.fullmatch(tenant) or tenant in _RESERVED:
         raise InvalidInput(
             f"{tenant!r} cannot be a tenant's id: use 1 to 63 of a-z, 0-9, '_' and '-', beginning with a letter or"
@@ -78,7 +78,7 @@ class Tenants:
     # ---- keys -------------------------------------------------------------------------------------------------------
 
     async def authenticate(self, key: str) -> KeyRecord | None:
-        """Whose key this is, or None."""
+        """The record of a key; None: the key is unknown."""
         record = await self._redis.hget(KEYS, hashed(key))
         return None if record is None else msgspec.json.decode(record, type=KeyRecord)
 
@@ -111,7 +111,7 @@ class Tenants:
 
 
 async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
-    """Make the tenant `default`, its first key and an admin key, unless they exist; safe to repeat and to race.
+    """Makes the tenant `default`, its first key and an admin key, unless they exist. Safe to repeat and to race.
 
     The keys lie in `{data_dir}/api_key` and `admin_key`, readable by their owner alone; if Redis lost them, the same
     keys are registered again.

@@ -31,6 +31,7 @@ from common.streams import NUM_PARTITIONS, Cell
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.jobs.job_table import JobTable
 from manager_service.records import Hyper, JobSpec, JobState, TenantRecord
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import Policy
@@ -61,7 +62,7 @@ class World:
     policy: Policy
     discipline: Discipline = "fused"
     clock: Clock = field(default_factory=Clock)
-    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
+    jobs: JobTable = field(default_factory=JobTable)
     progress: dict[str, RunProgress] = field(default_factory=dict[str, RunProgress])
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     issued: int = 0  # trajectories
@@ -120,10 +121,10 @@ class World:
         self.clock.at(at_s, lambda: self._create(spec))
 
     def _create(self, spec: JobSpec) -> None:
-        job = self.jobs[spec.id] = Job(CELL, spec, JobState(), Items(), Items())
+        job = Job(CELL, spec, JobState(), Items(), Items())
         self.progress[spec.id] = RunProgress(self.clock.now)
         job.queue(self.clock.now, Changes())
-        self.allocator.refresh(self, [job.id], self.clock.now)
+        self.jobs.add(job)
         self._plan_pass()
 
     def run(self) -> None:
@@ -154,6 +155,7 @@ class World:
             changes[number] = Changes()
         for message in inbox:
             self._handle(message, changes)
+        self.allocator.follow(self.jobs, self.clock.now)
         self.allocator.env_backlog = self.env.backlog
         self.allocator.decide(self.clock.now, changes)
         for change in changes.values():
@@ -175,8 +177,9 @@ class World:
         job.advance(now, change)
         if job.settled:
             self.progress[job.id].ended_s = now
-            del self.jobs[job.id]
-        self.allocator.refresh(self, [job.id], now)
+            self.jobs.remove(job.id)
+        else:
+            self.jobs.touch(job.id)
 
     def _send(self, message: object) -> None:
         hop_s = self.calibration.machine.hop_s

@@ -5,11 +5,14 @@
 
 Its files:
 
-    job.py          holds one job's state machine: what may be issued, what a result changes, when a version ends
-    groups.py       gathers scored trajectories into groups, and groups into a batch
-    evaluation.py   counts the trajectories of an evaluation
-    orders.py       makes the messages that a job sends to workers: Start, Init, TrainStep
-    items.py        draws the rows of a training or validation file in the job's own order
-    lengths.py      estimates how long the trajectories under way will be, from those that ended
-    changes.py      holds what an event changes, as values, and reads it as Redis commands
+    job.py                  holds one job's state machine: what may be issued, what a result changes, when a version ends
+    job_table.py            holds the unfinished jobs of a partition, and tells who follows them which have changed
+    open_trajectories.py    holds a job's trajectories that are issued and not settled, in memory and as Redis has them
+    groups.py               gathers scored trajectories into groups, and groups into a batch
+    evaluation.py           counts the trajectories of an evaluation
+    journal.py              writes what the user reads of a job: events, figures of steps, samples
+    orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
+    items.py                draws the rows of a training or validation file in the job's own order
+    lengths.py              estimates how long the trajectories under way will be, from those that ended
+    changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

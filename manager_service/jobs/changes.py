@@ -1,6 +1,6 @@
-"""What a transition of a job changes, as values; and how that reads as Redis commands.
+"""Effects of a job's transition as values, and as Redis commands.
 
-The job state machine only fills a `Changes`; the partition's owner turns it into one fenced script.
+The job's state machine only fills a `Changes`; the partition's owner turns it into one fenced script.
 """
 
 from collections import Counter
@@ -32,9 +32,8 @@ class Changes:
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     samples: list[tuple[str, int, list[SampleRecord]]] = field(default_factory=list)
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
-    touched: set[str] = field(default_factory=set)  # jobs that something happened to
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
-    finished: list[str] = field(default_factory=list)  # leave the active set
+    finished: list[str] = field(default_factory=list)  # jobs that leave the active set
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
@@ -63,7 +62,7 @@ class Changes:
 def commands(
     changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], today: str
 ) -> list[Command]:
-    """Redis commands in an order that needs no other. `encoded`: the published messages as stream and fields.
+    """The Redis commands of one script. `encoded`: the published messages as stream and fields.
 
     `today`: the day's field in `usage:<tenant>`.
     """

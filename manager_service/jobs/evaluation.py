@@ -1,47 +1,27 @@
-"""Evaluations: sampled answers and one greedy answer to each item of the validation file, summed up as they come."""
+"""Evaluations: each item of the validation file gets sampled answers and a greedy one, which are summed up as they come."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
-from common.messages import ScoredTrajectory, trajectory_key
+from common.messages import ScoredTrajectory
+from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.records import EvalTally
-
-
-@dataclass(frozen=True, slots=True)
-class EvalKey:
-    """A trajectory of an evaluation, as in `trajectory_key`: `eval@3.17/0`."""
-
-    purpose: Literal["eval", "eval_greedy"]
-    version: int
-    index: int
-    sample: int
-
-    @classmethod
-    def parse(cls, key: str) -> "EvalKey":
-        purpose, rest = key.split("@")
-        version, rest = rest.split(".")
-        index, sample = rest.split("/")
-        return cls(cast(Literal["eval", "eval_greedy"], purpose), int(version), int(index), int(sample))
-
-    def __str__(self) -> str:
-        return trajectory_key(self.index, self.sample, self.purpose, self.version)
 
 
 def new_tally(num_items: int, eval_samples: int) -> EvalTally:
     return EvalTally(units=2 * num_items, expected=num_items * (eval_samples + 1))
 
 
-def next_unit(tally: EvalTally, version: int, eval_samples: int) -> list[EvalKey]:
-    """The trajectories that are issued next: an item's sampled answers, then its greedy one."""
+def next_unit(tally: EvalTally, version: int, eval_samples: int) -> list[TrajectoryKey]:
+    """Takes the trajectories that are issued next: an item's sampled answers, then its greedy one."""
     index, greedy = divmod(tally.issued, 2)
     tally.issued += 1
     if greedy:
-        return [EvalKey("eval_greedy", version, index, 0)]
-    return [EvalKey("eval", version, index, sample) for sample in range(eval_samples)]
+        return [TrajectoryKey(index, 0, "eval_greedy", version)]
+    return [TrajectoryKey(index, sample, "eval", version) for sample in range(eval_samples)]
 
 
 def count(tally: EvalTally, message: ScoredTrajectory) -> None:
-    """One answer has settled."""
+    """Adds an answer that has settled."""
     tally.settled += 1
     if message.reward is None:
         tally.failed += 1

@@ -1,7 +1,7 @@
-"""Batch assembly: which groups make the next step. Pure functions of a job's window of groups.
+"""Picks the groups of the next batch. Pure functions of a job's window of groups.
 
-A batch is the first `batch_size` usable groups in group order, never in order of arrival: so what a step trains on does
-not depend on who was fast.
+A batch is the first `batch_size` usable groups in group order, never in order of arrival, so that a
+step's rows do not depend on which worker was fast.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,13 +13,13 @@ import numpy as np
 from common.messages import EMPTY_F32, EMPTY_I32, EMPTY_U8, MAX_REWARD, Array, Rows, ScoredTrajectory, f32, i32, u8
 
 MIN_USABLE = 2
-"""Trajectories without a failure that a group needs: with fewer there is no advantage."""
+"""Trajectories without a failure that a group needs, so that there is an advantage."""
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):
-    """A result. An owner may hold a hundred thousand: the collector of cycles does not look at them."""
+    """A result. Python's garbage collector skips it, because an owner may hold a hundred thousand."""
 
-    entry: str  # stays pending until the batch is published
+    entry: str  # of the inbox; stays pending until the batch is published
     message: ScoredTrajectory
 
 
@@ -29,7 +29,7 @@ class Group:
 
     version: int
     waiting: dict[int, int] = field(default_factory=dict)  # sample -> attempt that may settle it
-    scored: dict[int, Scored] = field(default_factory=dict)  # sample -> result; failed ones are in neither
+    scored: dict[int, Scored] = field(default_factory=dict)  # sample -> result; a failed sample is in neither
 
     @property
     def decided(self) -> bool:
@@ -41,23 +41,23 @@ class Group:
 
     @property
     def all_equal(self) -> bool:
-        """No advantage: every reward is the same."""
+        """True if every reward is the same, so that there is no advantage."""
         return len({scored.message.reward for scored in self.scored.values()}) <= 1
 
     def rows(self) -> list[Scored]:
-        """By sample."""
+        """Results in order of their sample."""
         return [self.scored[sample] for sample in sorted(self.scored)]
 
 
 def num_tokens(groups: Iterable[Group]) -> int:
-    """Of all their rows, prompts included."""
+    """Tokens of all rows of these groups, prompts included."""
     return sum(len(scored.message.tokens) for group in groups for scored in group.scored.values())
 
 
 def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size: int) -> list[int] | None:
-    """The first `batch_size` groups in order, if they and all before them are decided; dropped ones are not in `groups`.
+    """Numbers of the first `batch_size` groups that were not dropped, or None if one of them is not decided yet.
 
-    `end`: one past the last group issued. None: not yet.
+    `groups`: without the dropped ones. `end`: one past the last group issued.
     """
     found: list[int] = []
     for number in range(window, end):
@@ -73,7 +73,7 @@ def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size
 
 
 def pack(groups: list[tuple[int, Group]]) -> Rows:
-    """Rows sorted by (group, sample)."""
+    """The batch as rows, sorted by (group, sample)."""
     numbered = [(number, scored.message) for number, group in sorted(groups) for scored in group.rows()]
     messages = [message for _, message in numbered]
     return Rows(
@@ -97,7 +97,7 @@ def _joined(arrays: list[Array], empty: Array) -> Array:
 
 
 def is_sound(message: ScoredTrajectory) -> bool:
-    """A result that may be trained on: lengths agree, reward and log-probs are finite numbers, the model wrote something."""
+    """May a result be trained on? Lengths agree, reward and log-probs are finite, and the model wrote something."""
     length = len(message.tokens)
     if not (len(message.logprobs) == len(message.written) == length):
         return False

@@ -1,4 +1,4 @@
-"""The rows of a training or validation file, as a job draws them."""
+"""Rows of a training or validation file."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ import msgspec
 
 
 class Items:
-    """Lines of a JSONL file, parsed when asked for."""
+    """Lines of a JSONL file; each is parsed when it is asked for."""
 
     def __init__(self, lines: Sequence[bytes] = ()) -> None:
         self._lines = lines
 
     @classmethod
     def parse(cls, content: bytes) -> "Items":
-        """One item a line; blank lines are no items."""
+        """Takes one item a line, and skips blank lines."""
         return cls([line for line in content.splitlines() if line.strip()])
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a job's trajectories have cost lately, to estimate what those under way will."""
+"""Estimates the tokens of a job's trajectories under way from those that settled lately."""
 
 from common.messages import ScoredTrajectory
 
@@ -7,18 +7,18 @@ SMOOTHING = 0.05
 
 
 class Lengths:
-    """Moving averages over a job's settled trajectories, in tokens. Before the first, a turn of full length is assumed."""
+    """Moving averages over a job's settled trajectories, in tokens. They begin with one turn of full length."""
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: of a turn."""
+        """`max_tokens`: the longest answer of one turn."""
         self._max_tokens = max_tokens
         self.tokens = float(max_tokens)
-        """Prefilled and sampled, every turn's prompt again: what fairness charges."""
+        """Tokens that a trajectory prefills and samples, the prompt counted in every turn. Fairness charges these."""
         self._before_turn = 0.0
 
     @property
     def kv_tokens(self) -> float:
-        """Keys and values that an engine sets aside for a turn: all before it, and the longest that it may become."""
+        """Keys and values that an engine sets aside for a turn: for the tokens before it, and for its longest answer."""
         return self._before_turn + self._max_tokens
 
     def learn(self, message: ScoredTrajectory) -> None:

@@ -1,32 +1,23 @@
-"""The messages that a job sends to workers: functions of its spec, its files and its state."""
+"""Makes the messages that a job sends to workers, from its spec, its files and its state."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from common.bus import Out
-from common.messages import (
-    AdapterNew,
-    AdapterRef,
-    Cancel,
-    Init,
-    Sampling,
-    Start,
-    TrainStep,
-    TurnRequest,
-    trajectory_key,
-)
+from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, TrainStep, TurnRequest
 from common.rng import permutation
 from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
 from manager_service.jobs.items import Items
+from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.records import JobSpec, JobState
 
 
 class Orders:
-    """Builds a job's messages, each with the stream it goes to. Keeps nothing but the order of an epoch's items."""
+    """Builds a job's messages, each with the stream it goes to. It keeps only the order of one epoch's items."""
 
     def __init__(self, cell: Cell, spec: JobSpec, items: Items, eval_items: Items) -> None:
         self._cell = cell
@@ -36,32 +27,42 @@ class Orders:
         self._order: tuple[int, np.ndarray] | None = None
 
     def init(self, state: JobState) -> Out:
-        """Make version 0."""
+        """Asks for version 0."""
         spec = self._spec
         adapter = AdapterRef(spec.tenant, spec.id, 0)
         message = Init(id=f"{spec.id}/init", **self.about(state), adapter=adapter, seed=spec.seed, lora=spec.hyper.lora)
         return self._cell.train, message
 
-    def group(self, state: JobState, number: int, version: int, samples: Sequence[int]) -> Out:
-        """Sample these trajectories of a group."""
-        start = self._start(state, "train", number, version, samples, self.item(number))
-        return self._cell.env, start
-
-    def evaluation(
-        self, state: JobState, purpose: Literal["eval", "eval_greedy"], version: int, index: int, samples: Sequence[int]
-    ) -> Out:
-        """Sample these answers to an item of the validation file."""
-        return self._cell.env, self._start(state, purpose, index, version, samples, self._eval_items[index])
+    def start(self, state: JobState, version: int, keys: Sequence[TrajectoryKey]) -> Out:
+        """Asks for trajectories of one item and purpose, sampled by this version."""
+        spec, hyper, first = self._spec, self._spec.hyper, keys[0]
+        temperature = 0.0 if first.purpose == "eval_greedy" else hyper.temperature
+        message = Start(
+            id=f"{spec.id}/{first}/{state.attempt}",
+            **self.about(state),
+            adapter=AdapterRef(spec.tenant, spec.id, version),
+            purpose=first.purpose,
+            seed=spec.seed,
+            group=first.group,
+            samples=tuple(key.sample for key in keys),
+            attempt=state.attempt,
+            item=self.item(first.group) if first.purpose == "train" else self._eval_items[first.group],
+            env=spec.env,
+            sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
+            max_turns=hyper.max_turns,
+            tool_timeout_s=hyper.tool_timeout_s,
+        )
+        return self._cell.env, message
 
     def again(self, state: JobState, request: TurnRequest) -> Out:
-        """Go on with a turn that a pause had put aside."""
+        """Asks to go on with a turn that a pause has stopped."""
         trajectory = msgspec.structs.replace(request.trajectory, attempt=state.attempt)
         identity = f"{request.id.rsplit('/', 1)[0]}/{state.attempt}"
         message = msgspec.structs.replace(request, id=identity, epoch=state.epoch, trajectory=trajectory)
         return self._cell.rollout_first, message
 
     def step(self, state: JobState, batch: list[tuple[int, Group]], next_group: int) -> TrainStep:
-        """Train the newest version on these groups; none: there is no signal."""
+        """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay."""
         spec, hyper = self._spec, self._spec.hyper
         return TrainStep(
             id=f"{spec.id}/step{state.version + 1}/{state.attempt}",
@@ -77,17 +78,17 @@ class Orders:
         )
 
     def cancel(self, state: JobState, *, park: bool) -> Out:
-        """What was sent up to now is void."""
+        """Declares void all that was sent up to now."""
         identity = f"{self._spec.id}/cancel{state.epoch}"
         return self._cell.control, Cancel(id=identity, **self.about(state), park=park)
 
     def new_version(self, state: JobState, adapter: AdapterRef) -> Out:
-        """A hint: this version will soon be named."""
+        """Hints to rollout workers that turns will soon name this version."""
         identity = f"{self._spec.id}/new{adapter.version}"
         return self._cell.adapters_new, AdapterNew(id=identity, **self.about(state), adapter=adapter)
 
     def item(self, group: int) -> dict[str, Any] | None:
-        """Group g of a job draws item permutation(seed, epoch)[g mod n]; None: the environment makes its own."""
+        """The item of a group: permutation(seed, epoch)[group mod n]. None: the environment makes its own."""
         n = len(self._items)
         if n == 0:
             return None
@@ -96,34 +97,7 @@ class Orders:
             self._order = (epoch, permutation(self._spec.seed, epoch, n))
         return self._items[int(self._order[1][at])]
 
-    def _start(
-        self,
-        state: JobState,
-        purpose: Literal["train", "eval", "eval_greedy"],
-        group: int,
-        version: int,
-        samples: Sequence[int],
-        item: dict[str, Any] | None,
-    ) -> Start:
-        spec, hyper = self._spec, self._spec.hyper
-        temperature = 0.0 if purpose == "eval_greedy" else hyper.temperature
-        return Start(
-            id=f"{spec.id}/{trajectory_key(group, samples[0], purpose, version)}/{state.attempt}",
-            **self.about(state),
-            adapter=AdapterRef(spec.tenant, spec.id, version),
-            purpose=purpose,
-            seed=spec.seed,
-            group=group,
-            samples=tuple(samples),
-            attempt=state.attempt,
-            item=item,
-            env=spec.env,
-            sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
-            max_turns=hyper.max_turns,
-            tool_timeout_s=hyper.tool_timeout_s,
-        )
-
     def about(self, state: JobState) -> dict[str, Any]:
-        """The fields that every message about the job has; see `Message.about`."""
+        """Fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
         return {"tenant": tenant, "job": self._spec.id, "partition": partition_of(tenant), "epoch": state.epoch}

@@ -1,10 +1,10 @@
-"""Which owner has which partition: leases in Redis, shared evenly by all live owners of a cell.
+"""Shares the partitions of a cell evenly among its live owners, by leases in Redis.
 
-One script does a round for one owner: it says that the owner lives, renews what it holds, and takes what is free up to
-its even share. An owner with more than that gives the rest back, so a manager that is started gets its part, and the
-partitions of one that dies go to the others as soon as its leases run out. All times are Redis' own.
+One script does a round for one owner: it notes that the owner lives, renews its leases, and takes free ones up to its
+even share. An owner with more than its share gives the rest back, so a manager that starts gets its part. The leases of
+an owner that dies run out, and the others take them. All times are Redis' own.
 
-The round also exchanges how much weight of active tenants each partition has, because that, and not the number of
+The round also exchanges the weight of the active tenants of each partition. That weight, and not the number of
 partitions, is an owner's part of the workers.
 """
 
@@ -65,13 +65,13 @@ class Held(Enum):
     """Who holds a lease after a round."""
 
     BY_ANOTHER = 0  # or by nobody, if the owner has its share
-    TAKEN = 1  # it was free: whatever was remembered of the partition may be old
+    TAKEN = 1  # it was free, so memory of the partition may be old
     RENEWED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round found."""
+    """The result of one round."""
 
     leases: Mapping[int, Held]  # every partition
     share: int  # partitions that one owner should hold at most
@@ -79,7 +79,7 @@ class Round:
 
     @property
     def surplus(self) -> int:
-        """How many partitions to give back."""
+        """Number of partitions to give back."""
         return max(0, sum(held is not Held.BY_ANOTHER for held in self.leases.values()) - self.share)
 
 
@@ -89,10 +89,10 @@ class Leases:
 
     bus: Bus
     token: str
-    """Random; it stands in the leases."""
+    """Random; it is the value of the owner's leases."""
     lease_s: float
     valid_until_s: float = field(default=0.0, init=False)
-    """Until then (monotonic) nobody else can have taken what the last round renewed."""
+    """Monotonic time until which nobody else can take what the last round renewed."""
 
     def __post_init__(self) -> None:
         cell = self.bus.cell
@@ -101,7 +101,7 @@ class Leases:
         self._release = self.bus.client.register_script(RELEASE)
 
     async def round(self, weights: Mapping[int, float]) -> Round:
-        """Renew, and take what is free. `weights`: of the partitions that this owner works for."""
+        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for."""
         began_s = time.monotonic()
         told = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
         keys = [self.bus.cell.owners, self.bus.cell.weights, *self._leases]
@@ -113,14 +113,14 @@ class Leases:
         return Round(leases, int(share), max(0.0, float(total) - mine))
 
     def surely_held(self, margin_s: float) -> bool:
-        """For so long at least, what the last round renewed is still this owner's."""
+        """Will the leases that the last round renewed last for `margin_s` more?"""
         return time.monotonic() + margin_s < self.valid_until_s
 
     async def release(self, partition: int) -> None:
-        """Give one back."""
+        """Gives one lease back."""
         keys = [self.bus.cell.owners, self._leases[partition]]
         await self.bus.retrying(lambda: self._release(keys=keys, args=[self.token, "0"]))
 
     async def leave(self) -> None:
-        """Give all back at once, so that the others need not wait. Raises RedisError: nobody waits for that at the end."""
+        """Gives all leases back, so that other owners need not wait. Raises RedisError, without any retry."""
         await self._release(keys=[self.bus.cell.owners, *self._leases], args=[self.token, "1"])

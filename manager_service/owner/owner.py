@@ -1,11 +1,11 @@
-"""The loop of a manager replica in one cell: takes partitions, applies what happens to their jobs, issues work.
+"""Runs the loop of a manager replica in one cell: it takes partitions, applies messages to their jobs, and issues work.
 
     reads: the inboxes of the partitions it owns   writes: see manager_service.owner.partition
     waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
     after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
 
-One pass: read what is there, let the jobs change, decide what follows (manager_service.scheduling.allocator), then commit each
-partition's changes in one fenced script. A partition whose commit is refused is forgotten at once.
+One pass reads the messages that are there, lets the jobs change, decides what follows (scheduling.allocator), and commits
+each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from manager_service.tenants import Tenants
 READ_COUNT = 512
 BLOCK_MS = 100
 ROUND_SHARE = 0.1
-"""Of a lease, between two rounds of renewing it."""
+"""Time between two rounds of renewing the leases, as a share of a lease."""
 STALL_S = 30.0
 STALL_REASON = "all services have live workers, so look at their logs; is the object storage reachable and not full?"
 
@@ -72,13 +72,12 @@ class Owner:
         self._owned: dict[int, tuple[Partition, Fence]] = {}
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
-        self._idle_since: float | None = None
-        self._searched, self._searched_at = -1, time.monotonic()  # the partition that was searched last
+        self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`; then the leases are given back, so that another replica need not wait for them."""
+        """Works until `stop`, then gives the leases back, so that another replica need not wait for them."""
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(self._keep_leases(), self._load_taken(), self._watch(), self._passes()):
@@ -86,7 +85,7 @@ class Owner:
         await self._leases.leave()
 
     async def _keep_leases(self) -> None:
-        """Never waits for a partition to be loaded, so that no lease runs out meanwhile."""
+        """Renews leases and takes free ones. Partitions are loaded elsewhere, so that no lease runs out meanwhile."""
         while True:
             found = await self._leases.round(self._allocator.active_weights(self._owned))
             self._allocator.other_weight = found.other_weight
@@ -128,18 +127,17 @@ class Owner:
                 return  # the lease was lost meanwhile
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
-            self._allocator.refresh(partition, list(partition.jobs), time.time())
             await self._commit(number, changes)
         if partition.jobs:
             log.info("partition_taken", partition=number, jobs=len(partition.jobs))
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
-            self._allocator.forget(owned[0])
+            self._allocator.forget(owned[0].jobs)
             log.warning("partition_forgotten", partition=number, reason=reason)
 
     async def _give_back(self) -> None:
-        """What is more than this owner's share. Called while no read is under way: nothing is delivered to nobody."""
+        """Gives back what exceeds this owner's share. Call while no read is under way, so that no entry is lost."""
         while self._surplus > 0 and (held := self._to_load | self._owned.keys()):
             number = max(held)
             self._surplus -= 1
@@ -153,14 +151,14 @@ class Owner:
     async def _passes(self) -> None:
         while True:
             await self._give_back()
-            await self._find_unseen()
+            await self._reconcile()
             owned = dict(self._owned) if self._leases.surely_held(2 * BLOCK_MS / 1000) else {}
             deliveries = await self._read(owned)
             async with self._lock:
                 await self._pass([d for d in deliveries if self._still_owned(d, owned)])
 
     def _still_owned(self, delivery: Delivery, owned: Mapping[int, tuple[Partition, Fence]]) -> bool:
-        """An entry that was read for an older owner's memory must be read again by a fresh take-over."""
+        """Is a partition the same as when its entry was read? If not, a fresh take-over must read the entry again."""
         number = _partition_number(delivery)
         if self._owned.get(number) is owned.get(number):
             return True
@@ -174,21 +172,24 @@ class Owner:
             return []
         return await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
 
-    async def _find_unseen(self) -> None:
-        """One partition after the other, each once a lease. Called while no read is under way: all that was delivered is
-        known here, or else was lost."""
-        if time.monotonic() - self._searched_at < self._lease_s / max(1, len(self._owned)):
+    async def _reconcile(self) -> None:
+        """Finds what was lost, one partition after the other, each once a lease. Call while no read is under way."""
+        if time.monotonic() - self._reconciled_at < self._lease_s / max(1, len(self._owned)):
             return
-        self._searched_at = time.monotonic()
+        self._reconciled_at = time.monotonic()
         async with self._lock:
             if not self._owned:
                 return
-            self._searched = min((n for n in self._owned if n > self._searched), default=min(self._owned))
-            partition, changes = self._owned[self._searched][0], Changes()
-            await partition.find_unseen(time.time(), changes)
-            self._allocator.refresh(partition, changes.touched, time.time())
+            self._reconciled = min((n for n in self._owned if n > self._reconciled), default=min(self._owned))
+            partition, changes = self._owned[self._reconciled][0], Changes()
+            try:
+                await partition.reconcile(
+                    time.time(), changes, quiet_s=self._lease_s, nothing_under_way=self._nothing_under_way
+                )
+            except Unavailable as error:
+                log.warning("search_delayed", reason=str(error))
             if changes:
-                await self._commit(self._searched, changes)
+                await self._commit(self._reconciled, changes)
 
     async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()
@@ -196,16 +197,14 @@ class Owner:
         for delivery in deliveries:
             number = _partition_number(delivery)
             await self._owned[number][0].handle(delivery, now, changes[number])
-        for number, change in changes.items():
-            self._allocator.refresh(self._owned[number][0], change.touched, now)
+        for partition, _ in self._owned.values():
+            self._allocator.follow(partition.jobs, now)
         await self._look_at_env()
         self._allocator.decide(now, changes)
-        for number, change in changes.items():
-            self._owned[number][0].forget_settled(change)
         await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
 
     async def _look_at_env(self) -> None:
-        """How many trajectories are with env workers; asked only where that decides whether more may be issued."""
+        """Counts the trajectories with env workers, only when that decides whether more may be issued."""
         allocator, backlog = self._allocator, 0
         if (
             allocator.demand.hungry
@@ -216,7 +215,8 @@ class Owner:
         allocator.env_backlog = backlog
 
     async def _commit(self, number: int, changes: Changes) -> None:
-        _, fence = self._owned[number]
+        partition, fence = self._owned[number]
+        partition.note(changes, time.time())
         self._allocator.charge(changes)
         encoded = [(stream, await self._bus.fields(message)) for stream, message in changes.published]
         try:
@@ -228,7 +228,7 @@ class Owner:
             await self._tidy(f"payloads/{job}")
 
     async def _tidy(self, folder: str) -> None:
-        """Big messages' payloads of a finished job; what cannot be deleted now costs space and nothing else."""
+        """Deletes the payloads of a finished job's big messages. A payload that stays costs space and nothing else."""
         try:
             await self._objects.delete_folder(folder)
         except Unavailable as error:
@@ -237,15 +237,10 @@ class Owner:
     # ---- what is watched --------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """What changes slowly, or should not happen at all."""
+        """Follows what changes slowly: tenants, memory, quotas, the age of broadcasts, stalls."""
         while True:
             await self._refresh()
             await self._trim_broadcasts()
-            try:
-                if await self._nothing_anywhere():
-                    await self._find_lost()
-            except Unavailable as error:
-                log.warning("search_delayed", reason=str(error))
             await self._tell_stalls()
             await asyncio.sleep(min(1.0, self._lease_s / 4))
 
@@ -259,7 +254,7 @@ class Owner:
         self._allocator.used_today.update(await self._used_today(limited))
 
     async def _used_today(self, tenants: list[str]) -> dict[str, int]:
-        """Tokens that these tenants have used today, chats included."""
+        """Tokens that each of these tenants has used today, chats included."""
 
         today = day_field(time.time())
 
@@ -272,7 +267,7 @@ class Owner:
         return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
 
     async def _trim_broadcasts(self) -> None:
-        """Scripts append to these without trimming; what is older than any reader's absence goes."""
+        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away."""
         seconds, _ = await self._bus.retrying(self._bus.client.time)
         oldest = int((seconds - KEEP_S) * 1000)
         for stream in (self._cell.control, self._cell.adapters_new):
@@ -280,31 +275,22 @@ class Owner:
         telemetry = self._cell.telemetry
         await self._bus.retrying(lambda: self._bus.client.xtrim(telemetry, KEEP_REPORTS, approximate=True))
 
-    async def _nothing_anywhere(self) -> bool:
-        """True when jobs wait but no stream held anything, for longer than a lease."""
-        waiting = any(job.under_way for partition, _ in self._owned.values() for job in partition.jobs.values())
-        if not waiting or await self._any_entry():
-            self._idle_since = None
-            return False
-        self._idle_since = self._idle_since or time.monotonic()
-        return time.monotonic() - self._idle_since > self._lease_s
-
     async def _tell_stalls(self) -> None:
-        """A job that waits for something that is not there says so in its events."""
+        """Lets jobs that wait in vain say so in their events."""
         missing = [s for s in ("rollout", "env", "trainer") if not self._allocator.cluster.slots(s)]
         reason = f"no {' and no '.join(missing)} worker is alive" if missing else STALL_REASON
         async with self._lock:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
                 for job in partition.jobs.values():
-                    job.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
+                    job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
                 if changes:
                     await self._commit(number, changes)
 
-    async def _any_entry(self) -> bool:
-        """Does anything wait in a stream? Looked at in one moment, so that nothing can move behind the look.
+    async def _nothing_under_way(self) -> bool:
+        """Are all streams empty? All are read in one transaction, so that nothing can move from one to another meanwhile.
 
-        What an owner has read and keeps pending (half-full batches, parked turns) does not wait.
+        Entries that an owner has read and keeps pending (half-full batches, parked turns) do not count.
         """
         work = [stream for stream, _ in self._cell.work]
         inboxes = [name for partition, _ in self._owned.values() for name in partition.inboxes]
@@ -319,17 +305,7 @@ class Owner:
 
         answers = await self._bus.retrying(call)
         lengths, held = answers[: -len(inboxes)], answers[-len(inboxes) :]
-        return sum(lengths) > sum(row["pending"] for row in held)
-
-    async def _find_lost(self) -> None:
-        self._idle_since = None
-        async with self._lock:
-            for number, (partition, _) in list(self._owned.items()):
-                changes = Changes()
-                await partition.find_lost(time.time(), changes)
-                self._allocator.refresh(partition, changes.touched, time.time())
-                if changes:
-                    await self._commit(number, changes)
+        return sum(lengths) <= sum(row["pending"] for row in held)
 
 
 def _partition_number(delivery: Delivery) -> int:

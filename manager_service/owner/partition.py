@@ -1,11 +1,11 @@
-"""One partition: its jobs in memory, and the messages that change them.
+"""Holds one partition: its jobs in memory, and the messages that change them.
 
 reads: scored:<p>, adapters:<p>, jobs:<p>   writes: env, rollout:first, train, control, and the jobs' records
-holds: unfinished jobs with their half-full batches (pending entries in Redis: lost here, found there)
-after a crash: the next owner takes the lease, loads the records, and reads what the last one had pending
+holds: unfinished jobs with their half-full batches (lost on a crash, read again from the pending entries)
+after a crash: the next owner takes the lease, loads the records, and reads the entries that the last one had pending
 """
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -19,10 +19,10 @@ from common.messages import AdapterRef, AdapterUpdate, JobCommand, Parked, Score
 from common.objects import Objects, patiently
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.groups import Group
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
-from manager_service.records import FINAL, JobError, JobSpec, JobState
+from manager_service.jobs.job_table import JobTable
+from manager_service.records import JobError, JobSpec, JobState
 
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
@@ -31,17 +31,17 @@ log = structlog.get_logger()
 
 
 class Partition:
-    """State machine over one partition's jobs. All its methods fill `changes`; the owner commits them."""
+    """The state machine of one partition's jobs. All its methods fill `changes`; the owner commits them."""
 
     def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore) -> None:
         self.number = number
-        self.jobs: dict[str, Job] = {}
+        self.jobs = JobTable()
         self._bus = bus
         self._cell = bus.cell
         self._objects = objects
         self._store = store
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
-        self._looked_at = dict.fromkeys(self.inboxes, "0")  # last pending entry that is known to be in memory
+        self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
 
     @property
     def inboxes(self) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class Partition:
     # ---- taking over ------------------------------------------------------------------------------------------------
 
     async def load(self, now: float, changes: Changes) -> None:
-        """Rebuild memory: records, then what the last owner had pending, then versions that only the store knows of.
+        """Rebuilds memory from the records, the pending entries of the last owner, and versions that only the store knows.
 
         Raises Unavailable when the store is away. A job whose records or files cannot be read fails alone.
         """
@@ -62,17 +62,10 @@ class Partition:
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         for job in list(self.jobs.values()):
-            await self._isolated(job.id, now, changes, self._catch_up(job, now, changes))
-
-    async def _catch_up(self, job: Job, now: float, changes: Changes) -> None:
-        job.restored()
-        if job.state.status == "validating_files":
-            job.queue(now, changes)
-        await self._look_for_version(job, now, changes)
-        self.advance(job, now, changes)
+            await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=False))
 
     async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
-        """Whatever is wrong with one job stays with it. Raises Unavailable."""
+        """Does the work on one job; its error fails that job alone. Raises Unavailable."""
         try:
             await work
         except Unavailable:
@@ -88,7 +81,7 @@ class Partition:
         job.fail(JobError(code, f"{type(error).__name__}: {error}"), now, changes)
 
     async def _load_jobs(self, job_ids: Sequence[str], now: float, changes: Changes) -> None:
-        """Bring jobs into memory, many at a time; those without a record are left out."""
+        """Brings jobs into memory, many at a time; jobs without a record are left out."""
         cell = self._cell
         for start in range(0, len(job_ids), LOAD_COUNT):
             some = job_ids[start : start + LOAD_COUNT]
@@ -102,7 +95,7 @@ class Partition:
     async def _load_job(
         self, job_id: str, records: Sequence[Mapping[bytes, bytes]], now: float, changes: Changes
     ) -> None:
-        """`records`: what stands at the keys `job`, `open` and `evals`."""
+        """`records`: the hashes at the keys `job`, `open` and `evals`."""
         record, unsettled, evals = records
         if not record:
             return
@@ -118,14 +111,14 @@ class Partition:
         except NotFound as error:
             files, missing = [Items(), Items()], str(error)
         job = Job(self._cell, spec, state, *files)
-        self.jobs[job_id] = job
-        _restore_open(job, unsettled)
-        job.eval_open = {name.decode(): int(attempt) for name, attempt in evals.items()}
+        job.changed_at = now
+        self.jobs.add(job)
+        job.open.load(state, unsettled, evals)
         if missing:
             job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
 
     async def _items(self, tenant: str, file: str | None) -> Items:
-        """Jobs of the same file share its lines."""
+        """The rows of a file, which all its jobs share."""
         if file is None:
             return Items()
         path = f"files/{tenant}/{file}"
@@ -142,68 +135,78 @@ class Partition:
                     await self.handle(delivery, now, changes)
             self._looked_at[stream] = after = deliveries[-1].entry
 
-    async def find_unseen(self, now: float, changes: Changes) -> None:
-        """Entries that were delivered and reached nobody: the reply was lost with its connection, or an owner that had
-        slept through its lease read them. Each pending entry is looked at once."""
+    # ---- reconciling ------------------------------------------------------------------------------------------------
+
+    async def reconcile(
+        self, now: float, changes: Changes, *, quiet_s: float, nothing_under_way: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """Finds what was lost on its way, and brings each job in line with what there is.
+
+        lost                                          seen by                                           then
+        an entry that was delivered to nobody: its    it is pending, and no job in memory holds it      it is handled
+        reply was lost with the connection, or was
+        read by an owner that had lost its lease
+        a result that the last owner had counted      after a take-over, no pending entry has it        it is sampled again
+        the update of a version                       the store has the manifest of the next version    the update is applied
+        any other message: Redis lost its last        nothing came back for `quiet_s`, and nothing is   it is sent again
+        moment                                        in any stream                                     (`Job.resend`)
+
+        `load` looks for the first three of every job. Later, each job has its own clock: only one that waits and has been
+        quiet for `quiet_s` is looked at. Call while no read is under way, so that all that was delivered is known here.
+        Raises Unavailable when the store is away; `changes` are to be committed nevertheless.
+        """
         for stream in self.inboxes:
-            known = self._held() if stream == self._cell.scored(self.number) else set[str]()
-            while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
-                unseen = [entry for entry in entries if entry not in known]
-                for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
-                    log.warning("entry_unseen", stream=stream, entry=delivery.entry)
-                    await self.handle(delivery, now, changes)
-                self._looked_at[stream] = entries[-1]
+            await self._handle_unseen(stream, now, changes)
+        quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
+        if not quiet or not await nothing_under_way():
+            return
+        for job in quiet:
+            await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=True))
+
+    async def _reconcile(self, job: Job, now: float, changes: Changes, *, lost: bool) -> None:
+        """Brings one job in line. `lost`: nothing of it is in any stream."""
+        job.open.expect_counted()
+        if job.state.status == "validating_files":
+            job.queue(now, changes)
+        await self._look_for_version(job, now, changes)
+        if lost:
+            job.resend(now, changes)
+        self.advance(job, now, changes)
+
+    async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
+        """Handles the pending entries of an inbox that no job holds. Each pending entry is looked at once."""
+        held = self._held() if stream == self._cell.scored(self.number) else set[str]()
+        while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
+            unseen = [entry for entry in entries if entry not in held]
+            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
+                log.warning("entry_unseen", stream=stream, entry=delivery.entry)
+                await self.handle(delivery, now, changes)
+            self._looked_at[stream] = entries[-1]
 
     def _held(self) -> set[str]:
         """Entries that stay pending because a job in memory holds them."""
-        scored = (s.entry for job in self.jobs.values() for group in job.groups.values() for s in group.scored.values())
-        return {*scored, *(entry for job in self.jobs.values() for entry, _ in job.parked.values())}
+        return {entry for job in self.jobs.values() for entry in job.open.held_entries}
 
     def _restored(self, delivery: Delivery) -> bool:
-        """A scored trajectory that the last owner had counted goes back into its group, and is not counted again."""
+        """Puts a result that the last owner had counted back into its group. False: it is to be handled."""
         message = delivery.message
         if not isinstance(message, ScoredTrajectory):
             return False
         job = self.jobs.get(message.job)
-        return job is not None and job.restore(delivery.entry, message)
+        return job is not None and job.open.restore(delivery.entry, message)
 
     async def _look_for_version(self, job: Job, now: float, changes: Changes) -> None:
-        """Redis may have lost its last moment; the store has not."""
+        """Applies the update of a version that the store has and Redis may have lost."""
         if not (job.state.training or job.state.initialising):
             return
-        adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
-        manifest = await self._store.manifest(adapter)
-        if manifest is None:
-            return
-        update = update_of(manifest, job.orders.about(job.state))
-        job.on_adapter(update, now, changes)
-
-    async def find_lost(self, now: float, changes: Changes) -> None:
-        """Called when nothing of the cell's work is in any stream: what still waits was lost with Redis' last moment."""
-        for job in list(self.jobs.values()):
-            await self._isolated(job.id, now, changes, self._find_lost(job, now, changes))
-
-    async def _find_lost(self, job: Job, now: float, changes: Changes) -> None:
-        if job.state.status == "paused":  # looked for once it runs again
-            return
-        await self._look_for_version(job, now, changes)
-        if job.state.status in FINAL:
-            job.give_up(changes)
-        elif job.state.training:
-            job.warn(now, "A training step was lost and is made again", changes)
-            job.restart_step(changes)
-        elif job.state.initialising:
-            job.start(now, changes)
-        elif job.num_waiting:
-            job.warn(now, f"{job.num_waiting} trajectories were lost and are sampled again", changes)
-            job.reissue(changes)
-        changes.touched.add(job.id)
-        self.advance(job, now, changes)
+        manifest = await self._store.manifest(AdapterRef(job.spec.tenant, job.id, job.state.version + 1))
+        if manifest is not None:
+            job.on_adapter(update_of(manifest, job.orders.about(job.state)), now, changes)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     async def handle(self, delivery: Delivery, now: float, changes: Changes) -> None:
-        """One entry of an inbox. An error of ours fails its job, and only its job."""
+        """Applies one entry of an inbox. An error of ours fails its job, and only its job."""
         message = delivery.message
         if isinstance(message, Undecodable):
             self._to_dead(delivery, message.reason, changes)
@@ -217,8 +220,7 @@ class Partition:
             if job is not None:
                 self._fail(job, error, now, changes)
         if job is not None:
-            changes.touched.add(job.id)
-            job.progressed(now, changes)
+            job.journal.progressed(now, changes)
             self.advance(job, now, changes)
 
     async def _dispatch(self, delivery: Delivery, now: float, changes: Changes) -> Job | None:
@@ -228,7 +230,7 @@ class Partition:
             return await self._command(message, now, changes)
         assert not isinstance(message, Undecodable)
         job = self.jobs.get(message.job)
-        if job is None:  # finished before: nobody waits for this, but it was paid for
+        if job is None:  # it has finished; the work is still counted
             changes.ack(delivery.stream, delivery.entry)
             usage = message.request.usage if isinstance(message, Parked) else getattr(message, "usage", Usage())
             changes.add_usage(message.tenant, message.job, usage, wasted=True)
@@ -261,36 +263,24 @@ class Partition:
         return job
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
-        """What follows from the job's state; and forget it once nothing of it is under way."""
+        """Does what follows from the state of a job to which something has happened."""
+        job.changed_at = now
         job.advance(now, changes)
-        if job.settled and self.jobs.pop(job.id, None):
-            changes.finished.append(job.id)
-            changes.states[job.id] = job.state
+        self.jobs.touch(job.id)
 
-    def forget_settled(self, changes: Changes) -> None:
-        """Jobs that a decision has ended leave at once."""
-        for name in list(changes.states):
-            if (job := self.jobs.get(name)) and job.settled:
-                del self.jobs[name]
-                changes.finished.append(name)
+    def note(self, changes: Changes, now: float) -> None:
+        """Sets the clocks of the changed jobs, and removes the settled ones. Call before each commit."""
+        for job in filter(None, map(self.jobs.get, changes.states)):
+            job.changed_at = now
+            if job.settled:
+                self.jobs.remove(job.id)
+                changes.finished.append(job.id)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
         changes.published.append((self._cell.dead, dead_letter(delivery, reason)))
         changes.ack(delivery.stream, delivery.entry)
 
 
-def _restore_open(job: Job, unsettled: Mapping[bytes, bytes]) -> None:
-    """A job's groups as they stand in `open:<job>`; the results themselves are read afterwards."""
-    state = job.state
-    trained = set(state.training.keys) if state.training else set()
-    job.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
-    for name, value in unsettled.items():
-        key = name.decode()
-        number, sample = (int(part) for part in key.split("/"))
-        attempt, version, *scored = value.decode().split(":")
-        if key not in trained and number in job.groups:
-            job.groups[number].version = int(version)
-            if scored:
-                job.counted[number, sample] = int(attempt)
-            else:
-                job.groups[number].waiting[sample] = int(attempt)
+def _is_quiet(job: Job, since: float) -> bool:
+    """Does a job wait for something while nothing has happened to it? A paused one is looked at once it runs again."""
+    return job.under_way and job.state.status != "paused" and job.changed_at < since

@@ -1,7 +1,7 @@
-"""The owner's writes: one script that first compares the lease, then does everything.
+"""Writes an owner's changes by one script, which first compares the lease.
 
-A stamp beside the lease says which write was the last: its number, and a random part. It makes the script repeatable
-after a lost reply, and shows an owner that somebody else wrote, or that Redis lost its newest moments.
+A stamp beside the lease names the last write by its number and a random part. The script can be repeated after a lost
+reply, because a stamp is written once. An owner sees by the stamp if another one wrote, or if Redis lost its last moment.
 """
 
 import secrets
@@ -35,11 +35,11 @@ CHUNK = 4000
 
 
 class Lost(Unavailable):
-    """Redis is not what this owner remembers: it must rebuild its memory."""
+    """Redis differs from this owner's memory, which must be rebuilt."""
 
 
 class Fence:
-    """Writes to one partition, which fail once its lease is not this owner's."""
+    """Writes to one partition. A write fails once the lease is not this owner's."""
 
     def __init__(self, bus: Bus, partition: int, token: str) -> None:
         self._bus = bus
@@ -49,12 +49,12 @@ class Fence:
         self._stamp = ""  # of the last write, as this owner knows it
 
     async def read_stamp(self) -> None:
-        """Call once after taking, before the first commit."""
+        """Reads the last write's stamp. Call once after taking the lease, before the first commit."""
         value: Any = await self._bus.retrying(lambda: self._bus.client.get(self._rev_key))
         self._stamp = value.decode() if value else ""
 
     async def commit(self, commands: list[Command]) -> None:
-        """Apply all or nothing. Raises Fenced; or Lost, also when Redis refuses a command of it."""
+        """Applies all commands or none. Raises Fenced, or Lost, which also means that Redis refused a command."""
         number = int(self._stamp.partition(":")[0] or 0) + 1
         stamp = f"{number}:{secrets.token_hex(8)}"
         words: list[Any] = [self._token, self._stamp, stamp]
@@ -73,7 +73,7 @@ class Fence:
 
 
 def _chunked(commands: list[Command]) -> list[Command]:
-    """Split the variadic commands that are too long for one call."""
+    """Splits the variadic commands that are too long for one call."""
     result: list[Command] = []
     for command in commands:
         head = {"XACK": 3, "XDEL": 2, "HDEL": 2, "HSET": 2}.get(command[0])

@@ -1,6 +1,6 @@
-"""The owner's decisions: which queued job starts, which batch goes to a trainer, which job is issued work.
+"""Decides which queued job starts, which batch goes to a trainer, and which job is issued work.
 
-State in, Changes out: it waits for nothing, so that a simulator can run it under a virtual clock.
+State comes in, Changes go out. It waits for nothing, so that a simulator can run it under a virtual clock.
 """
 
 import sys
@@ -15,6 +15,7 @@ from common.streams import partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
+from manager_service.jobs.job_table import JobTable
 from manager_service.records import QUOTA_COUNTERS, JobError, TenantRecord, day_field
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
@@ -30,13 +31,13 @@ from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_sta
 from manager_service.scheduling.training_queue import ReadyBatch, TrainingQueue
 
 STEPS_PER_SLOT = 2
-"""Batches under way for each of the trainers' slots: one that is trained, one that waits for it."""
+"""Batches under way for each trainer slot: one is trained, one waits."""
 
 log = structlog.get_logger()
 
 
 class Slots(Protocol):
-    """What there is to know of the workers."""
+    """Capacities of the live workers."""
 
     def slots(self, service: str) -> int:
         """Live slots of a service's workers."""
@@ -47,14 +48,8 @@ class Slots(Protocol):
         ...
 
     def sampling_gap_bound(self) -> float:
-        """What a job's `sampling_gap` may be with the live rollout workers."""
+        """The largest `sampling_gap` that the live rollout workers' rounding explains."""
         ...
-
-
-class Jobs(Protocol):
-    """A partition, as far as decisions need it."""
-
-    jobs: dict[str, Job]
 
 
 @dataclass(slots=True)
@@ -78,18 +73,17 @@ class Allocator:
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
-    def refresh(self, partition: Jobs, jobs: Iterable[str], now: float) -> None:
-        """Look at these jobs of a partition again; those that it no longer has are forgotten."""
-        for name in list(jobs):
-            job = partition.jobs.get(name)
+    def follow(self, jobs: JobTable, now: float) -> None:
+        """Looks again at the jobs of a partition that have changed, and forgets those that have left."""
+        for name, job in jobs.take_changed():
             if job is None:
                 self._forget_job(name)
             else:
                 self._look_at(job, now)
 
-    def forget(self, partition: Jobs) -> None:
-        """The owner lost this partition."""
-        for name in partition.jobs:
+    def forget(self, jobs: JobTable) -> None:
+        """Forgets the jobs of a partition that the owner has lost."""
+        for name in (*jobs, *(name for name, _ in jobs.take_changed())):
             self._forget_job(name)
 
     def _forget_job(self, name: str) -> None:
@@ -103,11 +97,11 @@ class Allocator:
         if job.id not in self.demand.ready:
             self.queue.remove(job.id)
         elif job.id not in self.queue.batches:
-            tokens = num_tokens(job.groups[number] for number in job.next_batch() or ())
+            tokens = num_tokens(job.open.groups[number] for number in job.next_batch() or ())
             self.queue.put(ReadyBatch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
 
     def charge(self, changes: Changes) -> None:
-        """Fairness charges what was actually used."""
+        """Charges the tenants for what they actually used."""
         for (tenant, _, counter), amount in changes.usage.items():
             if counter in ("prompt_tokens", "sampled_tokens"):
                 self._rollouts.charge(tenant, amount, self._weight(tenant))
@@ -120,7 +114,7 @@ class Allocator:
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
-        """Everything that may happen now. `changes`: of each owned partition, filled in."""
+        """Decides everything that may happen now, and writes it into the `changes` of each owned partition."""
         self._start_queued(now, changes)
         if self.policy.barrier:
             self._closed = self._is_closed()
@@ -135,7 +129,7 @@ class Allocator:
         return closed(self._closed, num_behind=behind, num_ready=len(demand.ready), num_training=demand.num_training)
 
     def _start_queued(self, now: float, changes: dict[int, Changes]) -> None:
-        """As many as the policy lets run, oldest first; within each tenant's number of concurrent jobs."""
+        """Starts as many jobs as the policy and each tenant's number of concurrent jobs allow, oldest first."""
         demand = self.demand
         left = may_start(self.policy, num_running=demand.num_running, num_queued=sum(map(len, demand.queued.values())))
         found: list[Job] = []
@@ -144,10 +138,10 @@ class Allocator:
             found += self._next_starts(tenant, min(free, left))
         for job in sorted(found, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
-            self._guarded(job, now, changes, job.start)
+            self._guarded(job, now, changes, Job.start)
 
     def _next_starts(self, tenant: str, num: int) -> list[Job]:
-        """The tenant's queued jobs that start next: the most urgent, every fourth time the oldest."""
+        """The tenant's queued jobs that start next: the most urgent ones, and every fourth time the oldest."""
         if num <= 0:
             return []
         waiting = sorted((self._jobs[name] for name in self.demand.queued[tenant]), key=_age)
@@ -163,16 +157,13 @@ class Allocator:
             return
         self.queue.fairness.busy(self.demand.active)
         for name in self.queue.take(free, now, self._weight):
-            self._guarded(self._jobs[name], now, changes, self._publish_step(self._jobs[name]))
+            self._guarded(self._jobs[name], now, changes, self._publish_step)
 
-    def _publish_step(self, job: Job) -> "Act":
-        def act(now: float, changes: Changes) -> None:
-            numbers = job.next_batch()
-            if numbers is not None:
-                job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
-                job.publish_step(numbers, changes)
-
-        return act
+    def _publish_step(self, job: Job, now: float, changes: Changes) -> None:
+        numbers = job.next_batch()
+        if numbers is not None:
+            job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
+            job.publish_step(numbers, changes)
 
     def _issue(self, now: float, changes: dict[int, Changes]) -> None:
         demand = self.demand
@@ -188,7 +179,7 @@ class Allocator:
         serve(virtual, lambda tenant: self._grant(tenant, share, now, changes), left)
 
     def _issue_first_groups(self, share: float, now: float, changes: dict[int, Changes]) -> None:
-        """One for each tenant whose next job has had none: those who came a moment earlier leave no other room for it."""
+        """Issues one group for each tenant whose next job has had none, though earlier jobs fill the slots."""
         for tenant in dict.fromkeys(self.demand.fresh.values()):
             if self.room(self.in_env, share, FIRST_GROUPS) <= 0:
                 return
@@ -196,7 +187,7 @@ class Allocator:
                 self._grant(tenant, share, now, changes)
 
     def room(self, in_env: int, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
-        """How many trajectories may be issued now, if so many of those under way need no rollout slot. `share`: this owner's."""
+        """Trajectories that may be issued now. `in_env`: those under way that need no rollout slot; `share`: this owner's."""
         return room(
             oversubscription=oversubscription,
             slots=self.cluster.slots("rollout"),
@@ -209,20 +200,21 @@ class Allocator:
 
     @property
     def in_env(self) -> int:
-        """Trajectories with an env worker. More than its slots wait there, and count like those that wait for a rollout."""
+        """Trajectories that env workers work on. Those that wait for an env slot count like those that wait for a rollout."""
         return min(self.env_backlog, self.cluster.slots("env"))
 
     def _fits(self, job: Job, share: float) -> bool:
-        """Is there room for the keys and values of one more group? One may always be under way."""
+        """Is there room for the keys and values of one more group? The only group under way always fits."""
         demand, group_size = self.demand, job.spec.hyper.group_size
         at_rollout = max(0.0, 1 - self.in_env * share / max(1, demand.open_work))
         left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=share)
         return demand.open_work == 0 or group_size * job.lengths.kv_tokens <= left
 
     def _grant(self, tenant: str, share: float, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
-        """Issue one group, or one item of an evaluation, of the tenant's job whose turn it is. `share`: this owner's.
+        """Issues one group, or one item of an evaluation, of the tenant's job whose turn it is. `share`: this owner's.
 
-        Where its keys and values do not fit, all wait: whoever needs little must not keep out who needs much.
+        If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. Returns tokens over
+        weight and trajectories that this added, or None if the tenant wants nothing.
         """
         name = self.demand.next_job(tenant)
         if name is None:
@@ -230,25 +222,16 @@ class Allocator:
         job, before = self._jobs[name], self.demand.open_work
         if not self._fits(job, share):
             return 0.0, sys.maxsize
-        self._guarded(job, now, changes, self._issue_one(job))
+        self._guarded(job, now, changes, _issue_one)
         self.demand.granted(tenant, name)
         issued = self.demand.open_work - before
         return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
 
-    def _issue_one(self, job: Job) -> "Act":
-        def act(now: float, changes: Changes) -> None:
-            if job.wants_group():
-                job.issue_group(changes)
-            else:
-                job.issue_eval(changes)
-
-        return act
-
     def _guarded(self, job: Job, now: float, changes: dict[int, Changes], act: "Act") -> None:
-        """Do it; an error of ours fails this job, and only this job."""
+        """Acts on a job. An error of ours fails this job, and only this job."""
         change = changes[job.partition]
         try:
-            act(now, change)
+            act(job, now, change)
         except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
             log.exception("decision_failed", job_id=job.id)
             job.fail(JobError("internal_error", f"{type(error).__name__}: {error}"), now, change)
@@ -257,7 +240,7 @@ class Allocator:
     # ---- other owners -----------------------------------------------------------------------------------------------
 
     def active_weights(self, partitions: Iterable[int]) -> dict[int, float]:
-        """Of the tenants with work under way or wanted, by partition."""
+        """Weight of the tenants with work under way or wanted, by partition."""
         weights = dict.fromkeys(partitions, 0.0)
         for tenant in self.demand.tenants():
             weights[partition_of(tenant)] += self._weight(tenant)
@@ -265,7 +248,7 @@ class Allocator:
 
     @property
     def share(self) -> float:
-        """Of the cell's capacity that is this owner's, 0 to 1: its active tenants' weight over that of all owners'."""
+        """This owner's part of the cell's capacity, 0 to 1: the weight of its active tenants over that of all owners'."""
         mine = sum(map(self._weight, self.demand.tenants()))
         return mine / (mine + self.other_weight) if mine else 0.0
 
@@ -280,7 +263,7 @@ class Allocator:
                 self._told_quota.add((name, today))
                 job = self._jobs[name]
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
-                job.warn(now, text, changes[job.partition])
+                job.journal.warn(now, text, changes[job.partition])
         return False
 
     def _is_exhausted(self, tenant: str) -> bool:
@@ -288,7 +271,7 @@ class Allocator:
         return limit is not None and self.used_today.get(tenant, 0) >= limit
 
     def _virtual_time(self, tenant: str) -> float:
-        """What a tenant was charged, and an estimate of what is under way."""
+        """Tokens over weight that a tenant was charged, plus an estimate for its work under way."""
         return self._rollouts.virtual_time(tenant) + self.demand.tokens[tenant] / self._weight(tenant)
 
     def _tenant(self, tenant: str) -> TenantRecord:
@@ -298,7 +281,14 @@ class Allocator:
         return max(1e-6, self._tenant(tenant).weight)
 
 
-Act = Callable[[float, Changes], None]
+Act = Callable[[Job, float, Changes], None]
+
+
+def _issue_one(job: Job, _now: float, changes: Changes) -> None:
+    if job.wants_group():
+        job.issue_group(changes)
+    else:
+        job.issue_eval(changes)
 
 
 def _age(job: Job) -> tuple[int, str]:
@@ -306,5 +296,5 @@ def _age(job: Job) -> tuple[int, str]:
 
 
 def _most_urgent(jobs: Sequence[Job]) -> int:
-    """Its index; the first of equals."""
+    """Index of the most urgent job; the first of equals."""
     return min(range(len(jobs)), key=lambda n: jobs[n].spec.urgency)

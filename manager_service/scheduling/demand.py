@@ -1,7 +1,7 @@
-"""What all jobs of an owner want, summed up and kept current by difference.
+"""Sums up what all jobs of an owner want, and keeps the sums current by difference.
 
-A pass of the owner touches the few jobs that something happened to; what it decides must not cost more when there are
-thousands of others. So each job is seen as a small `View`, and the sums change when a view does.
+A pass of the owner changes a few jobs, and must not cost more when there are thousands of others. So each job is reduced
+to a small `View`, and the sums change by the difference between its old view and its new one.
 """
 
 import heapq
@@ -18,7 +18,7 @@ Urgency = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Of one job, what matters to who decides."""
+    """The facts about one job that decisions need."""
 
     tenant: str
     queued: bool = False
@@ -26,8 +26,8 @@ class View:
     running: bool = False
     behind: bool = False  # samples what it must train next
     waiting: int = 0  # trajectories under way
-    tokens: float = 0.0  # estimate of what those will cost
-    kv_tokens: float = 0.0  # estimate of the keys and values that they need
+    tokens: float = 0.0  # that the waiting trajectories will use, estimated
+    kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
     training: bool = False  # a TrainStep is under way
     ready: bool = False  # a TrainStep could be published
     urgency: Urgency | None = None  # None: wants nothing issued
@@ -61,12 +61,12 @@ def _urgency(job: Job) -> Urgency | None:
 
 @dataclass(slots=True)
 class TenantDemand:
-    """One tenant's jobs that want something issued: by urgency, first come, first served within one; and by how long
-    they have waited for a turn."""
+    """One tenant's jobs that want something issued, in two orders: by urgency (then first come, first served), and by the
+    time since their last turn."""
 
     buckets: dict[Urgency, "OrderedDict[str, None]"] = field(default_factory=dict)
     line: "OrderedDict[str, None]" = field(default_factory=OrderedDict)  # longest waiting first
-    _keys: list[Urgency] = field(default_factory=list)  # heap over the buckets' urgencies, and some that are gone
+    _keys: list[Urgency] = field(default_factory=list)  # heap of the buckets' urgencies; some of them may be gone
 
     def add(self, job: str, urgency: Urgency) -> None:
         if urgency not in self.buckets:
@@ -76,7 +76,7 @@ class TenantDemand:
         self.line.setdefault(job)
 
     def remove(self, job: str, urgency: Urgency, *, leaves: bool = True) -> None:
-        """`leaves`: it wants nothing more, and loses its place in the line."""
+        """`leaves`: the job wants nothing more, and loses its place in the line."""
         bucket = self.buckets[urgency]
         del bucket[job]
         if not bucket:
@@ -96,14 +96,14 @@ class TenantDemand:
         return next(iter(self.buckets[self._keys[0]]))
 
     def _tidy(self) -> None:
-        """Keep what is gone from outnumbering what is there."""
+        """Rebuilds the heap when most of its urgencies are gone."""
         if len(self._keys) > 16 + 2 * len(self.buckets):
             self._keys = sorted(self.buckets)
 
 
 @dataclass(slots=True)
 class Demand:
-    """The sums over all views. `update` is the only way to change them."""
+    """The sums over all views. Only `update` changes them."""
 
     open_work: int = 0
     num_training: int = 0
@@ -123,7 +123,7 @@ class Demand:
     _jobs: dict[str, set[str]] = field(default_factory=dict)  # of each tenant
 
     def update(self, job: str, view: View | None) -> None:
-        """A job as it is now; None: it is gone."""
+        """Replaces the view of a job. None: the job is gone."""
         old = self._views.pop(job, None)
         if old is not None:
             stays = view is not None and view.tenant == old.tenant and view.urgency is not None
@@ -133,19 +133,19 @@ class Demand:
             self._add(job, view)
 
     def tenants(self) -> set[str]:
-        """Those with work under way or wanted."""
+        """Tenants with work under way or wanted."""
         return {tenant for tenant, waiting in self.waiting.items() if waiting} | self.hungry.keys()
 
     def jobs_of(self, tenant: str) -> Set[str]:
         return self._jobs.get(tenant, frozenset())
 
     def next_job(self, tenant: str) -> str | None:
-        """Whose turn it is among the tenant's jobs that want something issued."""
+        """The tenant's job whose turn it is, among those that want something issued."""
         wanted = self.hungry.get(tenant)
         return wanted.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if wanted else None
 
     def granted(self, tenant: str, job: str) -> None:
-        """The job had its turn, and goes to the end of the line."""
+        """Moves a job that had its turn to the end of the line."""
         self._turns[tenant] += 1
         wanted = self.hungry.get(tenant)
         if wanted is not None and job in wanted.line:

@@ -1,8 +1,8 @@
-"""Who is served next: weighted fair sharing between tenants, as pure functions of state.
+"""Picks the tenant that is served next, by weighted fair sharing. Pure functions of state.
 
-Start-time fair queueing (Goyal et al. 1996): each tenant has a virtual time, tokens charged over weight; the tenant with
-the smallest is served next, and one that comes back from idleness starts at the smallest of the busy ones, so that it
-can neither hoard service nor be starved. What is under way is charged by estimate, what settled by what it used.
+Start-time fair queueing (Goyal et al. 1996): each tenant has a virtual time, which is the tokens charged over its weight.
+The tenant with the smallest is served next. A tenant that was idle starts at the smallest of the busy ones, so that it can
+neither hoard service nor be starved. Work under way is charged by estimate, settled work by what it used.
 """
 
 import heapq
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 OVERSUBSCRIPTION = 1.5
-"""Open work per live slot: enough that no slot waits for the manager, little enough that fairness acts at once."""
+"""Open trajectories per live slot: enough that no slot waits for the manager, and few enough that fairness acts at once."""
 FIRST_GROUPS = 4.0
-"""The same for the first groups of jobs, so that a job begins soon, also among many that were submitted at once."""
+"""The same for jobs' first groups, so that a job begins soon even if many are submitted at once."""
 MAX_MEMORY_USED = 0.6
-"""Of Redis' limit; above it nothing new is issued."""
+"""Share of Redis' memory limit above which nothing new is issued."""
 LONGEST_WAITING_EVERY = 4
-"""Of a tenant's turns, one in so many goes to the job that waits longest, however urgent its others are."""
+"""Every so many turns of a tenant, its job that waits longest is served instead of its most urgent one."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Fairness:
     _busy: set[str] = field(default_factory=set)
 
     def busy(self, tenants: Iterable[str]) -> None:
-        """These tenants have work. Newcomers start level with the least served of the others."""
+        """Names the tenants that have work. Newcomers start level with the least served of the others."""
         now = set(tenants)
         if now == self._busy:
             return
@@ -47,11 +47,10 @@ class Fairness:
 
 
 def serve(virtual: Mapping[str, float], grant: Callable[[str], tuple[float, int] | None], room: int) -> None:
-    """Grant work to the least served tenant, again and again, while `room` lasts.
+    """Grants work to the least served tenant, again and again, while `room` lasts.
 
-    `virtual`: tenants that want something, with what they were charged and what is under way, in tokens over weight.
-    `grant` gives a tenant its most urgent piece and returns what that adds to its virtual time and takes of the room,
-    or None when the tenant wants nothing more.
+    `virtual`: virtual time of each tenant that wants something, its work under way included. `grant` issues a tenant's most
+    urgent piece and returns what that adds to the virtual time and takes of the room, or None if the tenant wants nothing.
     """
     heap = [(time, tenant) for tenant, time in virtual.items()]
     heapq.heapify(heap)
@@ -77,11 +76,11 @@ def room(
     holds_slots: bool = False,
     oversubscription: float = OVERSUBSCRIPTION,
 ) -> int:
-    """How many trajectories may be issued now. `share`: of the cell's capacity that is this owner's, 0 to 1.
+    """Trajectories that may be issued now. `share`: this owner's part of the cell's capacity, 0 to 1.
 
-    `open_work`: trajectories issued and not back; `in_env` of the cell's are with an env worker, with a tool or a grader,
-    and need no slot meanwhile, unless each `holds_slots` from its start until it is scored. `memory_used`: Redis' memory
-    over its limit, 0 to 1.
+    `open_work`: trajectories issued and not back. `in_env`: trajectories of the cell that an env worker has (a tool or a grader
+    runs), which need no slot meanwhile. `holds_slots`: a trajectory needs its slot from its start until it is scored.
+    `memory_used`: Redis' memory over its limit, 0 to 1.
     """
     if memory_used > MAX_MEMORY_USED:
         return 0
@@ -90,9 +89,9 @@ def room(
 
 
 def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:
-    """Tokens of keys and values that issued trajectories may still need. `kv_tokens`: what the engines hold; None: unknown.
+    """Tokens of keys and values for which there is still room. `kv_tokens`: capacity of the engines; None: unknown.
 
-    `open_tokens`: what those that are issued and not with an env worker may need.
+    `open_tokens`: the need of trajectories that are issued and not with an env worker.
     """
     return math.inf if kv_tokens is None else OVERSUBSCRIPTION * kv_tokens * share - open_tokens
 

@@ -1,4 +1,4 @@
-"""Scheduling policies: what one name decides differently, as data, and the rules as pure functions of state.
+"""Scheduling policies as data, and their rules as pure functions of state.
 
     policy       jobs at once   rollouts and training          a trajectory at its tools   staleness of a job
     sequential   one            of that job, in turn           frees its slot              0
@@ -22,22 +22,22 @@ _NAME = re.compile(r"([a-z]+)(?::(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a policy decides differently from the others."""
+    """One scheduling policy. Each field is a difference from `marlaas`."""
 
     name: str
     one_job: bool = False
-    """The oldest queued job starts only when no other runs."""
+    """A queued job starts only when no other runs; the oldest goes first."""
     barrier: bool = False
     """Nothing trains until every job's batch is complete; nothing is sampled until all of them are trained."""
     holds_slots: bool = False
-    """A trajectory takes up a rollout slot from its start until it is scored, while its tools run too."""
+    """A trajectory takes up a rollout slot from its start until it is scored, even while its tools run."""
     eta: int | None = None
-    """Staleness of a job that asks for none; None: strict."""
+    """Staleness of a job that does not ask for one; None: strict."""
     fixed: bool = False
     """Jobs are strict whatever they ask for."""
 
     def max_staleness(self, asked: int | None) -> int:
-        """Versions that a job's trajectories may lag behind. `asked`: by the job's owner; None: nothing."""
+        """Versions that a job's trajectories may lag behind. `asked`: what the user asked for, if anything."""
         if self.fixed:
             return 0
         return asked if asked is not None else self.eta or 0
@@ -57,7 +57,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def parse_policy(text: str) -> Policy:
-    """`marlaas`, or `bounded:4` for another eta than 1. Raises ValueError with the names that there are."""
+    """Reads `marlaas`, or `bounded:4` for another eta than 1. Raises ValueError, which lists the known names."""
     found = _NAME.fullmatch(text)
     policy = POLICIES.get(found[1]) if found else None
     if found is None or policy is None:
@@ -72,15 +72,15 @@ def parse_policy(text: str) -> Policy:
 
 
 def may_start(policy: Policy, *, num_running: int, num_queued: int) -> int:
-    """How many queued jobs may start, for all that the policy says."""
+    """Number of queued jobs that the policy lets start."""
     return min(num_queued, max(0, 1 - num_running)) if policy.one_job else num_queued
 
 
 def closed(was_closed: bool, *, num_behind: int, num_ready: int, num_training: int) -> bool:
-    """Is the barrier closed to rollouts, and open to training? `was_closed`: before; at first it is not.
+    """Is the barrier closed to rollouts, and open to training? `was_closed`: its last state, at first False.
 
-    It closes when every batch is complete, none of the jobs being `behind` (still sampling what they must train next), and
-    opens when all of them are trained. Jobs that come later join the rollouts under way; the next training waits for them.
+    It closes when a batch is ready and no job is `behind`, still sampling what it must train next. It opens when all batches
+    are trained. Jobs that come later join the rollouts under way, and the next training waits for them.
     """
     if was_closed:
         return num_ready + num_training > 0
@@ -88,10 +88,10 @@ def closed(was_closed: bool, *, num_behind: int, num_ready: int, num_training: i
 
 
 def capacity(*, eta: int, batch_size: int, num_untrained: int) -> int:
-    """How many more groups a job may have issued: AReaL's rule `(eta + version + 1) B - (accepted + running)`.
+    """Groups that a job may still be issued, by AReaL's rule `(eta + version + 1) B - (accepted + running)`.
 
-    `num_untrained`: groups issued and not yet trained: under way, complete, or with a trainer. `accepted` are those and the
-    `version * B` trained ones, so the versions cancel out; dropped groups count as neither. Because the count is of what is
-    there, and not a counter that a restart could forget, there is no burst after a recovery.
+    `num_untrained`: groups issued and not yet trained: under way, complete, or with a trainer. AReaL counts the `version * B`
+    trained ones too, so the versions cancel out; dropped groups do not count. The groups are counted where they are, and not
+    by a counter that a restart could lose, so there is no burst after a recovery.
     """
     return max(0, (eta + 1) * batch_size - num_untrained)

@@ -1,4 +1,4 @@
-"""The training queue: in which order complete batches go to the trainers. Pure functions over state.
+"""Orders the complete batches for the trainers. Pure functions of state.
 
     fused     as many as the trainers' slots take, to be computed together: tenants by weighted fair share
     fifo      the batch that was complete first
@@ -6,8 +6,8 @@
     shortest  the batch with the fewest tokens; may starve the longest one
     hrrn      highest response ratio next (Brinch Hansen 1971): (wait + service) / service
 
-`fused` and `drr` share by the tenants' weights; which of a tenant's own batches is next, its jobs' priorities and deadlines
-say, but every fourth time it is the one that waits longest, so that none starves. The others look at batches alone.
+`fused` and `drr` share by the tenants' weights. Among a tenant's own batches, priorities and deadlines decide, but every
+fourth time the one that waits longest is next, so that none starves. The other disciplines do not look at tenants.
 """
 
 import heapq
@@ -24,12 +24,12 @@ DISCIPLINES: tuple[Discipline, ...] = get_args(Discipline)
 Weight = Callable[[str], float]
 
 FIRST_RATE = 5000.0
-"""Tokens a second that a trainer is thought to do until one has been measured."""
+"""Tokens a second that a trainer is assumed to train until its rate is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """A job's complete batch, as the queue sees it."""
+    """The complete batch of a job."""
 
     job: str
     tenant: str
@@ -40,16 +40,16 @@ class ReadyBatch:
 
 @dataclass(slots=True)
 class Deficits:
-    """State of deficit round robin: tokens that each tenant may still use, and whose turn it is."""
+    """State of deficit round robin: the tokens that each tenant may still use, and the order of turns."""
 
     tokens: dict[str, float] = field(default_factory=dict)
-    ring: list[str] = field(default_factory=list)  # tenants with batches; the first one's turn
+    ring: list[str] = field(default_factory=list)  # tenants with batches; it is the first one's turn
     began: bool = False  # the first has had its quantum of this round
 
 
 @dataclass(slots=True)
 class TrainingQueue:
-    """Complete batches, and what the discipline remembers."""
+    """Complete batches, and the memory of the discipline."""
 
     discipline: Discipline = "fused"
     batches: dict[str, ReadyBatch] = field(default_factory=dict)  # job -> batch, in order of `since`
@@ -60,18 +60,18 @@ class TrainingQueue:
     _train_s: float = 0.0
 
     def put(self, batch: ReadyBatch) -> None:
-        """A batch is complete. It keeps its place if it was there."""
+        """Adds a complete batch. One that is there keeps its place."""
         self.batches.setdefault(batch.job, batch)
 
     def remove(self, job: str) -> None:
         self.batches.pop(job, None)
 
     def measured(self, train_s: float) -> None:
-        """A trainer was busy for this long with what was handed over."""
+        """Notes how long a trainer was busy with what was handed over."""
         self._train_s += train_s
 
     def take(self, num: int, now: float, weight: Weight) -> list[str]:
-        """Jobs whose batches go to the trainers now, at most `num`; they leave the queue."""
+        """Takes at most `num` batches out of the queue for the trainers. Returns their jobs."""
         if num <= 0 or not self.batches:
             return []
         taken = self._chosen(num, now, weight)
@@ -105,7 +105,7 @@ def response_ratio(batch: ReadyBatch, now: float, tokens_per_s: float) -> float:
 def take_fair(
     batches: Iterable[ReadyBatch], fairness: Fairness, turns: Counter[str], num: int, weight: Weight
 ) -> list[ReadyBatch]:
-    """From the tenant that was charged least, again and again; each batch is charged as it is taken."""
+    """Takes a batch of the tenant that was charged least, again and again. Each batch is charged as it is taken."""
     waiting = _by_tenant(batches)
     heap = [(fairness.virtual_time(tenant), tenant) for tenant in waiting]
     heapq.heapify(heap)
@@ -126,10 +126,10 @@ def take_fair(
 def take_deficit(
     batches: Iterable[ReadyBatch], deficits: Deficits, turns: Counter[str], num: int, weight: Weight
 ) -> list[ReadyBatch]:
-    """Each tenant in turn may use a quantum of tokens times its weight, and what it saved up while it waited.
+    """Lets each tenant in turn use a quantum of tokens times its weight, plus what it saved while it waited.
 
-    The quantum is the largest batch over the smallest weight, so a turn always serves (the O(1) of the paper); a tenant
-    without a batch leaves the ring and its savings.
+    The quantum is the largest batch over the smallest weight, so each turn serves a batch (the O(1) of the paper). A tenant
+    without a batch leaves the ring and loses its savings.
     """
     waiting = _by_tenant(batches)
     _enter(deficits, waiting)
@@ -156,7 +156,7 @@ def take_deficit(
 
 
 def _enter(deficits: Deficits, waiting: Collection[str]) -> None:
-    """Newcomers join the ring's end; those without batches leave."""
+    """Appends newcomers to the ring, and removes tenants without batches."""
     if deficits.ring and deficits.ring[0] not in waiting:
         deficits.began = False
     deficits.ring = [tenant for tenant in deficits.ring if tenant in waiting]

@@ -31,6 +31,7 @@ from harness.standin import StandInEnv, job_spec
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.jobs.open_trajectories import OpenTrajectory, TrajectoryKey
 from manager_service.records import JobState
 
 CELL = Cell("tiny")
@@ -244,3 +245,14 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
         and "sampling_gap 0.0200 is beyond 0.001" in event.message
         and "is_clip = 2" in event.message
     )
+
+
+def test_open_trajectories_read_back_as_they_were_written() -> None:
+    for name, key in {
+        "3/0": TrajectoryKey(3, 0),
+        "eval@3.17/0": TrajectoryKey(17, 0, "eval", 3),
+        "eval_greedy@0.2/1": TrajectoryKey(2, 1, "eval_greedy", 0),
+    }.items():
+        assert (str(key), TrajectoryKey.parse(name)) == (name, key)
+    for value, trajectory in {"2:7": OpenTrajectory(2, 7), "0:1:scored": OpenTrajectory(0, 1, scored=True)}.items():
+        assert (str(trajectory), OpenTrajectory.parse(value)) == (value, trajectory)

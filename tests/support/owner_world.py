@@ -11,6 +11,7 @@ from harness.standin import FixedSlots, StandInEnv
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.jobs.job_table import JobTable
 from manager_service.records import JobSpec, JobState
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
@@ -27,7 +28,7 @@ class World:
     policy: Policy = MARLAAS
     discipline: Discipline = "fused"
     cluster: FixedSlots = field(default_factory=lambda: FixedSlots(rollout=8, trainer=1, env=8))
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: JobTable = field(default_factory=JobTable)
     in_env: list[Any] = field(default_factory=list)  # scored trajectories that still wait for their grader
     on_its_way: list[Any] = field(default_factory=list)
     issued: Counter[str] = field(default_factory=Counter)  # job -> groups for training
@@ -40,10 +41,9 @@ class World:
         self.allocator = Allocator(self.cluster, self.policy, TrainingQueue(self.discipline))
 
     def add(self, spec: JobSpec) -> Job:
-        job = self.jobs[spec.id] = Job(CELL, spec, JobState(), Items(), Items())
-        changes = Changes()
-        job.queue(self.now, changes)
-        self.allocator.refresh(self, [job.id], self.now)
+        job = Job(CELL, spec, JobState(), Items(), Items())
+        job.queue(self.now, Changes())
+        self.jobs.add(job)
         return job
 
     @property
@@ -61,6 +61,7 @@ class World:
             self.on_its_way.append(self.in_env.pop(self.rng.randrange(len(self.in_env))))
         if self.on_its_way:
             self._deliver(self.on_its_way.pop(self.rng.randrange(len(self.on_its_way))), changes)
+        self.allocator.follow(self.jobs, self.now)
         self.allocator.env_backlog = len(self.in_env)
         self.allocator.decide(self.now, changes)
         for change in changes.values():
@@ -86,8 +87,9 @@ class World:
         job.advance(self.now, change)
         if job.settled:
             assert job.state.status == "succeeded", job.state
-            del self.jobs[job.id]
-        self.allocator.refresh(self, [job.id], self.now)
+            self.jobs.remove(job.id)
+        else:
+            self.jobs.touch(job.id)
         self.allocator.charge(change)
 
     def _send(self, message: Any) -> None:

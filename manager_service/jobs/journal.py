@@ -1,0 +1,131 @@
+"""Writes what the user reads of a job: its events, the figures of its steps, and the texts of some samples."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from common.messages import AdapterUpdate
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.evaluation import summary
+from manager_service.jobs.groups import Group
+from manager_service.jobs.orders import Orders
+from manager_service.records import EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Training
+
+SAMPLED_GROUPS = 2
+"""Groups of each step whose texts are kept."""
+MAX_TEXT = 4000
+"""Characters that are kept of a text."""
+METRICS = (
+    *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
+    *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
+)
+"""Metrics that every step's event has, null where there is no signal."""
+
+
+class Journal:
+    """Writes one job's events and samples, and keeps the figures in its state that the API shows."""
+
+    def __init__(self, spec: JobSpec, state: JobState) -> None:
+        self._spec = spec
+        self._state = state
+        self._last_commit_at: float | None = None
+        self._last_progress_at: float | None = None
+        self._told_stall = False
+
+    def tell(
+        self,
+        now: float,
+        changes: Changes,
+        message: str,
+        *,
+        level: Literal["info", "warn", "error"] = "info",
+        metrics: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes one event. `metrics`: the data of an event that shows figures."""
+        self._state.num_events += 1
+        kind = "message" if metrics is None else "metrics"
+        record = EventRecord(self._state.num_events, int(now), level, message, kind, metrics or data or {})
+        changes.events.append((self._spec.id, record))
+        changes.states[self._spec.id] = self._state
+
+    def warn(self, now: float, message: str, changes: Changes) -> None:
+        self.tell(now, changes, message, level="warn")
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+
+    def first_version(self, now: float) -> None:
+        """Starts the clock of step 1."""
+        self._last_commit_at = now
+
+    def trained(self, update: AdapterUpdate, training: Training, now: float, changes: Changes) -> None:
+        """Writes the event of a step, and keeps its figures."""
+        state, metrics = self._state, update.metrics
+        state.trained_tokens += update.usage.trained_tokens
+        state.last_reward = metrics.get("reward_mean")
+        gap = metrics.get("sampling_gap")
+        state.sampling_gap = state.sampling_gap if gap is None else gap
+        step = update.adapter.version
+        data = {
+            **dict.fromkeys(METRICS),
+            **metrics,
+            "step": step,
+            "version": step,
+            "sampled_versions": list(training.versions),
+            "trained_tokens": state.trained_tokens,
+            "step_tokens": update.usage.trained_tokens,
+            "step_s": None if self._last_commit_at is None else now - self._last_commit_at,
+        }
+        self._last_commit_at = now
+        shown = "no signal" if state.last_reward is None else f"reward {state.last_reward:.3f}"
+        self.tell(now, changes, f"Step {step}/{self._spec.hyper.num_steps}: {shown}", metrics=data)
+
+    def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
+        """Writes the event of an evaluation that has ended."""
+        data = summary(version, tally)
+        mean = data["eval_reward_mean"]
+        if version == 0:
+            self._state.first_eval = mean
+        self._state.last_eval = mean
+        shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
+        self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
+
+    def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
+        """Keeps the texts of the batch's first groups."""
+        records = [
+            SampleRecord(
+                version=scored.message.adapter.version,
+                group=number,
+                sample=scored.message.trajectory.sample,
+                text=scored.message.output_text[:MAX_TEXT],
+                reward=scored.message.reward,
+                stop_reason=scored.message.stop_reason,
+                prompt=_prompt(orders.item(number)),
+            )
+            for number, group in batch[:SAMPLED_GROUPS]
+            for scored in group.rows()
+        ]
+        changes.samples.append((self._spec.id, self._state.version + 1, records))
+
+    # ---- stalls -----------------------------------------------------------------------------------------------------
+
+    def progressed(self, now: float, changes: Changes) -> None:
+        """Notes that something of the job came back."""
+        self._last_progress_at = now
+        if self._told_stall:
+            self._told_stall = False
+            self.tell(now, changes, "The job goes on")
+
+    def check_stall(self, now: float, limit_s: float, diagnosis: str, changes: Changes) -> None:
+        """Warns if nothing has come back to a running job for `limit_s`; once, until something does."""
+        self._last_progress_at = self._last_progress_at or now
+        if self._state.status != "running" or self._told_stall or now - self._last_progress_at < limit_s:
+            return
+        self._told_stall = True
+        self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis}", changes)
+
+
+def _prompt(item: dict[str, Any] | None) -> str:
+    """The text of an item's last message."""
+    messages = (item or {}).get("messages") or []
+    content = messages[-1].get("content") if messages else ""
+    return content[:MAX_TEXT] if isinstance(content, str) else ""
