@@ -349,8 +349,8 @@ async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
         answer = await client.get("/readyz")
     except httpx.TransportError:
         return None
-    if answer.status_code not in (200, 503):
-        return None
+    if answer.status_code != 503:
+        return [] if answer.status_code == 200 else None
     body = answer.json()
     refused: list[str] = body["refused"]
     explained = {line.partition(":")[0] for line in refused}
