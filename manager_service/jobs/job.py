@@ -282,9 +282,8 @@ class Job:
 
     def _drop_groups(self, changes: Changes) -> None:
         hyper, state = self.spec.hyper, self.state
-        for number, group in sorted(self.open.groups.items()):
-            if not group.decided:
-                continue
+        for number in sorted(number for number, group in self.open.groups.items() if group.decided):
+            group = self.open.groups[number]
             if not group.usable:
                 state.failed_groups += 1
                 self._drop(number, "failed", changes)

@@ -108,7 +108,9 @@ class OpenTrajectories:
 
     def wait_for(self, key: TrajectoryKey, version: int, attempt: int) -> None:
         """Marks as waiting, in memory alone, a trajectory that is open in Redis already."""
-        self.groups.setdefault(key.group, Group(version)).waiting[key.sample] = attempt
+        if key.group not in self.groups:
+            self.groups[key.group] = Group(version)
+        self.groups[key.group].waiting[key.sample] = attempt
 
     def issue(self, key: TrajectoryKey, version: int, attempt: int, changes: Changes) -> None:
         """Marks a trajectory as sent out, for the first time or again."""
