@@ -2,7 +2,7 @@
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 
-When a worker dies, its messages are still pending: worker.py of another worker takes them over through bus.py.
+When a worker dies, its messages are still pending in Redis: takeover.py of another worker finds them and works on them.
 It imports no service and no torch.
 
     text/                 from chat messages to tokens and back

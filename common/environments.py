@@ -6,7 +6,7 @@
     python          the tool `python`, in the sandbox
 
 Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
-two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environments/catalogue.py`), built with the user's args as
+two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as
 keyword arguments; a ValueError from it is shown to the user. The class may have an attribute `Args`, a pydantic model,
 by which the args are checked before any work is queued.
 """

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import msgspec
 
-from common.environments import BUILT_IN, CalculatorArgs, PythonArgs, SearchArgs, grader_of, load_installed, parse_args
+from common.environments import (
+    BUILT_IN,
+    CalculatorArgs,
+    PythonArgs,
+    SearchArgs,
+    SingleTurnArgs,
+    grader_of,
+    load_installed,
+    parse_args,
+)
 from common.errors import InvalidInput
 from common.messages import EnvSpec
 from env_service.environment import Environment
@@ -51,8 +60,10 @@ class Catalogue:
                 return Search(args, grader, self._graders, self._collections_dir)
             case PythonArgs():
                 return ToolLoop(python_tool(args, self._sandbox), grader, self._graders)
-            case _:
+            case SingleTurnArgs():
                 return SingleTurn(grader, self._graders)
+            case _:
+                raise AssertionError(f"a built-in environment without a case here: {spec.name}")
 
 
 def _make_installed(spec: EnvSpec) -> Environment:
