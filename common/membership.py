@@ -1,9 +1,9 @@
 """Lets a worker join a cell only if it computes the same bits as the workers that the cell's jobs began with.
 
 The first worker of a service sets the cell's mode (deterministic or default) and the service's fingerprint. Both stand while a
-live worker holds them, or an unfinished job was begun under them; then the next worker sets them anew.
+live worker holds them, or a job that was begun under them is unfinished; then the next worker sets them anew.
 
-reads: `unfinished`   writes: `bits`, `bits:live`   waits for: the jobs of other bits to end   unblocked by: owners
+reads: `begun`   writes: `bits`, `bits:live`   waits for: the jobs of other bits to end   unblocked by: owners
 after a crash: the worker's hold runs out
 """
 
@@ -22,7 +22,7 @@ EVERY_S = 1.0
 Mode = Literal["default", "deterministic"]
 log = structlog.get_logger()
 
-# KEYS: bits, bits:live. ARGV: service, mode, fingerprint, milliseconds of a hold, and the key of the set of unfinished jobs,
+# KEYS: bits, bits:live. ARGV: service, mode, fingerprint, milliseconds of a hold, and the key of the set of jobs that were begun,
 # which a worker may only read: to declare it among the KEYS would take the right to write it.
 # Answers the field that differs and the value that the cell has; or nothing, then all fields and values.
 _JOIN = """
@@ -66,7 +66,7 @@ class Membership:
     async def join(self) -> None:
         """Joins, or stays in. Raises Refused, saying what differs and what to do."""
         cell = self._bus.cell
-        words = [self._service, self._mode, self._fingerprint, int(HOLD_S * 1000), cell.unfinished]
+        words = [self._service, self._mode, self._fingerprint, int(HOLD_S * 1000), cell.begun]
         answer: Any = await self._bus.retrying(lambda: self._join(keys=[cell.bits, cell.bits_live], args=words))
         differs, known, *pairs = (word.decode() for word in answer)
         if differs:

@@ -19,7 +19,7 @@
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
-    unfinished                 set      ids of the cell's unfinished jobs
+    begun                      set      ids of the cell's unfinished jobs that have a version 0
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
     tenant-jobs:<tenant>       zset     job id by creation time
     jobs-all                   zset     job id by creation time
@@ -92,8 +92,8 @@ class Cell:
         return self.key("bits")
 
     @property
-    def unfinished(self) -> str:
-        return self.key("unfinished")
+    def begun(self) -> str:
+        return self.key("begun")
 
     @property
     def bits_live(self) -> str:

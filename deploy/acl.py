@@ -9,7 +9,7 @@
     health     PING
     operator   everything; no service uses it
 
-Every worker also appends to `telemetry`, joins its cell by `bits` and `bits:live`, and sees whether `unfinished` is empty.
+Every worker also appends to `telemetry`, joins its cell by `bits` and `bits:live`, and sees whether `begun` is empty.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
 Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
@@ -123,7 +123,7 @@ class _Keys:
         cell = self.cell
         return Rights(
             settles=(*settles, cell.bits, cell.bits_live),
-            reads=(*reads, cell.unfinished),
+            reads=(*reads, cell.begun),
             appends=(*appends, cell.dead, cell.telemetry),
         )
 

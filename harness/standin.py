@@ -260,7 +260,6 @@ async def create_job(bus: Bus, spec: JobSpec) -> None:
     cell, partition = bus.cell, partition_of(spec.tenant)
     await bus.client.hset(cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": JSON.encode(JobState())})
     await bus.client.sadd(cell.active(partition), spec.id)
-    await bus.client.sadd(cell.unfinished, spec.id)
     await command(bus, spec, "create")
 
 

@@ -12,7 +12,7 @@ from common.streams import partition_of
 from manager_service.api.context import Api, Base
 from manager_service.records import FINAL, JSON, JobSpec, JobState
 
-# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, idempotency record (or the job again: none), unfinished.
+# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, idempotency record (or the job again: none).
 # ARGV: job id, score, spec, state, fingerprint, seconds to remember, then the fields of the stream entry.
 # Answers with the idempotency record that was there before, if one was; otherwise everything was written.
 CREATE = """
@@ -25,7 +25,6 @@ redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'state', ARGV[4])
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])
-redis.call('SADD', KEYS[7], ARGV[1])
 if remembers then redis.call('SET', KEYS[6], ARGV[1] .. ' ' .. ARGV[5], 'EX', ARGV[6]) end
 return false
 """
@@ -118,7 +117,6 @@ class JobStore:
             cell.active(partition),
             cell.jobs(partition),
             once.record(base, spec.tenant) if once else cell.job(spec.id),
-            cell.unfinished,
         ]
         fields = await base.bus.fields(command(spec, "create", epoch=0))
         fingerprint, seconds = (once.fingerprint if once else ""), self._api.settings.idempotency_s

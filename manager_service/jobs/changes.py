@@ -32,6 +32,7 @@ class Changes:
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     samples: list[tuple[str, int, list[SampleRecord]]] = field(default_factory=list)
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
+    begun: list[str] = field(default_factory=list)  # have a version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
     finished: list[str] = field(default_factory=list)  # jobs that leave the active set
 
@@ -73,8 +74,8 @@ def commands(
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
     for job, state in changes.states.items():
         result.append(["HSET", cell.job(job), "state", JSON.encode(state)])
-    for job in changes.ended:
-        result.append(["SREM", cell.unfinished, job])
+    result += [["SADD", cell.begun, job] for job in changes.begun]
+    result += [["SREM", cell.begun, job] for job in changes.ended]
     for job in changes.finished:
         result.append(["SREM", cell.active(partition), job])
     for stream, entries in changes.acks.items():

@@ -339,6 +339,8 @@ class Job:
             self._on_refused(message, message.failure, now, changes)
         elif self.state.initialising and message.adapter.version == 0:
             self.state.initialising = False
+            if self.state.status not in FINAL:
+                changes.begun.append(self.id)
             self._commit(message, now, changes)
         elif self.state.training is not None and message.adapter.version == self.state.version + 1:
             self._on_trained(message, self.state.training, now, changes)

@@ -49,7 +49,7 @@ async def test_default_mode_asks_for_no_bits(bus: Bus) -> None:
 
 async def test_bits_stand_until_their_workers_are_gone_and_their_jobs_have_ended(bus: Bus) -> None:
     await member(bus).join()
-    await bus.client.sadd(bus.cell.unfinished, "job-a")
+    await bus.client.sadd(bus.cell.begun, "job-a")
     # Given an unfinished job, nobody else may go on with it, even when all workers are gone
     await all_are_gone(bus)
     with pytest.raises(Refused):
@@ -58,7 +58,7 @@ async def test_bits_stand_until_their_workers_are_gone_and_their_jobs_have_ended
         await member(bus, deterministic=False).join()
     # When the job has ended, but a worker lives, the bits still stand
     await member(bus).join()
-    await bus.client.delete(bus.cell.unfinished)
+    await bus.client.delete(bus.cell.begun)
     with pytest.raises(Refused):
         await member(bus, bits="ccc").join()
     # Then, once it is gone too, the next worker sets them anew

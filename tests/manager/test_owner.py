@@ -110,7 +110,7 @@ async def test_a_job_trains_its_steps_and_the_ledger_balances(system: System) ->
     assert ledger == {"issued": 80, "trained": 80, "in_flight": 0}
     steps = [e.data["step"] for e in await system.events(spec.id) if e.type == "metrics"]
     assert steps == [1, 2, 3, 4, 5]
-    for key in (system.bus.cell.active(partition_of(spec.tenant)), system.bus.cell.unfinished):
+    for key in (system.bus.cell.active(partition_of(spec.tenant)), system.bus.cell.begun):
         assert await system.bus.client.scard(key) == 0
 
 
@@ -214,6 +214,7 @@ async def test_pause_stops_the_job_and_resume_finishes_it(system: System) -> Non
     steps = len(system.trainer.seen)
     await asyncio.sleep(0.3)
     assert len(system.trainer.seen) == steps
+    assert await system.bus.client.smembers(system.bus.cell.begun) == {spec.id.encode()}
     await command(system.bus, spec, "resume")
     await until_status(system.bus, spec.id, "succeeded")
     ledger = await ledger_of(system.bus, spec.id)
