@@ -222,6 +222,7 @@ async def test_a_caller_that_is_cancelled_takes_its_step_out(decoder: Decoder) -
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.exact
 async def test_a_handler_trains_messages_together_and_commits_each_once(decoder: Decoder, tmp_path: Path) -> None:
     def poison(number: int, rows: Rows) -> Rows:
         return replace_rewards(rows) if number == 2 else rows
