@@ -109,14 +109,24 @@ async def _serve(
     bus = Bus.connect(settings.redis_url, cell, objects)
     parts = Parts(cell, bus, objects, AdapterStore(objects), fingerprints={})
     service = await build(settings, parts)
+    fingerprint, fingerprints = service.fingerprint, parts.fingerprints
     membership = Membership(
-        bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.fingerprint,
-        fingerprints=parts.fingerprints,
+        bus, name, deterministic=settings.deterministic, fingerprint=fingerprint, fingerprints=fingerprints
     )
-    reporter = Reporter(
+    reporter = _reporter(name, cell, service)
+    worker = _worker(settings, bus, service, reporter)
+    try:
+        if await _join(membership, reporter, bus, stop):
+            async with running(membership.keep(stop)):
+                await worker.run(stop)
+    finally:
+        for close in service.close:
+            await close()
+        await bus.close()
+
+
+def _reporter(name: str, cell: Cell, service: BuiltService) -> Reporter:
+    return Reporter(
         worker_id(name),
         name,
         cell.base_model,
@@ -128,7 +138,10 @@ async def _serve(
         resident=service.resident,
         measured=service.counters,
     )
-    worker = Worker(
+
+
+def _worker(settings: Settings, bus: Bus, service: BuiltService, reporter: Reporter) -> Worker:
+    return Worker(
         bus,
         service.handler,
         inboxes=service.inboxes,
@@ -139,14 +152,6 @@ async def _serve(
         on_adapter_new=service.on_adapter_new,
         has_room=service.has_room,
     )
-    try:
-        if await _join(membership, reporter, bus, stop):
-            async with running(membership.keep(stop)):
-                await worker.run(stop)
-    finally:
-        for close in service.close:
-            await close()
-        await bus.close()
 
 
 async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:
