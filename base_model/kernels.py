@@ -57,7 +57,7 @@ CANDIDATES = tuple(Kernels(cbwr, rows) for rows in (4, 8) for cbwr in (None, "AU
 """Fastest first, as measured: docs/decisions/kernels.md."""
 
 
-def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> Kernels:
+def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> "Choice":
     """Chooses kernels for this process, which must not have multiplied anything yet.
 
     `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS` and ends with status 0 if the kernels that it was
@@ -73,21 +73,7 @@ def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDAT
     if kernels.mkl_cbwr is not None:
         os.environ["MKL_CBWR"] = kernels.mkl_cbwr
     log.info("kernels_chosen", mkl_cbwr=os.environ.get("MKL_CBWR", ""), min_rows=kernels.min_rows)
-    return kernels
-
-
-def fingerprint(selftest: str, folder: Path, outputs: Callable[[], str]) -> str:
-    """Names the bits that this process computes: workers of a cell must agree on it. `outputs`: runs the self-test here.
-
-    Raises MarlaasError if the self-test does not pass although it did with the same kernels before.
-    """
-    try:
-        return hashlib.sha256(f"{outputs()} torch {torch.__version__}".encode()).hexdigest()
-    except NotDeterministic as error:
-        Memory.of_this_machine(selftest, folder).forget()
-        raise MarlaasError(
-            f"deterministic mode: {error}, which was not so before on this machine; start again"
-        ) from error
+    return Choice(kernels, memory)
 
 
 def run_selftest(selftest: Callable[[Decoder, int], object]) -> None:
@@ -103,9 +89,12 @@ def run_selftest(selftest: Callable[[Decoder, int], object]) -> None:
 def _first_that_passes(selftest: str, folder: Path, candidates: Sequence[Kernels]) -> Kernels:
     for kernels in candidates:
         command = [sys.executable, "-m", selftest, str(folder), str(kernels.min_rows)]
-        done = subprocess.run(
-            command, env=kernels.environment(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
-        )
+        try:
+            done = subprocess.run(
+                command, env=kernels.environment(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise InvalidInput(f"deterministic mode: {selftest} did not end in {PROBE_TIMEOUT_S:g} s") from error
         if done.returncode == 0:
             return kernels
         if done.returncode != DIFFERS:
@@ -150,6 +139,26 @@ class Memory:
     def forget(self) -> None:
         with contextlib.suppress(OSError):
             self.file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernels of this process, and where they are remembered."""
+
+    kernels: Kernels
+    memory: Memory
+
+    def fingerprint(self, outputs: Callable[[], str]) -> str:
+        """Names the bits that this process computes: workers of a cell must agree on it. `outputs`: runs the self-test here.
+
+        Raises MarlaasError if the self-test does not pass although it did with the same kernels before.
+        """
+        try:
+            return hashlib.sha256(f"{outputs()} torch {torch.__version__}".encode()).hexdigest()
+        except NotDeterministic as error:
+            self.memory.forget()
+            reason = f"{error}, which was not so before on this machine; start again"
+            raise MarlaasError(f"deterministic mode: {reason}") from error
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path:

@@ -96,7 +96,7 @@ class Membership:
                 await self.join()
             except Refused as error:
                 log.error("membership_lost", reason=str(error))
-                stop.set()
+                return stop.set()
 
     def _explained(self, differs: str, known: str) -> str:
         cell = self._bus.cell.base_model

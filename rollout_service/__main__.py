@@ -6,7 +6,7 @@ import torch
 
 from base_model.decoder import Decoder
 from base_model.device import find_device, prepare_cpu
-from base_model.kernels import DEFAULT, choose, fingerprint
+from base_model.kernels import DEFAULT, choose
 from common.errors import InvalidInput
 from common.messages import TurnDelta
 from common.service import BuiltService, Parts, run
@@ -41,17 +41,18 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     chosen = (settings.rollout_device, settings.dtype, settings.rollout_threads)
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
-    kernels = choose(SELFTEST, folder) if deterministic else DEFAULT
+    choice = choose(SELFTEST, folder) if deterministic else None
+    min_rows = choice.kernels.min_rows if choice else DEFAULT.min_rows
     prepare_cpu(settings.rollout_threads)
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
-    bits = fingerprint(SELFTEST, folder, lambda: selftest(decoder, kernels.min_rows)) if deterministic else ""
+    bits = choice.fingerprint(lambda: selftest(decoder, min_rows)) if choice else ""
     limits = EngineLimits(
         slots=settings.rollout_slots,
         kv_bytes=settings.rollout_kv_bytes,
         prefix_bytes=settings.rollout_prefix_bytes,
         turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
-        min_rows=kernels.min_rows,
+        min_rows=min_rows,
     )
     return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits), bits
 

@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported: kernels are chosen before a process's first product."""
-    if config.getoption("--exact"):
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if config.getoption("--exact") and runs_tests:
         config.stash[exact] = prepare()
 
 

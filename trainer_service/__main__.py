@@ -4,7 +4,7 @@ import torch
 
 from base_model.decoder import Decoder, directly
 from base_model.device import find_device, prepare_cpu
-from base_model.kernels import choose, fingerprint
+from base_model.kernels import choose
 from common.errors import InvalidInput
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
@@ -21,7 +21,6 @@ from trainer_service.training import Trainer
 DRAIN_S = 5.0
 """A step under way may finish when the worker is told to stop."""
 
-
 SELFTEST = "trainer_service.selftest"
 
 
@@ -37,8 +36,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
             "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false"
         )
     folder = resolve_model(settings.models[settings.model_name])
-    if deterministic:
-        choose(SELFTEST, folder, KERNELS)
+    choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
     prepare_cpu(settings.trainer_threads)
     dtype = getattr(torch, settings.trainer_dtype)
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
@@ -48,7 +46,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     run_layer = checkpointed if settings.trainer_checkpointing else directly
     trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
     trainer.budget = measured(trainer, settings.trainer_memory_bytes)
-    return trainer, fingerprint(SELFTEST, folder, lambda: selftest(trainer)) if deterministic else ""
+    return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
 
 
 async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:

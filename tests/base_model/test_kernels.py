@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from base_model import kernels
-from base_model.kernels import CANDIDATES, Kernels, NotDeterministic, choose, fingerprint
+from base_model.kernels import CANDIDATES, Kernels, NotDeterministic, choose
 from common.errors import InvalidInput, MarlaasError
 
 PICKY = "tests.support.picky_selftest"
@@ -24,7 +24,7 @@ def num_runs(folder: Path) -> int:
 
 def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, passes: str) -> Kernels:
     monkeypatch.setenv("MARLAAS_TEST_PASSES", passes)
-    return choose(PICKY, folder)
+    return choose(PICKY, folder).kernels
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,24 @@ def test_a_self_test_that_cannot_be_run_is_no_refusal(tmp_path: Path, monkeypatc
     assert not isinstance(error.value, NotDeterministic)
 
 
-def test_a_choice_that_does_not_hold_any_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_self_test_that_does_not_end_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PROBE_TIMEOUT_S", 0.01)
+    with pytest.raises(InvalidInput, match=r"did not end in 0\.01 s"):
+        chosen(tmp_path, monkeypatch, "as it is 4")
+
+
+@pytest.mark.parametrize("passes", ["as it is 4", "AUTO,STRICT 4"])
+def test_a_choice_that_does_not_hold_any_more_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: str
+) -> None:
     def differs() -> str:
         raise NotDeterministic("bits differ")
 
-    assert chosen(tmp_path, monkeypatch, "as it is 4") == CANDIDATES[0]
+    monkeypatch.setenv("MARLAAS_TEST_PASSES", passes)
     with pytest.raises(MarlaasError, match="start again"):
-        fingerprint(PICKY, tmp_path, differs)
-    monkeypatch.setenv("MARLAAS_TEST_PASSES", "as it is 8")
-    assert choose(PICKY, tmp_path) == CANDIDATES[2]
+        choose(PICKY, tmp_path).fingerprint(differs)
+    monkeypatch.setenv("MKL_CBWR", "as it is")  # as a process that starts again has it
+    assert chosen(tmp_path, monkeypatch, "as it is 8") == CANDIDATES[2]
 
 
 def test_without_a_cache_folder_each_start_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

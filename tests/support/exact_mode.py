@@ -19,7 +19,7 @@ def prepare() -> Exact:
     from trainer_service.selftest import KERNELS
 
     try:
-        kernels = choose("rollout_service.embedded.selftest", TINY)
+        kernels = choose("rollout_service.embedded.selftest", TINY).kernels
         choose("trainer_service.selftest", TINY, [each for each in KERNELS if each.mkl_cbwr == kernels.mkl_cbwr])
     except NotDeterministic as error:
         return Exact(refusal=str(error))
