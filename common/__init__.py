@@ -9,6 +9,7 @@ It imports no service and no torch.
     messages.py           declares everything that one service says to another
     streams.py            names every key of a cell
     bus.py                publishes, and acknowledges by one script
+    scripts.py            what Redis does for the bus in one go
     redis_connection.py   connects to Redis, and packs commands in C
     worker.py             runs a worker: reads messages, works on them, tries again, gives up, hands back
     underway.py           keeps the deliveries that a worker works on
@@ -19,7 +20,7 @@ It imports no service and no torch.
     service.py            starts a worker service
     membership.py         lets workers join a cell only if they compute the same bits as the others
     telemetry.py          tells once a second what a worker does
-    tasks.py              ends tasks for certain
+    tasks.py              ends tasks for certain, beats while one runs
     objects.py            reads and writes object storage
     adapters.py           keeps versions of adapters in object storage
     byte_cache.py         caches what was used last, up to a number of bytes

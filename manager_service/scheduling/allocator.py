@@ -51,6 +51,10 @@ class Slots(Protocol):
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
         ...
 
+    def waits_for(self) -> str:
+        """What a live worker waits for outside of itself; empty if none says."""
+        ...
+
 
 @dataclass(slots=True)
 class Allocator:

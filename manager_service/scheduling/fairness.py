@@ -80,12 +80,12 @@ def room(
 
     `open_work`: trajectories issued and not back. `in_env`: trajectories of the cell that an env worker has (a tool or a grader
     runs), which need no slot meanwhile. `holds_slots`: a trajectory needs its slot from its start until it is scored.
-    `memory_used`: Redis' memory over its limit, 0 to 1.
+    `memory_used`: Redis' memory over its limit, 0 to 1. An owner with nothing open may issue, however small its share is.
     """
-    if memory_used > MAX_MEMORY_USED:
+    if memory_used > MAX_MEMORY_USED or not slots:
         return 0
     capacity = slots if holds_slots else oversubscription * slots + in_env
-    return max(0, int(capacity * share) - open_work)
+    return max(0 if open_work else 1, int(capacity * share) - open_work)
 
 
 def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:
