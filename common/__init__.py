@@ -2,7 +2,8 @@
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 
-When a worker dies, its messages are still pending in Redis: takeover.py of another worker finds them and works on them.
+A worker renews the entries that it works on. When it dies, takeover.py of another finds them after a lease (10 s) and works on them;
+after ten deliveries an entry becomes a dead letter, of which the job's owner hears.
 It imports no service and no torch.
 
     text/                 from chat messages to tokens and back
