@@ -27,6 +27,8 @@ It imports no service and no torch.
     byte_cache.py         caches what was used last, up to a number of bytes
     settings.py           reads the settings that all services share
     errors.py             declares the error tree
+    fairness.py           says who of several tenants was served least for its weight
+    places.py             shares a number of places between tenants
     log.py                writes logs as events
     environments.py       declares environments as data, and checks them
     graders.py            declares graders as data, and checks them

@@ -6,9 +6,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.fairness import Fairness
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef, f32, i32, u8
 from manager_service.jobs.groups import Group, Scored, next_batch, pack
-from manager_service.scheduling.fairness import OVERSUBSCRIPTION, Fairness, kv_room, room, serve
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
 from tests.common.test_messages import PLAIN
 
 
