@@ -231,6 +231,7 @@ class Start(Message, frozen=True, kw_only=True):
     sampling: Sampling
     max_turns: int = 8
     tool_timeout_s: float = 10.0
+    weight: float = 1.0  # the tenant's, where env workers share what they have
 
 
 class TurnRequest(Message, frozen=True, kw_only=True):
@@ -370,6 +371,7 @@ class GradeRequest(Message, frozen=True, kw_only=True):
     item: dict[str, Any]
     output_text: str
     reply_to: str
+    weight: float = 1.0  # as in Start
 
 
 class GradeResult(Message, frozen=True, kw_only=True):

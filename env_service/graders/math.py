@@ -2,31 +2,20 @@ r"""The `math` grader: are two final answers mathematically equal?
 
 The final answer is what follows the last `####`, or stands in the last `\boxed{}`, or is the last number or expression.
 Two plain numbers are compared here, exactly. Everything else goes to math-verify, in a helper process: it parses with
-sympy, which can take forever, and guards itself with signals that work in a main thread only. The helper starts when
-it is first needed, answers one question after the other, and is killed when one takes too long.
+sympy, which can take forever, and guards itself with signals that work in a main thread only.
 
 As a program (`python -m env_service.graders.math`) this file is the helper.
 """
 
-import asyncio
-import contextlib
-import json
-import os
 import re
-import resource
-import sys
-import time
 from fractions import Fraction
 from typing import Any
 
-from env_service import work
 from env_service.failures import GraderFailed
+from env_service.graders.helper import HelperPool, serve
 
 MAX_ANSWER_CHARACTERS = 1000
 """A longer final answer counts as wrong."""
-START_S = 30.0
-"""Time to import sympy on a busy machine."""
-HELPER_MEMORY_BYTES = 2 * 1024**3
 
 _NUMBER = r"(?:(?<![\w.)])[-+])?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?(?:\s*/\s*\d[\d,]*)?\s*%?"
 _ONLY_NUMBER = re.compile(_NUMBER)
@@ -104,11 +93,11 @@ def _last_boxed(text: str) -> str | None:
 
 
 class MathChecker:
-    """Compares answers. Safe to use from many tasks; `close` ends the helper."""
+    """Compares answers. Safe to use from many tasks; `close` ends the helpers."""
 
     def __init__(self) -> None:
-        self._helper: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._helpers = HelperPool("math", "env_service.graders.math", first=("1", "1"))
+        self.close = self._helpers.close
 
     async def equal(self, text: str, reference: str, *, timeout_s: float) -> bool:
         """True if the final answers of two texts are equal. Raises GraderFailed if it takes too long, or if the
@@ -118,72 +107,23 @@ class MathChecker:
             raise GraderFailed("math: the reference is empty")
         answer = final_answer(text)
         found = quick(answer, expected)
-        if found is not None:
-            return found
-        async with self._turn:
-            return await self._ask(answer, expected, timeout_s)
-
-    async def close(self) -> None:
-        if self._helper:
-            with contextlib.suppress(ProcessLookupError):
-                self._helper.kill()
-            await self._helper.communicate()
-            self._helper = None
-
-    async def _ask(self, answer: str, reference: str, timeout_s: float) -> bool:
-        try:
-            helper = await self._started()
-            started = time.monotonic()
-            async with work.time_limit(timeout_s):
-                verdict = await self._exchange(helper, answer, reference)
-        except (TimeoutError, ConnectionError) as error:
-            await self.close()
-            reason = f"longer than {timeout_s:g} seconds" if isinstance(error, TimeoutError) else "too much memory"
-            raise GraderFailed(f"math: comparing the answers took {reason}") from error
-        except asyncio.CancelledError:
-            await self.close()
-            raise
-        work.charge(time.monotonic() - started)
-        return verdict
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._helper is None:
-            self._helper = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "env_service.graders.math",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-                env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},
-            )  # fmt: skip
-            async with work.time_limit(START_S):
-                await self._exchange(self._helper, "1", "1")
-        return self._helper
-
-    async def _exchange(self, helper: asyncio.subprocess.Process, answer: str, reference: str) -> bool:
-        assert helper.stdin and helper.stdout
-        helper.stdin.write(json.dumps([answer, reference]).encode() + b"\n")
-        await helper.stdin.drain()
-        line = await helper.stdout.readline()
-        if not line:
-            raise ConnectionError("the helper ended")
-        return json.loads(line) is True
+        return found if found is not None else await self._helpers.ask(answer, expected, timeout_s=timeout_s)
 
 
-def serve() -> None:
-    """Runs the helper: reads lines `[answer, reference]` and answers `true` or `false`, until stdin ends."""
+def _main() -> None:
     # imported here: only the helper needs sympy
     import math_verify as untyped  # pyright: ignore[reportMissingTypeStubs]
 
     library: Any = untyped
 
-    resource.setrlimit(resource.RLIMIT_AS, (HELPER_MEMORY_BYTES, HELPER_MEMORY_BYTES))
-
     def read(text: str) -> Any:
         return library.parse(f"${text.strip('$')}$", parsing_timeout=None)
 
-    for line in sys.stdin:
-        answer, reference = json.loads(line)
-        verdict = library.verify(read(reference), read(answer), timeout_seconds=None)
-        print(json.dumps(bool(verdict)), flush=True)
+    def verified(answer: str, reference: str) -> bool:
+        return bool(library.verify(read(reference), read(answer), timeout_seconds=None))
+
+    serve(verified)
 
 
 if __name__ == "__main__":
-    serve()
+    _main()

@@ -33,13 +33,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from common.places import Places
 from env_service import work
 
 CHILD = Path(__file__).with_name("child.py")
@@ -89,16 +90,14 @@ class Reply(msgspec.Struct):
 
 
 class Sandbox:
-    """Runs calls, at most `max_processes` at a time."""
+    """Runs calls, at most `max_processes` at a time, and one more of a tenant that has none running: see `Places`."""
 
     def __init__(
         self, *, max_processes: int = 4, limits: SandboxLimits | None = None, layers: Sequence[str] = LAYERS
     ) -> None:
         self._limits = limits or SandboxLimits()
         self._layers = tuple(layers)
-        self._places = asyncio.Semaphore(max_processes)
-        self._waiting: set[Callable[[], None]] = set()
-        """Beats of the calls that wait for a place: they advance whenever another call ends."""
+        self._places = Places(max_processes)
 
     async def run(
         self, source: str, *, call: str | None = None, arguments: Sequence[Any] = (), timeout_s: float
@@ -110,7 +109,7 @@ class Sandbox:
         job = self._job(source, call, arguments, timeout_s)
         if len(job) > self._limits.input_bytes:
             return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
-        async with self._place():
+        async with work.place(self._places):
             started = time.monotonic()
             outcome = await self._run(job, timeout_s)
         seconds = time.monotonic() - started
@@ -133,21 +132,6 @@ class Sandbox:
         }
         job = {"source": source, "call": call, "arguments": list(arguments), "limits": limits, "layers": self._layers}
         return json.dumps(job).encode()
-
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncGenerator[None, None]:
-        beat = work.current_beat()
-        self._waiting.add(beat)
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting.discard(beat)
-        try:
-            yield
-        finally:
-            self._places.release()
-            for waiting in list(self._waiting):
-                waiting()
 
     async def _run(self, job: bytes, timeout_s: float) -> Outcome:
         nonce = secrets.token_hex(16)

@@ -63,6 +63,7 @@ class Orders:
             sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
             max_turns=hyper.max_turns,
             tool_timeout_s=hyper.tool_timeout_s,
+            weight=spec.weight,
         )
         return self._cell.env, message
 
