@@ -13,7 +13,7 @@ from env_service.graders.math import MathChecker
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
-from env_service.sandbox.sandbox import Sandbox, SandboxLimits
+from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
 
 DRAIN_S = 1.0
@@ -24,7 +24,10 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]))
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
-    structlog.get_logger().info("sandbox", layers=await sandbox.probe())
+    layers = await sandbox.probe()
+    structlog.get_logger().info("sandbox", layers=layers)
+    if not settings.weak_sandbox:
+        check_strength(layers)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
     math_checker, text_comparer = MathChecker(), TextComparer()
     graders = GraderRunner(
