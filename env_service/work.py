@@ -60,6 +60,16 @@ def charge(seconds: float) -> None:
         work.busy_s += seconds
 
 
+@contextlib.contextmanager
+def charged() -> Generator[None]:
+    """Charges the current work for the time that the block takes."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        charge(time.monotonic() - started)
+
+
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float) -> AsyncGenerator[None, None]:
     """A wall-clock limit. Within it the work counts as advancing, beyond it nothing does: raises TimeoutError."""

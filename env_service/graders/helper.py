@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,9 @@ class HelperPool:
         """The limit begins when it is this question's turn. Raises GraderFailed if it takes too long or too much memory."""
         async with work.place(self._places):
             try:
-                return await self._ask(await self._idle_one(), arguments, timeout_s)
+                helper = await self._idle_one()
+                with work.charged():
+                    return await self._ask(helper, arguments, timeout_s)
             except (TimeoutError, ConnectionError) as error:
                 reason = f"longer than {timeout_s:g} seconds" if isinstance(error, TimeoutError) else "too much memory"
                 raise GraderFailed(f"{self._name}: comparing the texts took {reason}") from error
@@ -70,7 +71,6 @@ class HelperPool:
 
     async def _ask(self, helper: asyncio.subprocess.Process, arguments: Sequence[Any], timeout_s: float) -> Any:
         """Asks a helper, which is idle afterwards, or has ended if it gave no answer. Raises TimeoutError, ConnectionError."""
-        started = time.monotonic()
         try:
             async with work.time_limit(timeout_s):
                 answer = await _exchange(helper, arguments)
@@ -79,7 +79,6 @@ class HelperPool:
         finally:
             if helper not in self._idle:
                 await _end(helper)
-            work.charge(time.monotonic() - started)
 
 
 async def _exchange(helper: asyncio.subprocess.Process, arguments: Sequence[Any]) -> Any:

@@ -19,6 +19,7 @@ from env_service.graders.math import MathChecker, final_answer
 from env_service.graders.runner import Grade, GraderRunner, make_sample
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
+from tests.support.processes import left_behind
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -144,6 +145,14 @@ def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -
         return found
 
     assert asyncio.run(both()) == 1.0
+
+
+def test_a_comparison_ends_with_its_worker() -> None:
+    worker = (
+        "import asyncio\nfrom env_service.graders.text import TextComparer\n"
+        "asyncio.run(TextComparer().similarity('rouge_l', '1 ' * 6000, '2 ' * 6000, timeout_s=50))"
+    )
+    assert left_behind(worker, num=1) == set()
 
 
 def test_a_threshold_is_reported_beside_the_reward() -> None:

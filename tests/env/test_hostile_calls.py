@@ -5,9 +5,6 @@ Each test runs with namespaces, where the machine allows them, and without.
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 from common.errors import InvalidInput
 from env_service import work
 from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits, check_strength
+from tests.support.processes import Process, alive, descendants, left_behind
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,35 +35,6 @@ def run(source: str, *, layers: tuple[str, ...], timeout_s: float = 10.0) -> Out
     return asyncio.run(Sandbox(layers=layers).run(source, timeout_s=timeout_s))
 
 
-Process = tuple[int, str]
-"""A process's id and its start, which tells it from a later one of that id."""
-
-
-def descendants(ancestor: int) -> set[Process]:
-    """Processes below another, whatever their session and namespace."""
-    parents: dict[Process, int] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        parents[int(entry.parent.name), fields[19]] = int(fields[1])
-    found: set[Process] = set()
-    level = {ancestor}
-    while below := {process for process, parent in parents.items() if parent in level}:
-        found |= below
-        level = {pid for pid, _ in below}
-    return found
-
-
-def alive(processes: set[Process]) -> set[Process]:
-    return {each for each in processes if Path(f"/proc/{each[0]}/stat").exists()} & set(all_processes())
-
-
-def all_processes() -> set[Process]:
-    return descendants(0)
-
-
 # --------------------------------------------------------------------------------------------------- its own end
 
 
@@ -85,7 +54,7 @@ def test_a_call_that_leaves_its_session_frees_its_place_in_time_and_leaves_nothi
 
     outcome, seconds, seen, following = asyncio.run(attempt())
     assert (outcome.ending, following.output) == ("timeout", "1\n")
-    assert seconds < 2.0
+    assert seconds < 2.5  # the limit, a second, and what a busy machine adds
     assert len(seen) >= 2
     assert alive(seen) == set()
 
@@ -96,15 +65,7 @@ def test_nothing_of_a_call_lives_on_after_its_worker_was_killed(layers: tuple[st
         "import asyncio\nfrom env_service.sandbox.sandbox import Sandbox\n"
         f"asyncio.run(Sandbox(layers={layers!r}).run({ESCAPE!r}, timeout_s=50))"
     )
-    with subprocess.Popen([sys.executable, "-c", worker]) as process:
-        while len(calls := descendants(process.pid)) < 2:
-            time.sleep(0.05)
-        time.sleep(0.5)  # until the tenant's code runs
-        process.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 5
-    while alive(calls) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert alive(calls) == set()
+    assert left_behind(worker, num=2) == set()
 
 
 @EITHER
