@@ -7,12 +7,18 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.errors import InvalidInput
+from common.streams import Cell
 from env_service import work
+from env_service.__main__ import build
+from env_service.sandbox.calls import filter_program
 from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits, check_strength
+from env_service.settings import EnvSettings
 from tests.support.processes import Process, alive, descendants, left_behind
 
 pytestmark = pytest.mark.timeout(60)
@@ -225,6 +231,22 @@ def test_a_machine_without_the_layers_that_operators_are_told_of_is_refused() ->
             check_strength(layers)
     for layers in (("landlock", "seccomp"), ("files", "seccomp"), ("files", "landlock", "seccomp")):
         check_strength(layers)
+
+
+async def test_an_env_worker_starts_with_a_weak_sandbox_only_if_the_operator_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(machine: str, *, own_files: bool) -> bytes:
+        return filter_program("riscv64", own_files=own_files)
+
+    monkeypatch.setattr("env_service.sandbox.sandbox.filter_program", unknown)
+    parts: Any = SimpleNamespace(cell=Cell("tiny"))
+    with pytest.raises(InvalidInput, match="MARLAAS_WEAK_SANDBOX=1"):
+        await build(EnvSettings(), parts)
+    monkeypatch.setenv("MARLAAS_WEAK_SANDBOX", "1")
+    service = await build(EnvSettings(), parts)
+    for close in service.close:
+        await close()
 
 
 @EITHER
