@@ -11,5 +11,6 @@ Its files:
     similarity.py  measures how alike two texts are
     math.py       compares two final answers mathematically, in a helper process
     helper.py     runs in a process of its own what may take forever
+    answers/      finds the final answer of a text, and compares two where they are plain
     endpoint.py   asks the user's own URL, and guards the operator's network
 """
