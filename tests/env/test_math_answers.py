@@ -58,6 +58,12 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles() -> None:
         "所以答案是18个。",
         "答えは18です。",
         "الجواب: ١٨",
+        "Die Antwort ist achtzehn.",
+        "Donc il reste dix-huit euros.",
+        "一共有十八个。",
+        "Η απάντηση είναι 18.",
+        "Each of the 3 children gets 18 cookies.",
+        "He needs 18 gallons at $3 per gallon.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -90,6 +96,8 @@ def test_the_final_answer_counts(text: str) -> None:
         "Options: (A) 17 (B) 18",
         "Tom had 18 apples, but now he has 20.",
         "She pays $20 for 18 books.",
+        "La respuesta es 18 o 20.",
+        "答えは18または20です。",
     ],
 )
 def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:

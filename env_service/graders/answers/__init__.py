@@ -8,6 +8,7 @@ Its files:
 
     plain.py         rewrites a text in one plain form: digits, signs, math delimiters, decimal commas
     numbers.py       numbers with their signs, currencies, percent, and in words
+    foreign_numbers.py    numbers in words of other languages
     expressions.py   the value at the beginning of a text, and inside of math
     sentences.py     the result that the last sentence states
     final.py         finds the final answer

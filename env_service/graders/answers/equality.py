@@ -3,6 +3,7 @@ r"""Are two final answers equal? Numbers, fractions, percent, money, times, rati
 import re
 from fractions import Fraction
 
+from env_service.graders.answers.foreign_numbers import foreign_number
 from env_service.graders.answers.numbers import NUMBER, Quantity, quantity
 
 MAX_ANSWER_CHARACTERS = 1000
@@ -100,6 +101,8 @@ def number(text: str) -> Quantity | None:
         return Quantity(Fraction(int(whole[1]) ** int(whole[2])))
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
+    if (named := foreign_number(text)) is not None:
+        return Quantity(Fraction(named))
     match = NUMBER.fullmatch(text.removesuffix("＄")) or NUMBER.fullmatch(text)
     return quantity(match) if match else None
 

@@ -6,7 +6,7 @@ r"""Values at the beginning of a text: a number with its unit, an expression, a 
 import re
 
 from env_service.graders.answers.numbers import NUMBER
-from env_service.graders.answers.vocabulary import FILLER, compiled
+from env_service.graders.answers.vocabulary import AND, FILLER, OR, compiled
 
 _LEAD = compiled(rf"(?:[\s:=*_`\"'⟪⟫~≈>→⇒∴|✅]|\(?{FILLER}\b)++")
 _CHOICE = re.compile(
@@ -27,8 +27,8 @@ _GOES_ON = re.compile(
 _CALCULATES = re.compile(r"\s*(?:[A-Za-z]+\s+){1,3}[-+*/×÷]\s*[\d(＄]")
 _UNIT_RATE = re.compile(r"\s*/\s*[A-Za-z]{1,}")
 _NEXT = re.compile(
-    r"\s*(?:,?\s*\(?\b(?:and|or)(?: maybe| possibly| perhaps| even)?\b|\b(?:oder|und|ou|et|o|y|или|и|vs)\b\.?"
-    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…或和、]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
+    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even)?|\bvs\b\.?"
+    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
 )
 _DOUBT = re.compile(r"[^.\n\d]{0,40}?\b(?:could|might|may)(?: also)? (?:be|have been)\D{0,10}(\d+)")
 _PAIR = re.compile(

@@ -35,7 +35,7 @@ _TAG = re.compile(
     re.IGNORECASE,
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
-_AT_MARKER = re.compile(rf"{ANSWER}\W*(?:is|are|:|ist|est|es)?$", re.IGNORECASE)
+_AT_MARKER = re.compile(rf"(?<!is the )(?<!is our )(?<!is my )(?<!final ){ANSWER}[^\w.!]*(?:{IS})?$", re.IGNORECASE)
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
 _THINKS = re.compile(r"<(?:think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
@@ -201,7 +201,7 @@ def _weak(text: str) -> Iterator[str]:
 
 def _text_answer(text: str) -> str:
     first = re.split(r"\n|[.;!](?:\s|$)|[,(]| because | since ", text.strip(" *_:⟪⟫`\"'=\n"), maxsplit=1)[0]
-    return first.strip(" .*_:⟪⟫⟦⟧`\"'")
+    return first.strip(" .。*_:⟪⟫⟦⟧`\"'")
 
 
 def _dangling(text: str) -> bool:
@@ -209,4 +209,4 @@ def _dangling(text: str) -> bool:
     tail = text.rstrip(" ⟦⟧⟪⟫*:＄\n")
     if re.search(r"\\boxed\s*\{[^{}]*$", tail):
         return True
-    return not has_number(tail.rpartition("\n")[2][-200:]) and bool(_AT_MARKER.search(tail[-80:]))
+    return bool(_AT_MARKER.search(tail[-80:]))

@@ -13,6 +13,7 @@ All patterns take time in proportion to the text.
 import re
 import unicodedata
 
+from env_service.graders.answers.foreign_numbers import foreign_spelled
 from env_service.graders.answers.numbers import spelled
 from env_service.graders.answers.vocabulary import COMMA_LANGUAGES, ENGLISH
 
@@ -36,7 +37,7 @@ _SIGNS = str.maketrans(
     | dict.fromkeys("−﹣－‐‑", "-")
     | dict.fromkeys("٫．", ".")
     | dict.fromkeys("٬", ",")
-    | {"π": "\\pi ", "∞": "\\infty ", "≥": "\\geq ", "≤": "\\leq "}
+    | {"∞": "\\infty ", "≥": "\\geq ", "≤": "\\leq "}
     | dict(zip("％：（）＝＋，［］｛｝＃＊／", "%:()=+,[]{}#*/", strict=True))
     | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "⅕": " 1/5", "⅛": " 1/8", "⁄": "/"}
     | {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "⋅": "·", "∗": "*", "٪": "%"}
@@ -53,6 +54,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox|textit|mathbf)\{[^{}\n]*\}")
 _MATH = re.compile(r"⟦([^⟦⟧]*+)⟧")
 _BOLD = re.compile(r"\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
+_PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])")
 _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _DECIMAL_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
@@ -68,6 +70,7 @@ def plain(text: str) -> str:
     """The plain form of a text's last `MAX_CHARACTERS` characters."""
     text = text[-MAX_CHARACTERS:].translate(_SIGNS)
     if not text.isascii():
+        text = _PI.sub(r"\\pi ", text)
         text = "".join(_digit(c) if c > "\x7f" else c for c in text)
         text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
     text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))
@@ -76,7 +79,9 @@ def plain(text: str) -> str:
     text = _SUPERSCRIPTS.sub(lambda power: "^{" + power[0].translate(_POWERS) + "}", text)
     text = _with_math_marked(text)
     if comma_is_decimal(text):
-        text = _NUMBER.sub(_with_point, text)
+        text = foreign_spelled(_NUMBER.sub(_with_point, text))
+    elif _CHINESE.search(text):
+        text = foreign_spelled(text)
     return spelled(_BOLD.sub(r"⟪\1⟫", text))
 
 
@@ -108,6 +113,7 @@ def _inline(match: re.Match[str]) -> str:
 # ---- decimal commas -------------------------------------------------------------------------------------------------
 
 _CYRILLIC = re.compile(r"[а-яА-Я]{2}")
+_CHINESE = re.compile(r"[二三四五六七八九十百千][一二三四五六七八九十百千]")
 _PRICE = re.compile(r"(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|€\s?\d+,\d\d(?!\d)")
 _NUMBER = re.compile(r"(?<![\d,.(\[^_])\d++(?:[.,]\d++)*+(?![,.]?\d)")
 

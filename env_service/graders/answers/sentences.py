@@ -8,12 +8,14 @@ from env_service.graders.answers.expressions import value_at, value_of
 from env_service.graders.answers.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import (
     ABBREVIATION,
+    AND,
     ASIDE,
     CONCLUSION,
     CUE,
     GOVERNED,
     HEDGE,
     OPEN_WORD,
+    OR,
     REASON,
     REFUSED,
     REJECTED,
@@ -23,6 +25,8 @@ from env_service.graders.answers.vocabulary import (
     UNFINISHED,
 )
 
+Candidate = tuple[int, str]
+"""Position and text of what may be a result."""
 MAX_SENTENCE = 1000
 """Of a longer one only the end is read."""
 
@@ -35,8 +39,8 @@ _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
 _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{_ROOT}|{_TUPLE}")
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _CHOICES = re.compile(r"\(?[A-E]\)\s*[^()\n]{1,40}?\(?[B-F]\)\s")
-_JOINED = re.compile(r"\s*,?\s*(?:or|oder|ou|或|或者|или|または|o)\s*", re.IGNORECASE)
-_AND = re.compile(r"\s*,?\s*(?:\band\b|,)\s*")
+_JOINED = re.compile(rf"\s*,?\s*{OR}\s*", re.IGNORECASE)
+_AND = re.compile(rf"\s*,?\s*(?:{AND}|,)\s*", re.IGNORECASE)
 _COMPOUND = re.compile(
     r"\s*(?:hours?|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?", re.IGNORECASE
 )
@@ -127,9 +131,21 @@ def result_of(sentence: str) -> str:
     found = list(_candidates(sentence))
     found = [c for c in found if not REFUSED.search(sentence[max(0, c[0] - 40) : c[0]])]
     free = [c for c in found if not GOVERNED.search(sentence[max(0, c[0] - 60) : c[0]])]
-    money = [c for c in free if re.search("[＄€£¥]", c[1])]
-    free = [c for c in free if c in money[-1:] or not SOFT.search(sentence[max(0, c[0] - 60) : c[0]])] or free or found
+    free = _without_circumstances(sentence, free) or free or found
     return _chosen(sentence, free) if free else ""
+
+
+def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candidate]:
+    """Those not said to be the circumstance of another; `for $20` is a price, and no circumstance."""
+    money = [at for at, text in free if re.search("[＄€£¥]", text) and re.search(r"\bfor\s+$", sentence[:at])][-1:]
+    kept, hidden_end = list[Candidate](), -1
+    for at, text in free:
+        joined = hidden_end >= 0 and re.fullmatch(r"(?: [a-z]+){1,2} and ", sentence[hidden_end:at])
+        if at not in money and (joined or SOFT.search(sentence[max(0, at - 60) : at])):
+            hidden_end = at + len(text)
+        else:
+            kept.append((at, text))
+    return kept
 
 
 def _terse(sentence: str) -> str | None:
@@ -173,7 +189,7 @@ def _hidden(text: str, at: int) -> bool:
     return any(pattern.search(before) for pattern in (GOVERNED, SOFT, REFUSED))
 
 
-def _candidates(sentence: str) -> Iterator[tuple[int, str]]:
+def _candidates(sentence: str) -> Iterator[Candidate]:
     """Position and text of each ⟦math⟧ and each number in a sentence."""
     end = 0
     for found in re.finditer(r"⟦([^⟦⟧]+)⟧", sentence):
@@ -184,7 +200,7 @@ def _candidates(sentence: str) -> Iterator[tuple[int, str]]:
     yield from _numbers(sentence, end, len(sentence))
 
 
-def _numbers(sentence: str, start: int, end: int) -> Iterator[tuple[int, str]]:
+def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
     while start < end:
         found = (_RATIO if "ratio" in sentence else _WHOLE).search(sentence, start, end)
         stop = found.start() if found else end
@@ -194,7 +210,7 @@ def _numbers(sentence: str, start: int, end: int) -> Iterator[tuple[int, str]]:
         start = found.end() if found else end
 
 
-def _chosen(sentence: str, free: list[tuple[int, str]]) -> str:
+def _chosen(sentence: str, free: list[Candidate]) -> str:
     """The last candidate, but one in bold or after `=` rather than a circumstance after it."""
     if bold := [c for c in free if sentence.rfind("⟪", 0, c[0] + 1) > sentence.rfind("⟫", 0, c[0])]:
         free = bold
@@ -206,7 +222,7 @@ def _chosen(sentence: str, free: list[tuple[int, str]]) -> str:
     return value_at(sentence[first:]) or text.strip("⟦⟧ ")
 
 
-def _list_start(sentence: str, free: list[tuple[int, str]], at: int) -> int:
+def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
     """Where the list begins whose last value stands at `at`."""
     joint = _AND if SEVERAL.search(sentence) else None
     if len(free) > 2 and all(sentence[a[0] + len(a[1]) : b[0]].strip() == "," for a, b in pairwise(free[-3:])):

@@ -75,8 +75,13 @@ HEDGE = compiled(
     words("""
         either|could (?:also )?be|might be|may be|one of|not sure|unsure|can't (?:tell|decide|say)|cannot (?:tell|decide|say)
         hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?|choices|candidates
+        entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia|либо|возможно
     """)
+    + "|可能|もしくは|かもしれ"
 )
+
+OR = r"(?:\b(?:or|oder|ou|o|eller|lub|или|або|veya|hoặc|atau|au)\b|या|أو|或者?|または|か|또는)"
+AND = r"(?:\b(?:and|und|et|y|e|en|och|i|и|ve)\b|和|と|、)"
 
 # ---- around a result ------------------------------------------------------------------------------------------------
 
@@ -88,7 +93,8 @@ CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(r"""
         so|therefore|thus|hence|which means|meaning|which gives|for a total of|which rounds? (?:up |down )?to
-        which is(?! \d+ (?:more|less|fewer)| more| less| fewer| not)|(?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
+        which is(?! \d+ (?:more|less|fewer|times)| more| less| fewer| not| twice| double| triple| half)
+        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
         donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb|daher|поэтому|значит
     """)
     + r"\b|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
@@ -107,10 +113,11 @@ ASIDE = compiled(
         (?:and |but )?not(?! only)|which is (?:more|less|\d)|[＄€£]?\d+ (?:more|less|fewer) than|at the beginning
         (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d)\b)
+        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
         or \d+% of|or \d+ (?:per|a|each)|(?:i\.e|e\.g)(?=\.)
         obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
     """)
-    + r"\b|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
+    + r"\b|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
 _DETERMINERS = (
     "the|an?|his|her|their|its|all|these|those|about|only|another|initial|original|first|last|next|den|les|des|los|las"
@@ -128,7 +135,8 @@ GOVERNED = compiled(
 )
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 SOFT = compiled(
-    r"\b(?:in|for|(?<!left )(?<!up )(?<!ends )with|over|each|every|on|at|per|into|among|für|mit|pour|en|dans|avec|para|con|por|bei|pro)"
+    r"\b(?:in|for|over|each|every|on|at|per|into|among|(?<!left )(?<!up )(?<!ends )with"
+    r"|für|mit|bei|pro|pour|en|dans|avec|pendant|para|con|por|em|за|в|на|w|za|på|trong|dalam)"
     r"(?:\s+(?:the|a|all|his|her|their|its|these|those|about)){0,2}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance if there is another: `$20 for 5 books`."""
