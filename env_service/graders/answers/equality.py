@@ -9,7 +9,7 @@ from env_service.graders.answers.numbers import NUMBER, Quantity, quantity
 MAX_ANSWER_CHARACTERS = 1000
 """A longer final answer counts as wrong."""
 
-_SPACES = re.compile(r"\\(?:left|right|displaystyle|limits|quad|[,;:! ])(?![A-Za-z])|[\s~]")
+_SPACES = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|limits|quad|[,;:! ])(?![A-Za-z])|[\s~]")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*(?:\\circ|∘)\s*\}?|°|º)\s*(?:[CF](?![A-Za-z]))?|\\degree")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))")
 _SCIENTIFIC = re.compile(

@@ -146,31 +146,40 @@ _SEPARATOR = re.compile(
 _EQUALITY = re.compile(
     r"(?<![<>!\\])=(?!=)|\\(?:equiv|implies|Rightarrow|rightarrow|to|therefore)(?![A-Za-z])|⇒|→|∴|\\in(?![a-z])|∈"
 )
+_UNITS = re.compile(r"\s*(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?")
 _APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")
 
 
 def value_of(inside: str) -> str:
     """The value of the inside of math: what its last equation equals, without units."""
-    inside = inside.replace("⟦", "").replace("⟧", "").replace("⟪", "").replace("⟫", "").strip(_TRAILING)
+    inside = re.sub("[⟦⟧⟪⟫]", "", inside).strip(_TRAILING)
     parts = [part for part in _SEPARATOR.split(inside) if part.strip(" \\")]
     if len(parts) > 1 and all(_EQUALITY.search(part) for part in parts):
         return ", ".join(value_of(part) for part in parts)
-    if not re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
-        exact, *approximate = _APPROXIMATE.split(inside)
-        inside = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt)", exact) else [exact, *approximate][-1])[-1]
+    inside = _bare(_without_unit_text(_right_side(inside)))
+    number = NUMBER.match(inside)
+    return number[0].strip() if number and _UNITS.fullmatch(inside, number.end()) else inside
+
+
+def _right_side(inside: str) -> str:
+    """What the last equation of math says, exactly if it says both."""
+    if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
+        return inside
+    exact, *approximate = _APPROXIMATE.split(inside)
+    return _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt)", exact) else [exact, *approximate][-1])[-1]
+
+
+def _without_unit_text(inside: str) -> str:
     shorter = _UNIT_TEXT.sub("", inside)
-    inside = _TEXT_COMMAND.sub(r"\1", shorter if re.search(r"[\dA-Za-z]", shorter) else inside)
+    return _TEXT_COMMAND.sub(r"\1", shorter if re.search(r"[\dA-Za-z]", shorter) else inside)
+
+
+def _bare(inside: str) -> str:
+    """Math without spaces and braces that only lay it out, and with LaTeX's names for `pi` and `sqrt(2)`."""
     inside = re.sub(r" {2,}", " ", _SPACES.sub(" ", inside)).strip(_TRAILING).rstrip("\\ ")
     inside = _EMPHASIS.sub("", inside)
-    while bare := re.fullmatch(r"\{([^{}]*+)\}", inside):
-        inside = bare[1].strip()
+    while braced := re.fullmatch(r"\{([^{}]*+)\}", inside):
+        inside = braced[1].strip()
     inside = re.sub(r"(\d++)\s+\((?:\1|[A-Za-z -]*)\)$", r"\1", inside)
     inside = re.sub(r"(?<![A-Za-z])\\?sqrt\(([^()]*)\)", r"\\sqrt{\1}", inside)
-    inside = re.sub(r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1", inside)
-    number = NUMBER.match(inside)
-    if number and re.fullmatch(
-        r"\s*(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?",
-        inside[number.end() :],
-    ):
-        return number[0].strip()
-    return inside
+    return re.sub(r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1", inside)

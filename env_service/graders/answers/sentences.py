@@ -33,6 +33,10 @@ MAX_SENTENCE = 1000
 _END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
 _TERMINATED = re.compile(r"[.!?。！？।:][*_)\"'⟫⟧\]\s]*$|\|\s*$")
+_OPEN_END = re.compile(r"[-+*/=×÷,(\\{^]\s*$|\\boxed\{[^{}]*$")
+_STATES = re.compile(
+    r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
+)
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|[\d%)}]\s*[=≈]\s*")
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
@@ -50,9 +54,7 @@ _CALCULATION = re.compile(r"^[\s\d+\-*/^().,=×÷·xX＄€£%⟦⟧]+$")
 def stated_result(text: str) -> str:
     """The result that a plain text ends with, "" if it breaks off, asks, or leaves open which of several it is."""
     sentences = [s[-MAX_SENTENCE:] for s in split(text) if re.search(r"\w", s)]
-    if not sentences:
-        return ""
-    if broken_off(sentences, text):
+    if not sentences or broken_off(sentences):
         return ""
     for i, sentence in enumerate(reversed(sentences)):
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
@@ -86,32 +88,27 @@ def _passes(sentence: str, *, first: bool) -> bool:
     return not UNFINISHED.search(sentence)
 
 
-def broken_off(sentences: list[str], text: str) -> bool:
+def broken_off(sentences: list[str]) -> bool:
     """True if the last sentence has no end though others have, and does not end in a value either."""
     last = sentences[-1]
     if _TERMINATED.search(last):
         return False
-    if (
-        OPEN_WORD.search(last)
-        or re.search(r"[-+*/=×÷,(\\{^]\s*$|\\boxed\{[^{}]*$", last)
-        or last.count("⟦") > last.count("⟧")
-    ):
+    if OPEN_WORD.search(last) or _OPEN_END.search(last) or last.count("⟦") > last.count("⟧"):
         return True
-    if not any(_TERMINATED.search(s) for s in sentences[:-1]):
-        return False
-    if value_at(last) is not None and len(last.split()) <= 4:
-        return False
-    equation = re.search(r"=\s*[^=\n]{1,60}$", last)
-    if equation and len(equation[0].split()) <= 6 and value_at(equation[0][1:]) is not None:
-        return False
-    if re.search(r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$", last):
-        return False
-    if re.search(r"[⟫⟧)]\s*$|[\d%€£]\s*$", last) and re.match(
-        r"(?:so|therefore|thus|hence|the|total|in total|finally|⟦|⟪|∴|=>)", last, re.I
-    ):
-        return False
-    cue = CUE.search(last)
-    return not (cue and any(at >= cue.end() and not _hidden(last, at) for at, _ in _candidates(last)))
+    return any(_TERMINATED.search(s) for s in sentences[:-1]) and not _ends_in_value(last)
+
+
+def _ends_in_value(line: str) -> bool:
+    """True if a line without a full stop is a value, equals one, or states one after a word such as `so`."""
+    if len(line.split()) <= 4 and value_at(line) is not None:
+        return True
+    equation = re.search(r"=\s*([^=\n]{1,60})$", line)
+    if equation and len(equation[1].split()) <= 5 and value_at(equation[1]) is not None:
+        return True
+    if _STATES.search(line):
+        return True
+    cue = CUE.search(line)
+    return bool(cue) and any(at >= cue.end() and not _hidden(line, at) for at, _ in _candidates(line))
 
 
 def result_of(sentence: str) -> str:
@@ -128,9 +125,8 @@ def result_of(sentence: str) -> str:
     sentence = _without_aside(sentence, ASIDE)
     if not has_number(sentence) and "⟦" not in sentence:
         sentence = spelled_small(sentence)
-    found = list(_candidates(sentence))
-    found = [c for c in found if not REFUSED.search(sentence[max(0, c[0] - 40) : c[0]])]
-    free = [c for c in found if not GOVERNED.search(sentence[max(0, c[0] - 60) : c[0]])]
+    found = [c for c in _candidates(sentence) if not REFUSED.search(_before(sentence, c[0]))]
+    free = [c for c in found if not GOVERNED.search(_before(sentence, c[0]))]
     free = _without_circumstances(sentence, free) or free or found
     return _chosen(sentence, free) if free else ""
 
@@ -141,7 +137,7 @@ def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candida
     kept, hidden_end = list[Candidate](), -1
     for at, text in free:
         joined = hidden_end >= 0 and re.fullmatch(r"(?: [a-z]+){1,2} and ", sentence[hidden_end:at])
-        if at not in money and (joined or SOFT.search(sentence[max(0, at - 60) : at])):
+        if at not in money and (joined or SOFT.search(_before(sentence, at))):
             hidden_end = at + len(text)
         else:
             kept.append((at, text))
@@ -185,8 +181,11 @@ def _without_aside(sentence: str, aside: re.Pattern[str]) -> str:
 
 
 def _hidden(text: str, at: int) -> bool:
-    before = text[max(0, at - 60) : at]
-    return any(pattern.search(before) for pattern in (GOVERNED, SOFT, REFUSED))
+    return any(pattern.search(_before(text, at)) for pattern in (GOVERNED, SOFT, REFUSED))
+
+
+def _before(text: str, at: int) -> str:
+    return text[max(0, at - 60) : at]
 
 
 def _candidates(sentence: str) -> Iterator[Candidate]:
@@ -211,15 +210,10 @@ def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
 
 
 def _chosen(sentence: str, free: list[Candidate]) -> str:
-    """The last candidate, but one in bold or after `=` rather than a circumstance after it."""
-    if bold := [c for c in free if sentence.rfind("⟪", 0, c[0] + 1) > sentence.rfind("⟫", 0, c[0])]:
-        free = bold
-    strong = [c for c in free if re.search(r"[=≈]\s*[＄€£]?\s*-?$", sentence[: c[0]]) or c[1].startswith("⟦")]
-    at, text = free[-1]
-    if strong and strong[-1][0] != at and SOFT.search(sentence[max(0, at - 60) : at]):
-        at, text = strong[-1]
-    first = _list_start(sentence, free, at)
-    return value_at(sentence[first:]) or text.strip("⟦⟧ ")
+    """The value of the last candidate, or of the last in bold, with those before it that make a list with it."""
+    bold = [c for c in free if sentence.rfind("⟪", 0, c[0] + 1) > sentence.rfind("⟫", 0, c[0])]
+    at, text = (bold or free)[-1]
+    return value_at(sentence[_list_start(sentence, bold or free, at) :]) or text.strip("⟦⟧ ")
 
 
 def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
