@@ -84,6 +84,7 @@ def test_the_final_answer_counts(text: str) -> None:
         "It could be 17, 18 or 19, I am not sure.",
         "\\boxed{17}, \\boxed{18}",
         "16 17 18",
+        "16\n17\n18",
         "The answer is between 17 and 18.",
         "The answer is not 18.",
         "Die Antwort ist nicht 18.",

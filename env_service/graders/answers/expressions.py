@@ -14,7 +14,7 @@ _CHOICE = re.compile(
 )
 _EXPRESSION = re.compile(
     r"(?:[\d\s+\-*/^().,=\[\]{}_|<>!:;÷·×√∞π°≤≥≠±≈'%＄]|\\[A-Za-z]++|\\[,;! |{}]"
-    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|sqrt|frac|log|ln|sin|cos|tan|exp|pi(?![A-Za-z]))++"
+    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|(?:sqrt|frac|log|ln|sin|cos|tan|exp|pi)(?![A-Za-z]))++"
 )
 _MATHEMATICAL = re.compile(
     r"\\[A-Za-z{]|[a-z]\s*[<>]|[=^√∞π_]|\d\s*[-+*/×÷·]|[(\[{][^()\[\]]*[\d,][^()\[\]]*[)\]}]"
@@ -86,7 +86,7 @@ def _marked(text: str) -> str | None:
     if not inside.strip() or "\\boxed" in inside:
         return None
     rest = text[end + 1 :] if end > 0 else ""
-    if inside.rstrip().endswith(("=", "≈", ":")):
+    if inside.rstrip().endswith(("=", "≈", ":")) or re.match(r"\s*[=≈]", rest):
         return value_at(rest)
     values = [value_of(inside)]
     while following := _NEXT.match(rest):
@@ -166,7 +166,8 @@ def _right_side(inside: str) -> str:
     if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
         return inside
     exact, *approximate = _APPROXIMATE.split(inside)
-    return _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt)", exact) else [exact, *approximate][-1])[-1]
+    sides = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt|[dt]?frac)", exact) else [exact, *approximate][-1])
+    return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
 
 
 def _without_unit_text(inside: str) -> str:

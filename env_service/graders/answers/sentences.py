@@ -37,7 +37,7 @@ _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^]\s*$|\\boxed\{[^{}]*$")
 _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
-_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|[\d%)}]\s*[=≈]\s*")
+_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*")
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
 _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{_ROOT}|{_TUPLE}")
@@ -45,6 +45,7 @@ _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _CHOICES = re.compile(r"\(?[A-E]\)\s*[^()\n]{1,40}?\(?[B-F]\)\s")
 _JOINED = re.compile(rf"\s*,?\s*{OR}\s*", re.IGNORECASE)
 _AND = re.compile(rf"\s*,?\s*(?:{AND}|,)\s*", re.IGNORECASE)
+_ASSIGNMENT = re.compile(r"⟦\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 _COMPOUND = re.compile(
     r"\s*(?:hours?|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?", re.IGNORECASE
 )
@@ -56,6 +57,8 @@ def stated_result(text: str) -> str:
     sentences = [s[-MAX_SENTENCE:] for s in split(text) if re.search(r"\w", s)]
     if not sentences or broken_off(sentences):
         return ""
+    if len(sentences) > 2 and all(NUMBER.fullmatch(s.rstrip(".")) for s in sentences):
+        return ", ".join(sentences)
     for i, sentence in enumerate(reversed(sentences)):
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
             return ""
@@ -100,7 +103,7 @@ def broken_off(sentences: list[str]) -> bool:
 
 def _ends_in_value(line: str) -> bool:
     """True if a line without a full stop is a value, equals one, or states one after a word such as `so`."""
-    if len(line.split()) <= 4 and value_at(line) is not None:
+    if (len(line.split()) <= 4 or line.endswith("⟧")) and value_at(line) is not None:
         return True
     equation = re.search(r"=\s*([^=\n]{1,60})$", line)
     if equation and len(equation[1].split()) <= 5 and value_at(equation[1]) is not None:
@@ -193,7 +196,7 @@ def _candidates(sentence: str) -> Iterator[Candidate]:
     end = 0
     for found in re.finditer(r"⟦([^⟦⟧]+)⟧", sentence):
         yield from _numbers(sentence, end, found.start())
-        if re.search(r"\d|\\infty|\\pi|∞|\\text", found[1]):
+        if re.search(r"^(?!\^).*(?:\d|\\infty|\\pi|\\text)", found[1]):
             yield found.start(), found[0]
         end = found.end()
     yield from _numbers(sentence, end, len(sentence))
@@ -223,7 +226,7 @@ def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
         joint = _AND
     for place, text in reversed([c for c in free if c[0] < at]):
         between = sentence[place + len(text) : at]
-        assigned = re.match(r"⟦\s*[A-Za-z]\s*=", text) and re.match(r"⟦\s*[A-Za-z]\s*=", sentence[at:])
+        assigned = _ASSIGNMENT.match(text) and _ASSIGNMENT.match(sentence, at)
         if not _JOINED.fullmatch(between) and not ((joint or (assigned and _AND)) or _COMPOUND).fullmatch(between):
             break
         at = place
