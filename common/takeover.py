@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from common.bus import Bus, Delivery, Idle
+from common.telemetry import Reporter
 from common.underway import Inbox, Underway
 
 LOOK_EVERY_S = 1.0
@@ -28,20 +29,19 @@ class Takeover:
     def __init__(
         self,
         bus: Bus,
-        worker: str,
+        reporter: Reporter,
         inboxes: Sequence[Inbox],
         underway: Underway,
         *,
-        slots: int,
         lease_s: float,
         begin: Callable[[Delivery], "asyncio.Task[None]"],
     ) -> None:
         self._bus = bus
-        self._worker = worker
+        self._worker = reporter.worker
         self._inboxes = inboxes
         self._underway = underway
-        self._slots = slots
-        self._at_once = max(1, slots // ORPHANS_SHARE)
+        self._slots = reporter.slots
+        self._at_once = max(1, reporter.slots // ORPHANS_SHARE)
         self._lease_s = lease_s
         self._every_s = min(LOOK_EVERY_S, lease_s / 4)
         self._begin = begin

@@ -157,9 +157,7 @@ class Worker:
         self._underway = Underway()
         self._voided = Voided()
         self._settler = Settler(bus, reporter)
-        self._takeover = Takeover(
-            bus, self.name, inboxes, self._underway, slots=reporter.slots, lease_s=lease_s, begin=self._begin
-        )
+        self._takeover = Takeover(bus, reporter, inboxes, self._underway, lease_s=lease_s, begin=self._begin)
         self._drained = False  # the last read took all that there was
 
     @property
