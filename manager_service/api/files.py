@@ -15,6 +15,8 @@ from manager_service.records import FileRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)
+BOM = b"\xef\xbb\xbf"
+"""Windows programs write it before UTF-8."""
 
 
 @router.post("")
@@ -25,11 +27,13 @@ async def upload(
     if purpose != "fine-tune":
         raise InvalidInput(f"purpose {purpose!r} is not offered: use 'fine-tune'", param="purpose")
     limit = api.settings.max_file_bytes
+    if await file.read(len(BOM)) != BOM:
+        await file.seek(0)
     content = await file.read(limit + 1)
     if len(content) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = (file.filename or "upload.jsonl").encode(errors="replace").decode()[:255]
-    return shown(await api.files.create(tenant.id, name, content))
+    return shown(await api.files.create(tenant, name, content))
 
 
 @router.get("")

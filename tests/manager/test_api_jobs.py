@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 import zipfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -283,6 +284,16 @@ async def test_with_the_real_owner_a_job_is_paused_resumed_cancelled_and_another
             counts = (await server.http.get(f"/v1/fine_tuning/jobs/{one}/ledger")).json()
             names = ("trained", "filtered", "stale", "failed", "cancelled", "in_flight")
             assert counts["issued"] == sum(counts[name] for name in names)
+
+
+async def test_a_running_job_says_when_it_will_end(server: ApiServer) -> None:
+    job, now = (await create(server, method=method(max_steps=10))).id, int(time.time())
+    for state, after_s in (({"version": 0}, None), ({"version": 4}, 150), ({"version": 10}, 0)):
+        await write_state(server, job, status="running", started_at=now - 100, **state)
+        estimate = (await server.openai.fine_tuning.jobs.retrieve(job)).estimated_finish
+        assert estimate == (None if after_s is None else pytest.approx(now + after_s, abs=5))
+    await write_state(server, job, status="succeeded", started_at=now - 100, version=10)
+    assert (await server.openai.fine_tuning.jobs.retrieve(job)).estimated_finish is None
 
 
 # Events --------------------------------------------------------------------------------------------------------------
