@@ -49,11 +49,11 @@ class Objects:
 
     @classmethod
     def open(cls, url: str) -> "Objects":
-        """`file:///folder` (made if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
+        """`file:///folder` (made, for this user alone, if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
         parts = urlparse(url)
         if parts.scheme == "file":
             folder = Path(unquote(parts.path))
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(LocalStore(folder, automatic_cleanup=True))
         try:
             return cls(S3Store.from_url(url, **S3) if parts.scheme == "s3" else from_url(url))
