@@ -22,7 +22,7 @@ from manager_service.records import FINAL, Status, TenantRecord
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
 
 POLL_S = 0.03
-READ_AHEAD = 100
+READ_AHEAD = 20
 """Jobs read at a time when a list is filtered."""
 
 Action = Literal["cancel", "pause", "resume"]

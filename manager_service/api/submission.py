@@ -20,7 +20,10 @@ from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given
 from manager_service.api.reading.helpers import SLICE_BYTES
 from manager_service.api.reading.items import LongPrompts, slices
 from manager_service.api.reading.tasks import CheckLengths, CheckRows
-from manager_service.records import FileRecord, JobSpec, TenantRecord
+from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
+
+MAX_METHOD_BYTES = 384 << 10
+"""Of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
 
 _SUFFIX = re.compile(r"[A-Za-z0-9_.-]*")
 _METHODS = ("supervised", "dpo")
@@ -93,6 +96,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         if record is not None:
             await _check_items(api, tenant, record, base, plan, param)
     reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
+    _check_size(reinforcement)
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
         tenant=tenant.id,
@@ -110,6 +114,14 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         num_eval_items=validation.num_items if validation else 0,
         weight=tenant.weight,
     )
+
+
+def _check_size(reinforcement: dict[str, Any]) -> None:
+    num_bytes = len(JSON.encode(reinforcement))
+    if num_bytes > MAX_METHOD_BYTES:
+        raise InvalidInput(
+            f"method has {num_bytes} bytes; at most {MAX_METHOD_BYTES}", param="method.reinforcement", code="too_large"
+        )
 
 
 def find_base(api: Api, model: str) -> Base:

@@ -26,7 +26,7 @@ def jobs_view(jobs: Iterable[JobProgress], now: float) -> RenderableType:
 def workers_view(workers: Iterable[Record]) -> Table:
     shown = table("worker", "state", "busy", "works for")
     for worker in sorted(workers, key=lambda w: (str(w["service"]), str(w["id"]))):
-        row = cells(worker["state"], busy_bar(worker.get("busy") or 0.0), _work(worker))
+        row = cells(_state(worker), busy_bar(worker.get("busy") or 0.0), _work(worker))
         shown.add_row(*cells(f"{worker['service']} {worker['pid']}"), *row)
     return shown
 
@@ -59,6 +59,11 @@ def busy_bar(share: float) -> str:
     """`███░░░░░  38 %`"""
     full = round(share * BUSY_WIDTH)
     return f"{'█' * full}{'░' * (BUSY_WIDTH - full)} {share:4.0%}"
+
+
+def _state(worker: Record) -> str:
+    """`busy` also for a worker that paused just when it told its state."""
+    return "busy" if worker["state"] == "idle" and (worker.get("busy") or 0.0) >= 0.01 else str(worker["state"])
 
 
 def _work(worker: Record) -> str:

@@ -19,12 +19,12 @@ from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.values import MAX_VALUES
 from manager_service.api.sampling import requests
-from tests.support.api_server import GRADER, ApiServer, Script, item, jsonl, played, played_grader, running_api
+from tests.support.api_server import GRADER, ApiServer, Script, item, jsonl, played, played_grader, running_api, upload
 
 T = TypeVar("T")
 
 LONGEST_STOP_S = 0.25
-"""What is promised is 0.05 s on a machine of one's own. Before, each of these stopped the loop for seconds."""
+"""Of this process's CPU time, which other processes do not lengthen. The measured stops are 5 to 60 ms."""
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
 
 
 async def longest_stop(work: Awaitable[T]) -> tuple[T, float]:
-    """The result of some work, and the longest time for which the event loop did nothing else."""
+    """The result of some work, and the most CPU time that went by while the event loop answered nobody else."""
     longest_s, task = 0.0, asyncio.ensure_future(work)
     while not task.done():
-        before = time.monotonic()
+        before = time.process_time()
         await asyncio.sleep(0.005)
-        longest_s = max(longest_s, time.monotonic() - before - 0.005)
+        longest_s = max(longest_s, time.process_time() - before)
     return task.result(), longest_s
 
 
@@ -120,6 +120,15 @@ async def test_a_body_of_too_many_values_says_how_many_it_may_have(server: ApiSe
     answer = await server.http.post(COMPLETIONS, json={"model": "tiny", "prompt": [1] * MAX_VALUES})
     assert answer.status_code == 400
     assert f"more than {MAX_VALUES} values" in answer.json()["error"]["message"]
+
+
+async def test_a_method_that_every_message_would_carry_is_bounded(server: ApiServer) -> None:
+    grader = {"type": "python", "source": "def grade(sample, item): return 1\n" + "#" * 200_000}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": {
+        "type": "multi", "graders": {"a": grader, "b": grader}, "calculate_output": "a + b"}}}  # fmt: skip
+    file = await upload(server.openai)
+    with pytest.raises(openai.BadRequestError, match=r"method has 40\d{4} bytes; at most 393216"):
+        await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, method=method)
 
 
 def test_every_route_reads_its_json_strictly() -> None:

@@ -328,12 +328,13 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
         "working_for": [{"tenant": "me"}],
     }
     letter = {"id": "d", "job": "ftjob-1", "stream": "env", "deliveries": 10, "reason": "poison"}
-    api.answers = {("GET", "/v1/cluster/workers"): [worker], ("GET", "/v1/cluster/dead"): [letter]}
+    paused = {**worker, "id": "v", "pid": 8, "state": "idle", "busy": 0.47}
+    api.answers = {("GET", "/v1/cluster/workers"): [worker, paused], ("GET", "/v1/cluster/dead"): [letter]}
     # both need the admin key, which lies in the data folder
     monkeypatch.delenv("MARLAAS_API_KEY")
     (tmp_path / "admin_key").write_text(f"{KEY}\n")
     assert "rollout 7" in (printed := run("workers"))
-    assert "50%" in printed
+    assert "50%" in printed and "47%" in printed and "idle" not in printed
     assert "me" in printed
     assert "poison" in run("dead")
     assert json.loads(run("dead", "--json")) == [letter]

@@ -27,7 +27,7 @@ SMALL_BYTES = 32 << 10
 """What is smaller is read here: the slowest of it takes 20 ms."""
 SLICE_BYTES = 1 << 20
 """Files are read in parts of this size, so that several tenants' take turns."""
-TASK_S = 60.0
+TASK_S = 120.0
 """The longest time of one task in a helper."""
 WAIT_S = 600.0
 """The longest wait for a helper."""

@@ -18,7 +18,7 @@ from manager_service.api.reading.tasks import Done, Refused, Task, do
 
 LENGTH_BYTES = 8
 """Before each task and each answer stands its length."""
-NICENESS = 10
+NICENESS = 5
 """The manager's own loops come first where cores are busy."""
 
 
