@@ -1,4 +1,5 @@
-"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued.
+"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued. No file is in
+memory as a whole.
 
 marlaas:{@}:file:<file>       string   FileRecord
 marlaas:{@}:files:<tenant>    zset     file id by creation time
@@ -7,20 +8,26 @@ files/{tenant}/{file}         object   the content
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
+from fastapi import UploadFile
 
 from common.errors import InvalidInput, NotFound
-from common.objects import Objects
+from common.objects import PART_BYTES, Objects
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
-from manager_service.api.reading.items import FoundItems, slices
+from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
 from manager_service.records import GLOBAL, JSON, FileRecord, TenantRecord
 
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""
+BOM = b"\xef\xbb\xbf"
+"""Windows programs write it before UTF-8."""
+
+ReadPart = Callable[[int, int], Awaitable[bytes]]
+"""(start, number of bytes) -> that part of a content."""
 
 
 class Files:
@@ -36,9 +43,16 @@ class Files:
         self._bases = bases
         self._max_line_bytes = max_line_bytes
 
-    async def create(self, tenant: TenantRecord, filename: str, content: bytes) -> FileRecord:
+    async def create(self, tenant: TenantRecord, filename: str, file: UploadFile) -> FileRecord:
         """Check and keep a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number."""
-        found = await self._checked(tenant, content)
+        start = len(BOM) if await file.read(len(BOM)) == BOM else 0
+        num_bytes = (file.size or 0) - start
+
+        async def read(at: int, num: int) -> bytes:
+            await file.seek(start + at)
+            return await file.read(num)
+
+        found = await self._checked(tenant, read, num_bytes)
         now = time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
@@ -46,20 +60,23 @@ class Files:
             filename=filename,
             purpose="fine-tune",
             created_at=int(now),
-            num_bytes=len(content),
+            num_bytes=num_bytes,
             num_items=found.num_items,
             longest=found.longest,
         )
-        await self._objects.write(_path(record), content)
+        if num_bytes > PART_BYTES:
+            await self._objects.write_parts(_path(record), _parts(read, num_bytes))
+        else:
+            await self._objects.write(_path(record), await read(0, num_bytes))
         pipe = self._redis.pipeline(transaction=False)
         pipe.set(_key(record.id), JSON.encode(record))
         pipe.zadd(_index(tenant.id), {record.id: now})
         await pipe.execute()
         return record
 
-    async def _checked(self, tenant: TenantRecord, content: bytes) -> FoundItems:
+    async def _checked(self, tenant: TenantRecord, read: ReadPart, num_bytes: int) -> FoundItems:
         all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
-        for part in slices(content, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
+        async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
             task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
         if not all_found.num_items:
@@ -74,8 +91,19 @@ class Files:
             raise NotFound(f"there is no file {file!r}")
         return record
 
-    async def content(self, record: FileRecord) -> bytes:
-        return await self._objects.get(_path(record))
+    def parts(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The content, piece by piece."""
+        return _parts(self._reader(record), record.num_bytes)
+
+    def slices(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The content in pieces that each end with a line."""
+        return _slices(self._reader(record), record.num_bytes, SLICE_BYTES)
+
+    def _reader(self, record: FileRecord) -> ReadPart:
+        async def read(at: int, num: int) -> bytes:
+            return await self._objects.get_part(_path(record), at, min(num, record.num_bytes - at))
+
+        return read
 
     async def delete(self, tenant: str, file: str) -> None:
         """Raises NotFound. Running jobs keep the items that they have read."""
@@ -106,3 +134,20 @@ def _index(tenant: str) -> str:
 
 def _path(record: FileRecord) -> str:
     return f"files/{record.tenant}/{record.id}"
+
+
+async def _parts(read: ReadPart, num_bytes: int) -> AsyncIterator[bytes]:
+    for at in range(0, num_bytes, SLICE_BYTES):
+        yield await read(at, SLICE_BYTES)
+
+
+async def _slices(read: ReadPart, num_bytes: int, size: int) -> AsyncIterator[bytes]:
+    """Pieces of about this size, each of which ends with a line. A line that is longer than that is cut."""
+    at = 0
+    while at < num_bytes:
+        part = await read(at, size)
+        newline = part.rfind(b"\n")
+        if newline >= 0 and at + len(part) < num_bytes:
+            part = part[: newline + 1]
+        yield part
+        at += len(part)

@@ -17,8 +17,7 @@ from common.spelling import did_you_mean
 from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
-from manager_service.api.reading.helpers import SLICE_BYTES
-from manager_service.api.reading.items import LongPrompts, slices
+from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckLengths, CheckRows
 from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
 
@@ -232,25 +231,23 @@ async def _check_items(
     fields = sorted(item_fields(plan.grader)) if plan.grader else list[str]()
     most = base.tokenizer.context - plan.given.max_tokens
     fits = base.name in record.longest and record.longest[base.name] <= most
-    if fields or not fits:
-        content = await api.files.content(record)
-        if fields:
-            await _check_rows(api, tenant, content, fields, param)
-        if not fits:
-            await _check_lengths(api, tenant, content, plan.given.max_tokens, base, param)
+    if fields:
+        await _check_rows(api, tenant, record, fields, param)
+    if not fits:
+        await _check_lengths(api, tenant, record, plan.given.max_tokens, base, param)
 
 
-async def _check_rows(api: Api, tenant: TenantRecord, content: bytes, fields: list[str], param: str) -> None:
+async def _check_rows(api: Api, tenant: TenantRecord, record: FileRecord, fields: list[str], param: str) -> None:
     before = 0
-    for part in slices(content, SLICE_BYTES):
+    async for part in api.files.slices(record):
         before += await api.helpers.do(tenant, CheckRows(part, before, fields, param), num_bytes=len(part))
 
 
 async def _check_lengths(
-    api: Api, tenant: TenantRecord, content: bytes, max_tokens: int, base: Base, param: str
+    api: Api, tenant: TenantRecord, record: FileRecord, max_tokens: int, base: Base, param: str
 ) -> None:
     found, most = LongPrompts(), base.tokenizer.context - max_tokens
-    for part in slices(content, SLICE_BYTES):
+    async for part in api.files.slices(record):
         task = CheckLengths(part, found.num_lines, base.name, most, param)
         found += msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(part)), LongPrompts)
     if found.num_long:

@@ -47,17 +47,6 @@ class LongPrompts(msgspec.Struct, frozen=True):
         )
 
 
-def slices(content: bytes, num_bytes: int) -> Iterator[bytes]:
-    """The content in parts of about this size, each of which ends with a line. A longer line is cut."""
-    at = 0
-    while at < len(content):
-        end = at + num_bytes
-        newline = content.rfind(b"\n", at, end)
-        end = end if newline < 0 or end >= len(content) else newline + 1
-        yield content[at:end]
-        at = end
-
-
 def check_lines(
     lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
 ) -> FoundItems:
