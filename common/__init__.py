@@ -2,13 +2,15 @@
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 
-When a worker dies, its messages are still pending in Redis: takeover.py of another worker finds them and works on them.
+A worker renews the entries that it works on. When it dies, takeover.py of another finds them after a lease (10 s) and works on them;
+after ten deliveries an entry becomes a dead letter, of which the job's owner hears.
 It imports no service and no torch.
 
     text/                 from chat messages to tokens and back
     messages.py           declares everything that one service says to another
     streams.py            names every key of a cell
     bus.py                publishes, and acknowledges by one script
+    scripts.py            what Redis does for the bus in one go
     redis_connection.py   connects to Redis, and packs commands in C
     worker.py             runs a worker: reads messages, works on them, tries again, gives up, hands back
     underway.py           keeps the deliveries that a worker works on
@@ -19,12 +21,14 @@ It imports no service and no torch.
     service.py            starts a worker service
     membership.py         lets workers join a cell only if they compute the same bits as the others
     telemetry.py          tells once a second what a worker does
-    tasks.py              ends tasks for certain
+    tasks.py              ends tasks for certain, beats while one runs
     objects.py            reads and writes object storage
     adapters.py           keeps versions of adapters in object storage
     byte_cache.py         caches what was used last, up to a number of bytes
     settings.py           reads the settings that all services share
     errors.py             declares the error tree
+    fairness.py           says who of several tenants was served least for its weight
+    places.py             shares a number of places between tenants
     log.py                writes logs as events
     environments.py       declares environments as data, and checks them
     graders.py            declares graders as data, and checks them

@@ -4,8 +4,9 @@ Guarantees:
 - Work may be done twice, its result is published once: one script appends the outputs, acknowledges the input and
   deletes it, and does nothing if the input is not pending any more. Retrying that script after a lost reply is harmless.
 - An entry is deleted with its acknowledgement, so a stream's length is its open work.
-- Connection losses, a loading Redis, full memory, a lost script cache and an object storage that is away are retried
-  with backoff until they pass; callers see no error, only time.
+- Connection losses, calls without an answer, a loading Redis, full memory, a lost script cache and an object storage that is
+  away are retried with backoff until they pass; callers see no error, only time.
+- A full Redis drains: settling begins with a command that needs no memory, after which Redis refuses none of the script's.
 
 Entries carry plain fields (id, job, partition, epoch, kind) beside `payload`, the msgpack of the message. A payload
 above `CLAIM_CHECK_BYTES` goes to object storage and travels as `ref`.
@@ -13,9 +14,10 @@ above `CLAIM_CHECK_BYTES` goes to object storage and travels as `ref`.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -28,69 +30,19 @@ from common.errors import InvalidInput, NotFound
 from common.messages import AnyMessage, Message, decode, encode
 from common.objects import Objects, patiently
 from common.redis_connection import make_client
+from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 
 CLAIM_CHECK_BYTES = 1 << 20
 MAX_BACKOFF_S = 2.0
+DEADLINE_S = 10.0
+"""Seconds in which Redis must answer a call that does not wait for anything."""
+PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
+"""Fields of an entry that stand beside its payload."""
 
 T = TypeVar("T")
 Out = tuple[str, Message]  # stream key, message
 log = structlog.get_logger()
-
-# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
-# stream, group, entry, number of outputs, then for each output: stream, "1" if it must exist, number of fields, fields.
-SETTLE = """
-local at = 1
-local function take() at = at + 1; return ARGV[at - 1] end
-local settled = {}
-for n = 1, tonumber(take()) do
-  local stream, group, entry, outputs = take(), take(), take(), tonumber(take())
-  local open = #redis.call('XPENDING', stream, group, entry, entry, 1) == 1
-  for _ = 1, outputs do
-    local key, must_exist, fields = take(), take() == '1', tonumber(take())
-    if open and must_exist then
-      redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(ARGV, at, at + fields - 1))
-    elseif open then
-      redis.call('XADD', key, '*', unpack(ARGV, at, at + fields - 1))
-    end
-    at = at + fields
-  end
-  if open then
-    redis.call('XACK', stream, group, entry)
-    redis.call('XDEL', stream, entry)
-  end
-  settled[n] = open and 1 or 0
-end
-return settled
-"""
-
-# KEYS: streams. ARGV: group, consumer, how many entries together. What each stream gave, earlier streams first.
-READ_IN_ORDER = """
-local left, found = tonumber(ARGV[3]), {}
-for i, stream in ipairs(KEYS) do
-  if left > 0 then
-    local read = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', left, 'STREAMS', stream, '>')
-    if read then
-      found[#found + 1] = read[1]
-      left = left - #read[1][2]
-    end
-  end
-end
-return found
-"""
-
-# KEYS[1] stream. ARGV: group, consumer, entries. Resets the idle time of those that the consumer still owns.
-RENEW = """
-local renewed = 0
-for i = 3, #ARGV do
-  local row = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
-  if row and row[2] == ARGV[2] then
-    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID')
-    renewed = renewed + 1
-  end
-end
-return renewed
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +51,8 @@ class Undecodable:
 
     reason: str
     payload: bytes
+    plain: Mapping[str, str]
+    """The entry's plain fields: id, job, partition, epoch, kind; none of a foreign entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +64,28 @@ class Delivery:
     entry: str
     message: AnyMessage | Undecodable
     deliveries: int = 1
+    progress: bytes = b""
+    """What a worker before kept of its work on the entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A pending entry that nobody renewed."""
+
+    entry: str
+    deliveries: int  # up to now
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is new of the work on an entry. In Redis it is one string: a head, which is replaced, and a body, which grows."""
+
+    head: bytes
+    start: int  # of the tail, in the string
+    tail: bytes
+
+
+NO_PROGRESS = Progress(b"", 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +106,7 @@ class Bus:
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
+        self._find_idle = client.register_script(FIND_IDLE)
 
     @classmethod
     def connect(cls, redis_url: str, cell: Cell, objects: Objects | None = None) -> "Bus":
@@ -173,12 +150,18 @@ class Bus:
         async def call() -> Any:
             return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or ()
 
-        return await self._delivered(call, wanted, group, consumer)
+        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms)
 
     async def _delivered(
-        self, call: Callable[[], Awaitable[Any]], streams: Iterable[str], group: str, consumer: str
+        self,
+        call: Callable[[], Awaitable[Any]],
+        streams: Iterable[str],
+        group: str,
+        consumer: str,
+        *,
+        block_ms: int | None = None,
     ) -> list[Delivery]:
-        found = await self._unless("NOGROUP", call)
+        found = await self._unless("NOGROUP", call, block_ms=block_ms)
         if found is None:
             for stream in streams:
                 await self.ensure_group(stream, group)
@@ -190,28 +173,33 @@ class Bus:
             if fields  # a pending entry that was deleted has none
         ]
 
+    async def find_idle(
+        self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, count: int = 256
+    ) -> list[Idle]:
+        """Pending entries that nobody renewed for `min_idle_ms`, oldest first. None, if anybody looked within `every_ms`."""
+        args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms]
+        found = await self._unless("NOGROUP", lambda: self._find_idle(keys=[stream], args=args))
+        return [Idle(_text(entry), int(deliveries)) for entry, _, _, deliveries in found or ()]
+
     async def claim(
-        self, stream: str, group: str, consumer: str, *, min_idle_ms: int, count: int = 1
+        self, stream: str, group: str, consumer: str, found: Sequence[Idle], *, min_idle_ms: int
     ) -> list[Delivery]:
-        """Takes over entries that nobody renewed for `min_idle_ms`, oldest first. Counts as a delivery of each."""
-        idle = await self.idle(stream, group, min_idle_ms=min_idle_ms, count=count)
-        if not idle:
+        """Takes over what `find_idle` found, with the progress that is kept, unless another was first."""
+        if not found:
             return []
-        found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, min_idle_ms, cast(Any, idle)))
-        taken: list[Delivery] = []
-        for entry, fields in found:
-            if entry is None or not fields:
-                continue
-            row = await self.retrying(lambda e=entry: self.client.xpending_range(stream, group, e, e, 1))
-            deliveries = int(row[0]["times_delivered"]) if row else 1
-            taken.append(await self._delivery(stream, group, entry, fields, consumer=consumer, deliveries=deliveries))
-        return taken
-
-    async def idle(self, stream: str, group: str, *, min_idle_ms: int, count: int = 256) -> list[str]:
-        """Ids of pending entries that nobody renewed for `min_idle_ms`."""
-
-        call = partial(self.client.xpending_range, stream, group, "-", "+", count, idle=min_idle_ms)
-        return [_text(row["message_id"]) for row in await self._unless("NOGROUP", call) or ()]
+        known: Any = {idle.entry: idle for idle in found}
+        rows = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, min_idle_ms, list(known)))
+        taken = [(_text(entry), fields) for entry, fields in rows if entry is not None and fields]
+        keys = [self.cell.partial(stream, entry) for entry, _ in taken]
+        kept = await self.retrying(lambda: self.client.mget(keys)) if keys else []
+        return [
+            replace(
+                await self._delivery(stream, group, entry, fields, consumer=consumer),
+                deliveries=known[entry].deliveries + 1,
+                progress=progress or b"",
+            )
+            for (entry, fields), progress in zip(taken, kept, strict=True)
+        ]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
         """Ids of pending entries after an entry's id, oldest first."""
@@ -227,12 +215,25 @@ class Bus:
             await self._delivery(stream, group, entry, fields, consumer=consumer) for entry, fields in found if fields
         ]
 
-    async def renew(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> int:
-        """Resets the idle time of these entries. Returns the number that this consumer still owns."""
+    async def renew(
+        self,
+        stream: str,
+        group: str,
+        consumer: str,
+        entries: Sequence[str],
+        progress: Mapping[str, Progress] = MappingProxyType({}),
+    ) -> int:
+        """Resets the idle time of these entries, and keeps what is new of their progress until they are settled.
+
+        Returns the number that this consumer still owns; nothing is written of others.
+        """
         if not entries:
             return 0
-        call = partial(self._renew, keys=[stream], args=[group, consumer, *entries])
-        return await self._unless("NOGROUP", call) or 0
+        arguments: list[Any] = [group, consumer]
+        for entry in entries:
+            new = progress.get(entry, NO_PROGRESS)
+            arguments += [entry, self.cell.partial(stream, entry), new.head, new.start, new.tail]
+        return await self._unless("NOGROUP", lambda: self._renew(keys=[stream], args=arguments)) or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Publishes and acknowledges, one script for all. False: somebody else settled it before, so nothing was published."""
@@ -241,7 +242,8 @@ class Bus:
         arguments: list[Any] = [len(settlements)]
         for settlement in settlements:
             delivery = settlement.delivery
-            arguments += [delivery.stream, delivery.group, delivery.entry, len(settlement.outputs)]
+            progress = self.cell.partial(delivery.stream, delivery.entry)
+            arguments += [delivery.stream, delivery.group, delivery.entry, progress, len(settlement.outputs)]
             for stream, message in settlement.outputs:
                 fields = await self.fields(message)
                 arguments += [stream, "1" if self.is_reply(stream) else "0", len(fields), *fields]
@@ -282,7 +284,8 @@ class Bus:
         self, stream: str, after: str, *, block_ms: int | None, count: int = 1000
     ) -> list[tuple[str, AnyMessage]]:
         """Entries after a cursor ("0": from the oldest), without a group. Undecodable ones are left out and logged."""
-        found = await self.retrying(lambda: self.client.xread({stream: after}, count=count, block=block_ms))
+        call = partial(self.client.xread, {stream: after}, count=count, block=block_ms)
+        found = await self.retrying(call, block_ms=block_ms)
         messages: list[tuple[str, AnyMessage]] = []
         for key, entries in _pairs(found):
             for entry, fields in entries:
@@ -337,17 +340,16 @@ class Bus:
         await patiently(lambda: objects.write(path, payload))
         return ["ref", path]
 
-    async def _delivery(
-        self, stream: str, group: str, entry: Any, fields: Any, *, consumer: str = "", deliveries: int = 1
-    ) -> Delivery:
+    async def _delivery(self, stream: str, group: str, entry: Any, fields: Any, *, consumer: str = "") -> Delivery:
         payload = fields.get(b"payload")
         try:
             if payload is None:
                 payload = await self._claimed(fields, lambda: self.renew(stream, group, consumer, [_text(entry)]))
             message = decode(payload)
         except (msgspec.MsgspecError, NotFound, KeyError, ValueError) as error:
-            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"")
-        return Delivery(stream, group, _text(entry), message, deliveries)
+            plain = {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name in PLAIN}
+            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", plain)
+        return Delivery(stream, group, _text(entry), message)
 
     async def _claimed(self, fields: Any, renew: Callable[[], Awaitable[object]]) -> bytes:
         """Reads the payload from object storage, waits while that is away, and keeps the entry ours meanwhile."""
@@ -356,27 +358,34 @@ class Bus:
             raise NotFound("the entry is a claim check, but this process has no object store")
         return await patiently(lambda: objects.get(path), meanwhile=renew)
 
-    async def _unless(self, code: str, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def _unless(self, code: str, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T | None:
         """Like `retrying`; None if Redis answers with an error of this code."""
         try:
-            return await self.retrying(call)
+            return await self.retrying(call, block_ms=block_ms)
         except redis_errors.ResponseError as error:
             if code not in str(error):
                 raise
             return None
 
-    async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `call()` until Redis answers. Raises only the errors that the caller made."""
+    async def retrying(self, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T:
+        """Awaits `call()` until Redis answers. Raises only the errors that the caller made.
+
+        A call without an answer after DEADLINE_S, and `block_ms` if Redis is to wait, is made again on a fresh connection; it may
+        have been carried out, see docs/decisions/no_socket_timeout.md. Raises InvalidInput if Redis does not take the credentials.
+        """
         delay = 0.02
         while True:
             try:
-                return await call()
+                async with asyncio.timeout(DEADLINE_S + (block_ms or 0) / 1000):
+                    return await call()
+            except redis_errors.AuthenticationError as error:
+                raise InvalidInput(f"Redis refuses the credentials of MARLAAS_REDIS_URL: {error}") from error
             except redis_errors.ResponseError as error:
                 if not passes(error):
                     raise
                 reason = str(error)
             except (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError) as error:
-                reason = str(error)
+                reason = str(error) or f"no answer within {DEADLINE_S:g} s"
             log.debug("redis_away", reason=reason)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_BACKOFF_S)

@@ -4,17 +4,23 @@ from typing import Any
 
 from common.bus import Delivery, Undecodable
 from common.messages import DeadLetter, encode
+from common.streams import NUM_PARTITIONS
 
 MAX_PAYLOAD = 64 << 10
 """Bytes of the original that a dead letter keeps."""
 
 
 def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
-    """Makes the letter that keeps the original and the reason. One for an unreadable entry has no job; its id is the entry's."""
+    """Makes the letter that keeps the original and the reason. One for an unreadable entry has what its plain fields say."""
     message = delivery.message
-    about: dict[str, Any] = {"tenant": "", "job": "", "partition": 0}
     if isinstance(message, Undecodable):
-        identity, payload = delivery.entry, message.payload
+        plain = message.plain
+        about: dict[str, Any] = {
+            "tenant": "",
+            "job": plain.get("job", ""),
+            "partition": _number(plain.get("partition", "")),
+        }
+        identity, payload = plain.get("id", delivery.entry), message.payload
     else:
         about, identity, payload = message.about(), message.id, encode(message)
     return DeadLetter(
@@ -26,3 +32,7 @@ def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
         deliveries=delivery.deliveries,
         payload=payload[:MAX_PAYLOAD],
     )
+
+
+def _number(text: str) -> int:
+    return int(text) % NUM_PARTITIONS if text.isdecimal() else 0

@@ -8,6 +8,7 @@ MarlaasError
 │   └── TrainingFailed     NaN loss, non-finite gradients: the step must not be committed
 ├── Retryable              the same call may succeed later
 │   └── Unavailable        Redis, the object store or a worker is away, loading, or full
+│       └── StoreUnavailable   the object store is: waited for as long as it lasts
 ├── AlreadyExists          a create-only write lost: somebody else was first
 └── Fenced                 this process no longer holds the partition's lease
 """
@@ -53,6 +54,10 @@ class Retryable(MarlaasError):
 
 class Unavailable(Retryable):
     """Redis, the object store or a worker is away, loading, or full."""
+
+
+class StoreUnavailable(Unavailable):
+    """The object store is away or full. All work needs it, so work waits for it, however long that takes."""
 
 
 class AlreadyExists(MarlaasError):

@@ -231,6 +231,7 @@ class Start(Message, frozen=True, kw_only=True):
     sampling: Sampling
     max_turns: int = 8
     tool_timeout_s: float = 10.0
+    weight: float = 1.0  # the tenant's, where env workers share what they have
 
 
 class TurnRequest(Message, frozen=True, kw_only=True):
@@ -370,6 +371,7 @@ class GradeRequest(Message, frozen=True, kw_only=True):
     item: dict[str, Any]
     output_text: str
     reply_to: str
+    weight: float = 1.0  # as in Start
 
 
 class GradeResult(Message, frozen=True, kw_only=True):
@@ -392,7 +394,7 @@ class AdapterNew(Message, frozen=True, kw_only=True):
 
 
 class DeadLetter(Message, frozen=True, kw_only=True):
-    """A message that could not be worked on. `payload` is the original, msgpack."""
+    """A message that could not be worked on. `payload` is the original, msgpack. Its owner gets one that nobody could read."""
 
     stream: str
     entry: str
@@ -427,7 +429,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     max_lora_rank: int | None = None
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
-    reason: str = ""  # why it was refused
+    reason: str = ""  # why it was refused, or what it waits for
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlparse
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.store import LocalStore, S3Store, from_url
 from obstore.store import ObjectStore as Backend
 
-from common.errors import AlreadyExists, InvalidInput, NotFound, Unavailable
+from common.errors import AlreadyExists, InvalidInput, NotFound, StoreUnavailable, Unavailable
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ MAX_DELAY_S = 2.0
 
 
 class Objects:
-    """Immutable objects by path. All calls are coroutines; all raise Unavailable when the storage is away or full."""
+    """Immutable objects by path. All calls are coroutines; all raise StoreUnavailable when the storage is away or full."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -96,6 +96,15 @@ class Objects:
         """Raises NotFound."""
         result = await _translated(obstore.get_async(self._backend, path), path)
         return bytes(await _translated(result.bytes_async(), path))
+
+    async def download(self, path: str, file: BinaryIO) -> None:
+        """Replaces what is in a file by an object of any size, a part at a time. Raises NotFound."""
+        result = await _translated(obstore.get_async(self._backend, path), path)
+        file.truncate(file.seek(0))
+        parts = aiter(result.stream(min_chunk_size=PART_BYTES))
+        while part := await _translated(anext(parts, None), path):
+            await _translated(asyncio.to_thread(file.write, part), path)
+        file.flush()
 
     async def exists(self, path: str) -> bool:
         try:
@@ -173,7 +182,7 @@ async def _translated(call: Awaitable[T], path: str) -> T:
     except AlreadyExistsError:
         raise
     except (BaseError, OSError) as error:
-        raise Unavailable(f"object storage, {path}: {_first_line(error)}") from error
+        raise StoreUnavailable(f"object storage, {path}: {_first_line(error)}") from error
 
 
 def _advice(error: NotFound | Unavailable) -> str:

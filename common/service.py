@@ -48,6 +48,7 @@ class BuiltService:
     slots: int
     kv_tokens: int | None = None
     drain_s: float = 0.0
+    progress_s: float = 0.0
     max_lora_rank: int | None = None
     dtype: str = ""
     fingerprint: str = ""
@@ -149,6 +150,7 @@ def _worker(settings: Settings, bus: Bus, service: BuiltService, reporter: Repor
         lease_s=settings.lease_s,
         max_deliveries=settings.max_deliveries,
         drain_s=service.drain_s,
+        progress_s=service.progress_s,
         on_adapter_new=service.on_adapter_new,
         has_room=service.has_room,
     )

@@ -19,11 +19,11 @@ _KNOWN = (
     "host port max_file_bytes max_line_bytes max_body_bytes inference_share inference_silence_s inference_timeout_s "
     "command_wait_s keep_alive_s idempotency_s grader_run_timeout_s policy training_queue "
     # env workers
-    "env_slots sandbox_processes sandbox_memory_mb grader_timeout_s step_timeout_s endpoint_hosts endpoint_proxy "
+    "env_slots sandbox_processes sandbox_memory_mb weak_sandbox grader_timeout_s step_timeout_s endpoint_hosts endpoint_proxy "
     "collections_dir "
     # rollout workers
     "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes rollout_turn_bytes "
-    "rollout_idle_adapter_bytes vllm_max_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction "
+    "rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction "
     "vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_threads trainer_slots trainer_micro_batch_tokens trainer_memory_bytes "

@@ -5,13 +5,15 @@
     rollout                    stream   TurnRequest, first turns                   group `rollout`
     rollout:first              stream   TurnRequest, later turns and inference     group `rollout`
     train                      stream   Init, TrainStep                                 group `trainer`
-    scored:<p>                 stream   ScoredTrajectory, Parked                   group `manager`, consumer `owner`
-    adapters:<p>               stream   AdapterUpdate                              group `manager`, consumer `owner`
+    scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
+    adapters:<p>               stream   AdapterUpdate, DeadLetter                  group `manager`, consumer `owner`
     jobs:<p>                   stream   JobCommand                                 group `manager`, consumer `owner`
     reply:<api>                stream   TurnResult, TurnDelta, GradeResult         no group, has a time to live
     control, adapters:new,
     telemetry                  stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
+    partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds
+    looked:<stream>            string   set while nobody need look for idle entries; expires
     lease:<p>                  string   the owner's random token, expires
     rev:<p>                    string   number of the owner's last write
     bits                       hash     `mode`, and service -> fingerprint: what workers must compute to join
@@ -98,6 +100,17 @@ class Cell:
     @property
     def bits_live(self) -> str:
         return self.key("bits:live")
+
+    def partial(self, stream: str, entry: str) -> str:
+        """`stream`: a key of this cell; "*" for any entry."""
+        return self.key(f"partial:{stream.removeprefix(self.key(''))}:{entry}")
+
+    def looked(self, stream: str) -> str:
+        return self.key(f"looked:{stream.removeprefix(self.key(''))}")
+
+    def owner_inbox(self, stream: str, partition: int) -> str:
+        """The stream in which a partition's owner hears of an entry of a work stream."""
+        return self.adapters(partition) if stream == self.train else self.scored(partition)
 
     def scored(self, partition: int) -> str:
         return self.key(f"scored:{partition}")

@@ -1,8 +1,10 @@
 """Take-over: works on the entries that other workers left behind, those that nobody renewed within the lease.
 
 reads: its inboxes' idle entries   writes: nothing itself: what it begins is settled like all work
-waits for: its own work to end, at most a lease   unblocked by: finished deliveries
-while it runs: the reader begins nothing, so that an entry which kills its worker harms no neighbour
+waits for: an orphan to advance, or its own work to end   unblocked by: handlers
+
+An entry that was delivered once before runs in company: nothing waits for quiet. One that was delivered more often has seen several
+workers die, or hang: it runs alone, so that an entry which kills its worker harms no neighbour, and only then does the worker stop reading.
 """
 
 import asyncio
@@ -10,14 +12,18 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from common.bus import Bus, Delivery
+from common.bus import Bus, Delivery, Idle
 from common.underway import Inbox, Underway
 
+LOOK_EVERY_S = 1.0
+"""Time between two searches for idle entries, of all workers together; shorter with a short lease."""
+ORPHANS_SHARE = 4
+"""One part in so many of a worker's slots may be orphans that have not advanced yet, also beyond its slots."""
 log = structlog.get_logger()
 
 
 class Takeover:
-    """Begins one idle entry at a time, with nothing else under way, and waits until it has ended."""
+    """Begins idle entries: several beside the worker's own work, or a suspect one alone."""
 
     def __init__(
         self,
@@ -26,6 +32,7 @@ class Takeover:
         inboxes: Sequence[Inbox],
         underway: Underway,
         *,
+        slots: int,
         lease_s: float,
         begin: Callable[[Delivery], "asyncio.Task[None]"],
     ) -> None:
@@ -33,45 +40,66 @@ class Takeover:
         self._worker = worker
         self._inboxes = inboxes
         self._underway = underway
+        self._slots = slots
+        self._at_once = max(1, slots // ORPHANS_SHARE)
         self._lease_s = lease_s
+        self._every_s = min(LOOK_EVERY_S, lease_s / 4)
         self._begin = begin
         self._over = asyncio.Event()
         self._over.set()
 
     @property
-    def running(self) -> bool:
-        """True from the moment that it waits for the other work to end until the idle entry has ended."""
+    def running_alone(self) -> bool:
+        """True from the moment that it waits for the other work to end until the suspect entry has ended."""
         return not self._over.is_set()
 
     async def over(self) -> None:
-        """Waits until it is not running."""
+        """Waits until nothing runs alone."""
         await self._over.wait()
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / 4)
+            await asyncio.sleep(self._every_s)
             for inbox in self._inboxes:
-                while await self._has_idle(inbox) and await self._run_alone(inbox):
-                    pass
+                idle = await self._find(inbox, every_s=self._every_s / 2)
+                while idle:
+                    await self._take(inbox, idle)
+                    idle = await self._find(inbox)
 
-    async def _has_idle(self, inbox: Inbox) -> bool:
-        entries = await self._bus.idle(inbox.stream, inbox.group, min_idle_ms=self._lease_ms)
-        return any(entry not in self._underway for entry in entries)
+    async def _find(self, inbox: Inbox, every_s: float = 0.0) -> list[Idle]:
+        found = await self._bus.find_idle(
+            inbox.stream, inbox.group, min_idle_ms=self._lease_ms, every_ms=int(every_s * 1000)
+        )
+        return [idle for idle in found if idle.entry not in self._underway]
 
-    async def _run_alone(self, inbox: Inbox) -> bool:
-        """Returns False if its own work did not end within a lease, or if nothing is idle any more."""
+    async def _take(self, inbox: Inbox, found: Sequence[Idle]) -> None:
+        """Takes what may run in company, else one of the others alone."""
+        once = [idle for idle in found if idle.deliveries == 1]
+        if not once:
+            await self._run_alone(inbox, found[0])
+            return
+        room = min(self._at_once - self._underway.num_orphans, self._slots + self._at_once - len(self._underway))
+        if room <= 0:
+            await self._underway.changed(self._every_s)
+        for delivery in await self._claim(inbox, once[: max(0, room)]):
+            self._begin(delivery)
+
+    async def _run_alone(self, inbox: Inbox, idle: Idle) -> None:
+        """Holds the entry, lets all other work end, and runs it."""
         self._over.clear()
         try:
-            if not await self._underway.all_ended(self._lease_s):
-                return False
-            taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, min_idle_ms=self._lease_ms, count=1)
-            for delivery in taken:
-                if delivery.entry not in self._underway:
-                    log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
-                    await asyncio.wait([self._begin(delivery)])
-            return bool(taken)
+            for delivery in await self._claim(inbox, [idle]):
+                while not await self._underway.all_ended(self._lease_s / 3):
+                    await self._bus.renew(inbox.stream, inbox.group, self._worker, [delivery.entry])
+                await asyncio.wait([self._begin(delivery)])
         finally:
             self._over.set()
+
+    async def _claim(self, inbox: Inbox, found: Sequence[Idle]) -> list[Delivery]:
+        taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms)
+        for delivery in taken:
+            log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
+        return taken
 
     @property
     def _lease_ms(self) -> int:

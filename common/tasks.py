@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+BEAT_S = 0.25
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
@@ -13,6 +16,17 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=0.5)
+
+
+async def beating(beat: Callable[[], None], work: Awaitable[T]) -> T:
+    """Awaits work that ends for certain and cannot say that it advances (a transfer, a thread), and beats meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
+            beat()
+        return task.result()
+    finally:
+        await cancel_all([task])
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,8 @@ KEEP_S = 3600.0
 """How long reports stay in the telemetry stream."""
 KEEP_REPORTS = 65_536
 """How many stay there at most: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
+WAITED_S = 5.0
+"""How long a report says what its worker waited for lately."""
 MAX_SPANS = 64
 """In one report: the longest, should a worker have worked for more jobs in that second."""
 
@@ -92,6 +94,11 @@ class Reporter:
     timeline: Timeline = field(default_factory=Timeline)
     counters: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.monotonic)
+    _waited: tuple[str, float] = ("", float("-inf"))
+
+    def waits_for(self, reason: str) -> None:
+        """Lets the next reports say that work waits for something outside of this worker."""
+        self._waited = (reason, time.monotonic())
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
@@ -104,6 +111,7 @@ class Reporter:
     def report(self, state: str, in_use: int, *, reason: str = "") -> WorkerReport:
         now = time.monotonic()
         spans, busy_s = self.timeline.take()
+        waited, at_s = self._waited
         period, self._last = max(now - self._last, 1e-6), now
         return WorkerReport(
             id=self.worker,
@@ -123,7 +131,7 @@ class Reporter:
             max_lora_rank=self.max_lora_rank,
             dtype=self.dtype,
             fingerprint=self.fingerprint,
-            reason=reason,
+            reason=reason or (waited if now - at_s < WAITED_S else ""),
             spans=spans,
             counters={**self.counters, **self.measured(), "cpu_s": time.process_time()},
         )

@@ -5,6 +5,7 @@ renewed, so that another worker takes over what hangs.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
@@ -23,8 +24,12 @@ class Inbox:
 class Active:
     delivery: Delivery
     task: "asyncio.Task[None]"
+    orphan: bool
+    """Taken over, and not advanced yet."""
     advanced: bool = True
     """Since the last renewal."""
+    kept: int = 0
+    """Bytes of its progress that Redis has."""
 
 
 class Underway:
@@ -33,6 +38,7 @@ class Underway:
     def __init__(self) -> None:
         self._active: dict[str, Active] = {}
         self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -40,20 +46,32 @@ class Underway:
     def __contains__(self, entry: str) -> bool:
         return entry in self._active
 
+    @property
+    def num_orphans(self) -> int:
+        """Deliveries that were taken over and have not advanced yet."""
+        return sum(active.orphan for active in self._active.values())
+
+    def of(self, stream: str) -> list[Active]:
+        return [active for active in self._active.values() if active.delivery.stream == stream]
+
     def begin(self, delivery: Delivery, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=delivery.entry)
-        self._active[delivery.entry] = Active(delivery, task)
+        self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
         return task
 
     def beat(self, entry: str) -> None:
         """Notes that the work on an entry advanced."""
         active = self._active.get(entry)
-        if active is not None:
-            active.advanced = True
+        if active is None:
+            return
+        active.advanced = True
+        if active.orphan:
+            active.orphan = False
+            self._changed.set()
 
     def take_advanced(self, stream: str) -> list[str]:
         """Returns the stream's entries that advanced since the last call."""
-        found = [a for a in self._active.values() if a.delivery.stream == stream and a.advanced]
+        found = [active for active in self.of(stream) if active.advanced]
         for active in found:
             active.advanced = False
         return [active.delivery.entry for active in found]
@@ -67,11 +85,19 @@ class Underway:
     def end(self, entry: str) -> None:
         self._active.pop(entry, None)
         self._ended.set()
+        self._changed.set()
 
     async def one_ended(self) -> None:
         """Waits until the next delivery ends."""
         self._ended.clear()
         await self._ended.wait()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Waits until an orphan advances or a delivery ends."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     async def all_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the deliveries under way at the call have ended. Returns whether none is under way now."""

@@ -5,10 +5,11 @@ No service knows of any of this. Settling is in settler.py, take-over in takeove
     reads: its inboxes, `control`   writes: what the handler returns, `telemetry`, `dead`
     holds: the deliveries it works on; they are pending in Redis too
     waits for: an entry and a free slot   unblocked by: whoever publishes, a finished handler
-    after a crash: another worker takes over the entries that were not renewed within the lease, one at a time
+    after a crash: other workers take over the entries that were not renewed within the lease, from the progress that is kept
 
 A service is a Handler: a message in, messages out. What a handler raises decides what happens:
 
+    StoreUnavailable   tried again here for as long as it lasts; the worker's reports say so
     Unavailable        tried again here, with backoff and without counting; after `unavailable_limit_s` it has failed
     anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
     (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
@@ -24,21 +25,21 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
 
-from common.bus import Bus, Delivery, Out, Settlement, Undecodable
+from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable
 from common.dead_letters import dead_letter
-from common.errors import Unavailable
+from common.errors import StoreUnavailable, Unavailable
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler
 from common.takeover import Takeover
 from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
-from common.underway import Inbox, Underway
+from common.underway import Active, Inbox, Underway
 
 MAX_ATTEMPTS = 3
 REPORT_EVERY_S = 1.0
@@ -75,6 +76,19 @@ class Parks(Protocol):
 
     def drop(self, message: Any) -> list[Out]:
         """Returns what is published for a message whose job has ended: what it cost so far."""
+        ...
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """The two methods more of a handler whose half-done work another worker can go on with, when this one is killed."""
+
+    def progress(self, message: Any) -> tuple[bytes, bytes] | None:
+        """Returns what is done so far: a head of one size for all, and a body that only grows. None: not worth keeping."""
+        ...
+
+    def resumed(self, message: Any, progress: bytes) -> Any:
+        """Returns the message with what was done of it. `progress`: head and body."""
         ...
 
 
@@ -117,29 +131,35 @@ class Worker:
         lease_s: float = 10.0,
         max_deliveries: int = 10,
         drain_s: float = 0.0,
+        progress_s: float = 0.0,
         unavailable_limit_s: float = 600.0,
         on_adapter_new: Callable[[AdapterNew], None] | None = None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`reporter.slots` deliveries are worked on at once, fewer while `has_room` says no: asked after each that ends.
 
-        `drain_s`: how long SIGTERM lets work finish before hand-back.
+        `drain_s`: how long SIGTERM lets work finish before hand-back. `progress_s`: time between two writes of the progress of
+        work under way, if the handler gives any; 0: none is kept.
         """
         self._bus = bus
         self._handler = handler
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
+        self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and progress_s else None
         self._inboxes = list(inboxes)
         self._reporter = reporter
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
         self._drain_s = drain_s
+        self._progress_s = progress_s
         self._unavailable_limit_s = unavailable_limit_s
         self._on_adapter_new = on_adapter_new
         self._has_room = has_room
         self._underway = Underway()
         self._voided = Voided()
         self._settler = Settler(bus, reporter)
-        self._takeover = Takeover(bus, self.name, inboxes, self._underway, lease_s=lease_s, begin=self._begin)
+        self._takeover = Takeover(
+            bus, self.name, inboxes, self._underway, slots=reporter.slots, lease_s=lease_s, begin=self._begin
+        )
         self._drained = False  # the last read took all that there was
 
     @property
@@ -152,6 +172,8 @@ class Worker:
             return
         loops = [self._settler.run(), self._renew(), self._report(stop)]
         loops.append(self._follow(self._bus.cell.control, "0", Cancel, self._hear_cancel))
+        if self._resumes:
+            loops.append(self._keep_progress(self._resumes))
         if self._on_adapter_new:
             loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._on_adapter_new))
         async with running(self._read(), self._takeover.run(), *loops) as (reader, takeover, *_):
@@ -180,9 +202,9 @@ class Worker:
 
     async def _read(self) -> None:
         while True:
-            if self._takeover.running or self._free <= 0:
+            if self._takeover.running_alone or self._free <= 0:
                 self._drained = False  # what comes meanwhile is read in order
-                await (self._takeover.over() if self._takeover.running else self._underway.one_ended())
+                await (self._takeover.over() if self._takeover.running_alone else self._underway.one_ended())
                 continue
             found = await self._next()
             await self._takeover.over()
@@ -195,7 +217,7 @@ class Worker:
         if len(streams) > 1 and not self._drained:
             found = await self._bus.read_in_order(streams, group, self.name, count=free)
             self._drained = len(found) < free
-            if found or self._takeover.running:
+            if found or self._takeover.running_alone:
                 return found
         count = min(max(1, free // len(streams)), *(inbox.at_once or free for inbox in self._inboxes))
         found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
@@ -203,6 +225,9 @@ class Worker:
         return found
 
     def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":
+        if delivery.progress and self._resumes and isinstance(delivery.message, Message):
+            resumed = self._resumes.resumed(delivery.message, delivery.progress)
+            delivery = replace(delivery, message=resumed)
         task = self._underway.begin(delivery, self._work(delivery))
         if delivery.deliveries == 1:
             self._reporter.first_read(delivery.entry)
@@ -237,9 +262,13 @@ class Worker:
         away_since: float | None = None
         attempt = 1
         while True:
+            pause_s = 2.0
             self._reporter.timeline.begin(message.tenant, message.job, phase)
             try:
                 return await self._handler(message, beat)
+            except StoreUnavailable as error:
+                self._reporter.waits_for(str(error))
+                log.warning("store_unavailable", message_id=message.id, reason=str(error))
             except Unavailable as error:
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > self._unavailable_limit_s:
@@ -248,12 +277,12 @@ class Worker:
                 log.warning("unavailable", message_id=message.id, reason=str(error))
             except Exception as error:  # the boundary: a handler's error ends as a dead letter, not as a dead worker
                 log.exception("handler_failed", message_id=message.id, attempt=attempt)
-                attempt += 1
+                attempt, pause_s = attempt + 1, 0.2 * (attempt + 1)
                 if attempt > MAX_ATTEMPTS:
                     return self._dead(delivery, f"{type(error).__name__}: {error}")
             finally:
                 self._reporter.timeline.end(message.tenant, message.job, phase)
-            await self._wait_and_beat(beat, 0.2 * attempt if away_since is None else 2.0)
+            await self._wait_and_beat(beat, pause_s)
 
     async def _wait_and_beat(self, beat: Beat, seconds: float) -> None:
         beat()
@@ -265,7 +294,8 @@ class Worker:
         log.error("dead_letter", stream=delivery.stream, entry=delivery.entry, reason=reason)
         letter = (self._bus.cell.dead, dead_letter(delivery, reason))
         if isinstance(message, Undecodable):
-            return [letter]
+            owner = self._bus.cell.owner_inbox(delivery.stream, letter[1].partition)
+            return [letter, (owner, letter[1])] if letter[1].job else [letter]
         return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out]:
@@ -298,6 +328,21 @@ class Worker:
             for inbox in self._inboxes:
                 advanced = self._underway.take_advanced(inbox.stream)
                 await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
+
+    async def _keep_progress(self, resumes: Resumes) -> None:
+        """Writes what is new of the work under way, which also renews it."""
+        while True:
+            await asyncio.sleep(self._progress_s)
+            for inbox in self._inboxes:
+                found = {
+                    active: progress
+                    for active in self._underway.of(inbox.stream)
+                    if (progress := _new(resumes, active))
+                }
+                new = {active.delivery.entry: progress for active, progress in found.items()}
+                await self._bus.renew(inbox.stream, inbox.group, self.name, list(new), new)
+                for active, progress in found.items():
+                    active.kept += len(progress.tail)
 
     async def _follow(self, stream: str, cursor: str, kind: type[M], hear: Callable[[M], None]) -> None:
         while True:
@@ -347,3 +392,12 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._broadcast("stopped")
+
+
+def _new(resumes: Resumes, active: Active) -> Progress | None:
+    """Returns what has come since the last write; None if nothing has."""
+    found = None if isinstance(active.delivery.message, Undecodable) else resumes.progress(active.delivery.message)
+    if found is None or len(found[1]) <= active.kept:
+        return None
+    head, body = found
+    return Progress(head, len(head) + active.kept, body[active.kept :])

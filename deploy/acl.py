@@ -9,7 +9,8 @@
     health     PING
     operator   everything; no service uses it
 
-Every worker also appends to `telemetry`, joins its cell by `bits` and `bits:live`, and sees whether `begun` is empty.
+Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
+`bits:live`, and sees whether `begun` is empty.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
 Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
@@ -28,7 +29,7 @@ without rights it would leave them out, and lose at a restart what scripts wrote
 
 _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
-    exists del hget hset hdel hgetall zadd zcard zscore zremrangebyscore
+    exists del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
 _MANAGER = """
     multi exec info xlen xrange xrevrange xtrim del exists expire get mget set hdel hget hgetall hincrby hincrbyfloat
@@ -119,10 +120,11 @@ class _Keys:
         return tuple(self.cell.scored(partition) for partition in range(NUM_PARTITIONS))
 
     def _member(self, settles: tuple[str, ...], reads: tuple[str, ...], appends: tuple[str, ...]) -> Rights:
-        """A worker's rights, with what it needs to join the cell and to report."""
+        """A worker's rights, with what it needs to take over, to join the cell and to report."""
         cell = self.cell
+        beside = [key for stream in settles for key in (cell.partial(stream, "*"), cell.looked(stream))]
         return Rights(
-            settles=(*settles, cell.bits, cell.bits_live),
+            settles=(*settles, *beside, cell.bits, cell.bits_live),
             reads=(*reads, cell.begun),
             appends=(*appends, cell.dead, cell.telemetry),
         )

@@ -34,6 +34,10 @@ MODELS_DIR=./models
 # hosts that `endpoint` graders may call
 MARLAAS_ENDPOINT_HOSTS=
 REDIS_MAXMEMORY=1gb
+# limits of the containers: Redis' own twice the line above, for it takes more while it rewrites its file; an env worker's
+# MARLAAS_SANDBOX_PROCESSES + 1 times MARLAAS_SANDBOX_MEMORY_MB, and 1.5gb more. docker-compose.yml has those of the others
+REDIS_MEMORY=2gb
+ENV_MEMORY=4gb
 REDIS_VERSION=7
 # where the API is published; several managers need a range: 127.0.0.1:8000-8009
 PUBLISH=127.0.0.1:8000

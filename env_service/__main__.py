@@ -11,8 +11,9 @@ from env_service.environments.catalogue import Catalogue
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.math import MathChecker
 from env_service.graders.runner import GraderRunner
+from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
-from env_service.sandbox.sandbox import Sandbox, SandboxLimits
+from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
 
 DRAIN_S = 1.0
@@ -23,18 +24,25 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]))
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
-    structlog.get_logger().info("sandbox", layers=await sandbox.probe())
+    layers = await sandbox.probe()
+    structlog.get_logger().info("sandbox", layers=layers)
+    if not settings.weak_sandbox:
+        check_strength(layers)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
-    math_checker = MathChecker()
+    math_checker, text_comparer = MathChecker(), TextComparer()
     graders = GraderRunner(
-        sandbox=sandbox, endpoints=endpoints, math_checker=math_checker, timeout_s=settings.grader_timeout_s
+        sandbox=sandbox,
+        endpoints=endpoints,
+        math_checker=math_checker,
+        text_comparer=text_comparer,
+        timeout_s=settings.grader_timeout_s,
     )
     environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
     handler = EnvHandler(
         cell=parts.cell, tokenizer=tokenizer, environments=environments, step_timeout_s=settings.step_timeout_s
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [math_checker.close, endpoints.close]
+    close = [math_checker.close, text_comparer.close, endpoints.close]
     return BuiltService(
         handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, counters=handler.counters, close=close
     )

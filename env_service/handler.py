@@ -77,13 +77,14 @@ class EnvHandler:
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
-        doing = work.begin(beat)
+        doing = work.begin(beat, message.tenant)
         match message:
             case Start():
                 return await self._start(message, doing)
             case TurnResult():
                 return await self._turn(message, doing)
             case GradeRequest():
+                doing.weight = message.weight
                 return await self._grade(message)
             case _:
                 raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
@@ -155,6 +156,7 @@ class EnvHandler:
             num_prompt=len(tokens),
             max_turns=start.max_turns,
             tool_timeout_s=start.tool_timeout_s,
+            weight=start.weight,
         )
         return tokens, encode_context(context)
 
@@ -176,7 +178,7 @@ class EnvHandler:
             reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
             return self._settled(result, None, Ending(reason, failure=failure), Usage())
         since = time.monotonic()
-        outcome = await self._guarded(self._advance(result))
+        outcome = await self._guarded(self._advance(result, doing))
         usage = Usage(env_s=doing.busy_s)
         if isinstance(outcome, Failure):
             reason = "tool_error" if outcome.kind == "tool" else "failed"
@@ -198,9 +200,10 @@ class EnvHandler:
             counters["sum_log_tool_s"] += log
             counters["sum_squared_log_tool_s"] += log * log
 
-    async def _advance(self, result: TurnResult) -> tuple[Context, Ending | None, list[int]]:
+    async def _advance(self, result: TurnResult, doing: work.Work) -> tuple[Context, Ending | None, list[int]]:
         """Takes one step of the environment. Returns the trajectory's ending, or the tokens that follow the turn."""
         context = decode_context(result.request.context)
+        doing.weight = context.weight
         environment = self._environments.get(context.env)
         turn = self._read_turn(result, context, environment)
         step = await environment.step(decode_state(context.state), turn)

@@ -11,9 +11,11 @@ class EnvSettings(Settings):
     env_slots: int = Field(default=64, ge=1)
     """Messages worked on at once; most of them wait for a tool or an endpoint."""
     sandbox_processes: int = Field(default=4, ge=1)
-    """Sandboxed calls that run at once in this worker."""
+    """Sandboxed calls that run at once in this worker, and one more of a tenant that has none running."""
     sandbox_memory_mb: int = Field(default=512, ge=64)
     """Address space of one sandboxed call."""
+    weak_sandbox: bool = False
+    """Start even where the sandbox is weaker than docs/operations.md says."""
     grader_timeout_s: float = Field(default=10.0, gt=0)
     """Limit of one grader; tools have their job's own limit."""
     step_timeout_s: float = Field(default=900.0, gt=0)

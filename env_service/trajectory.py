@@ -19,6 +19,7 @@ class Context(msgspec.Struct, frozen=True):
     num_prompt: int  # tokens before the first model turn
     max_turns: int
     tool_timeout_s: float
+    weight: float = 1.0  # the tenant's
     reward: float | None = None  # sum of the steps so far that gave one
     reward_parts: dict[str, float] = {}
 

@@ -9,8 +9,11 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
+
+from common.places import Places
 
 T = TypeVar("T")
 
@@ -20,7 +23,10 @@ BEAT_EVERY_S = 1.0
 class Work:
     """One message being handled."""
 
-    def __init__(self, beat: Callable[[], None]) -> None:
+    def __init__(self, beat: Callable[[], None], tenant: str) -> None:
+        self.tenant = tenant
+        self.weight = 1.0
+        """The tenant's, where places are shared."""
         self.beat = beat
         """Says that the work advanced, so that no other worker takes it over."""
         self.busy_s = 0.0
@@ -30,9 +36,9 @@ class Work:
 _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
-def begin(beat: Callable[[], None]) -> Work:
+def begin(beat: Callable[[], None], tenant: str) -> Work:
     """Makes a new Work the current one of this task."""
-    work = Work(beat)
+    work = Work(beat, tenant)
     _current.set(work)
     return work
 
@@ -42,15 +48,26 @@ def beat() -> None:
         work.beat()
 
 
-def current_beat() -> Callable[[], None]:
-    work = _current.get()
-    return work.beat if work else lambda: None
+def place(places: Places) -> AbstractAsyncContextManager[None]:
+    """Waits for a place in the name of the tenant whose work this is, and holds it while the block runs."""
+    work = _current.get() or Work(lambda: None, tenant="")
+    return places.one(work.tenant, work.weight, work.beat)
 
 
 def charge(seconds: float) -> None:
     """Counts the time that a thread or a process spent on the current work."""
     if work := _current.get():
         work.busy_s += seconds
+
+
+@contextlib.contextmanager
+def charged() -> Generator[None]:
+    """Charges the current work for the time that the block takes."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        charge(time.monotonic() - started)
 
 
 @contextlib.asynccontextmanager

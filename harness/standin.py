@@ -223,6 +223,9 @@ class FixedSlots:
     trainer: int = 1
     env: int = 64
 
+    def waits_for(self) -> str:
+        return ""
+
     def slots(self, service: str) -> int:
         return {"rollout": self.rollout, "trainer": self.trainer, "env": self.env}[service]
 

@@ -4,10 +4,11 @@
                                       ▲                                                                        │
                                       └──────────────── scored trajectories, adapter updates ◄─────────────────┘
 
-    which group is issued next            scheduling/allocator.py picks the job; jobs/job.py picks its group
-    which batch is trained next           scheduling/training_queue.py
-    a turn whose worker dies              common/worker.py: another worker takes its message over; nothing is done here.
-                                          A chat's turn is asked for again by api/sampling/shares.py
+    which group is issued next     `Allocator.decide` (scheduling/) picks the tenant, then its job; `Job.issue_group` (jobs/) gives
+                                   that job's next group
+    which batch is trained next    `TrainingQueue.take` (scheduling/)
+    a turn whose worker dies       another rollout worker takes it over (common/takeover.py), and the owner hears nothing of it;
+                                   api/sampling/shares.py asks again only for a turn of a chat that no worker has
 
 Its files:
 

@@ -108,6 +108,10 @@ class Cluster:
             GAP_BOUNDS.values()
         )
 
+    def waits_for(self) -> str:
+        """What a live worker waits for outside of itself; empty if none says."""
+        return next((worker.reason for worker in self.working() if worker.reason), "")
+
     def timeline(self, since_s: float) -> list[WorkerSpan]:
         """Busy spans that end after `since_s` (seconds since 1970), by start."""
         return sorted((s for s in self._spans if s.span.end_s > since_s), key=lambda s: s.span.start_s)

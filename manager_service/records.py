@@ -90,6 +90,8 @@ class Training(msgspec.Struct, frozen=True):
     keys: tuple[str, ...]  # its trajectories, in flight until the answer
     first_group: int  # of the window before; the window returns to it if the step is lost
     versions: tuple[int, ...]  # that sampled its trajectories
+    num_failed: int = 0  # trajectories that failed since the step before
+    failed_reason: str = ""  # the commonest
 
 
 class EvalTally(msgspec.Struct):

@@ -48,7 +48,7 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
     bits = choice.fingerprint(lambda: selftest(decoder, min_rows)) if choice else ""
     limits = EngineLimits(
-        slots=settings.rollout_slots,
+        slots=settings.engine_slots,
         kv_bytes=settings.rollout_kv_bytes,
         prefix_bytes=settings.rollout_prefix_bytes,
         turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
@@ -65,7 +65,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
         folder=folder,
         device=settings.rollout_device,
         dtype=settings.dtype,
-        slots=settings.rollout_slots,
+        slots=settings.engine_slots,
         max_loras=settings.vllm_max_loras,
         max_lora_rank=settings.vllm_max_lora_rank,
         tensor_parallel=settings.vllm_tensor_parallel,
@@ -88,7 +88,8 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     return BuiltService(
         handler,
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
-        slots=engine.slots,
+        slots=settings.rollout_slots,
+        progress_s=settings.rollout_progress_s,
         kv_tokens=engine.kv_tokens,
         max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
         dtype=settings.dtype,

@@ -1,15 +1,17 @@
 """Answers a turn request with a finished turn. Knows no bus and no retry.
 
-Turns under way are lost with the process, and resumed elsewhere from the request's tokens.
+Turns under way are lost with the process, and resumed elsewhere from the request's tokens, or the newer ones of its progress.
 
     TurnRequest ─► hold its adapter ─► engine ─► TurnResult ─► env, or the API replica that asked (deltas before it)
 """
 
 import asyncio
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import (
@@ -29,7 +31,13 @@ from common.messages import (
 )
 from common.streams import Cell
 from rollout_service.adapters import AdapterCache
-from rollout_service.engine import CorruptAdapter, Engine, Generated, Partial
+from rollout_service.engine import CorruptAdapter, Engine, Generated
+
+SHORT_TURN = 64
+"""Tokens of a turn of which no progress is kept: sampling them again costs less."""
+PROGRESS_HEAD = struct.Struct("<qqd")
+"""Of the trajectory up to now: prompt tokens, sampled tokens, engine seconds."""
+PROGRESS_BODY = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
 Out = tuple[str, Message]
 SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
@@ -85,8 +93,32 @@ class RolloutHandler:
         if self._restarts(message):
             request = _without_partial(request)
         elif partial is not None:
-            request = _with_partial(request, partial)
+            request = _with_tokens(request, partial.tokens, partial.logprobs)
         return [(self._cell.rollout_first, request)]
+
+    def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
+        """The turn's tokens and log-probs so far, and what its trajectory has cost with them; see `Resumes`.
+
+        None for a short turn, and for one of a chat, of which the API replica that asked keeps the tokens.
+        """
+        partial = self._engine.partial(message.id)
+        if partial is None or len(partial.tokens) <= SHORT_TURN or message.reply_to or self._restarts(message):
+            return None
+        usage = self._charged(message).usage
+        head = PROGRESS_HEAD.pack(usage.prompt_tokens, usage.sampled_tokens, usage.rollout_s)
+        body = np.empty(len(partial.tokens), PROGRESS_BODY)
+        body["token"], body["logprob"] = partial.tokens, partial.logprobs
+        return head, body.tobytes()
+
+    def resumed(self, message: TurnRequest, progress: bytes) -> TurnRequest:
+        """The request with the tokens and the cost that `progress` said."""
+        prompt_tokens, sampled_tokens, rollout_s = PROGRESS_HEAD.unpack_from(progress)
+        body = np.frombuffer(progress, PROGRESS_BODY, offset=PROGRESS_HEAD.size)
+        usage = msgspec.structs.replace(
+            message.usage, prompt_tokens=prompt_tokens, sampled_tokens=sampled_tokens, rollout_s=rollout_s
+        )
+        request = msgspec.structs.replace(message, usage=usage)
+        return _with_tokens(request, body["token"], body["logprob"])
 
     def failed(self, message: TurnRequest, failure: Failure) -> list[Out]:
         """A failed trajectory for the owner, or a failed turn for the API replica that asked."""
@@ -240,13 +272,15 @@ def _without_partial(request: TurnRequest) -> TurnRequest:
     )
 
 
-def _with_partial(request: TurnRequest, partial: Partial) -> TurnRequest:
+def _with_tokens(
+    request: TurnRequest, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray
+) -> TurnRequest:
     """The request with all tokens of this turn that were sampled so far."""
     start = _without_partial(request)
     return msgspec.structs.replace(
         start,
-        tokens=i32([*start.tokens.numpy(), *partial.tokens]),
-        logprobs=f32([*start.logprobs.numpy(), *partial.logprobs]),
-        written=u8([*start.written.numpy(), *[1] * len(partial.tokens)]),
-        num_partial=len(partial.tokens),
+        tokens=i32([*start.tokens.numpy(), *tokens]),
+        logprobs=f32([*start.logprobs.numpy(), *logprobs]),
+        written=u8([*start.written.numpy(), *[1] * len(tokens)]),
+        num_partial=len(tokens),
     )

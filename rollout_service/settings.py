@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from common.settings import Settings
+from common.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
@@ -32,6 +33,9 @@ class RolloutSettings(Settings):
     uses it, and not in deterministic mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment."""
+    rollout_progress_s: float = Field(default=1.0, ge=0)
+    """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
+    0: none are written."""
     vllm_max_loras: int = Field(default=8, ge=1)
     """Adapters in one batch, the bare base model not counted; turns of others queue behind them."""
     vllm_max_lora_rank: int = 16
@@ -49,6 +53,12 @@ class RolloutSettings(Settings):
         if value not in LORA_RANKS:
             raise ValueError(f"vLLM takes {', '.join(map(str, LORA_RANKS))}")
         return value
+
+    @property
+    def engine_slots(self) -> int:
+        """Turns that the engine may generate at once: those of a dead worker run beside a full load. Not in deterministic mode,
+        whose self-test has seen `rollout_slots`."""
+        return self.rollout_slots if self.deterministic else self.rollout_slots + self.rollout_slots // ORPHANS_SHARE
 
     @property
     def dtype(self) -> str:

@@ -98,6 +98,9 @@ class World:
 
     # ---- what the Allocator asks ------------------------------------------------------------------------------------
 
+    def waits_for(self) -> str:
+        return ""
+
     def slots(self, service: str) -> int:
         size = self.calibration.size
         return {

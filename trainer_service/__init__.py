@@ -2,7 +2,8 @@
 
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
 
-A new loss is a row of `RULES` in losses.py with its formula, and a name in `LossName` of `common/messages.py`.
+A new loss is a row in the table `RULES` of losses.py (its advantage, ratio, clip and mean), a name in `LossName` of
+`common/messages.py`, a second computation in its test, its golden bytes and a line in docs/api.md: see CONTRIBUTING.md.
 
     __main__.py    starts one trainer worker
     settings.py    reads the settings of one trainer worker

@@ -8,6 +8,7 @@ after a crash: another trainer makes the version again; the manifest, created on
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from common.errors import (
 )
 from common.messages import AdapterRef, AdapterUpdate, Failure, FailureKind, Init, Message, TrainStep, Usage
 from common.streams import Cell
+from common.tasks import beating
 from trainer_service import lora
 from trainer_service.fusion import Fusion
 from trainer_service.open_step import Trained, TrainState
@@ -127,12 +129,10 @@ class TrainHandler:
         trained = await self._compute(message, beat)
         since = time.monotonic()
         self._count(trained)
-        files = save_adapter(trained.state.adapter, self._base_model)
-        files[OPTIMIZER_FILE] = save_moments(trained.state.moments)
+        files = await beating(beat, asyncio.to_thread(self._save, trained.state))
+        commit = partial(self._store.commit, self._manifest(message, target, trained), files)
         try:
-            manifest = await self._patiently(
-                lambda: self._store.commit(self._manifest(message, target, trained), files)
-            )
+            manifest = await beating(beat, self._patiently(commit))
         except AlreadyExists:
             winner = await self._patiently(lambda: self._store.manifest(target))
             if winner is None:
@@ -172,17 +172,22 @@ class TrainHandler:
 
     async def _compute(self, message: Init | TrainStep, beat: Callable[[], None]) -> Trained:
         if isinstance(message, Init):
-            return Trained(self._trainer.init(message), {}, 0, 0.0)
-        return await self._fusion.train(message, await self._state(message.adapter), beat)
+            drawn = await beating(beat, asyncio.to_thread(self._trainer.init, message))
+            return Trained(drawn, {}, 0, 0.0)
+        return await self._fusion.train(message, await self._state(message.adapter, beat), beat)
 
-    async def _state(self, adapter: AdapterRef) -> TrainState:
+    async def _state(self, adapter: AdapterRef, beat: Callable[[], None]) -> TrainState:
         """From memory, else from the store. Raises CorruptObject or NotFound."""
         state = self._cache.get(adapter)
         if state is None:
-            files = await self._patiently(lambda: self._store.read(adapter, (*PEFT_FILES, OPTIMIZER_FILE)))
-            state = self._load(files)
+            read = partial(self._store.read, adapter, (*PEFT_FILES, OPTIMIZER_FILE))
+            files = await beating(beat, self._patiently(read))
+            state = await beating(beat, asyncio.to_thread(self._load, files))
             self._cache.put(adapter, state)
         return state
+
+    def _save(self, state: TrainState) -> dict[str, bytes]:
+        return {**save_adapter(state.adapter, self._base_model), OPTIMIZER_FILE: save_moments(state.moments)}
 
     def _load(self, files: dict[str, bytes]) -> TrainState:
         adapter = load_adapter(files)

@@ -1,6 +1,5 @@
 """Runs graders: an item and a sample in, a reward and its parts out. A grader that fails raises; it never gives 0."""
 
-import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.math import MathChecker
-from env_service.graders.text import similarity, string_check
+from env_service.graders.text import TextComparer, string_check
 from env_service.sandbox.sandbox import Sandbox
 
 
@@ -55,10 +54,19 @@ def _tool(index: int, call: ToolCall) -> dict[str, Any]:
 class GraderRunner:
     """Runs graders of all kinds. Safe to use from many tasks."""
 
-    def __init__(self, *, sandbox: Sandbox, endpoints: Endpoints, math_checker: MathChecker, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        sandbox: Sandbox,
+        endpoints: Endpoints,
+        math_checker: MathChecker,
+        text_comparer: TextComparer,
+        timeout_s: float,
+    ) -> None:
         self._sandbox = sandbox
         self._endpoints = endpoints
         self._math = math_checker
+        self._texts = text_comparer
         self._timeout_s = timeout_s
 
     async def grade(self, grader: Grader, item: Mapping[str, Any], sample: Mapping[str, Any], *, key: str) -> Grade:
@@ -85,8 +93,8 @@ class GraderRunner:
                 case StringCheck():
                     return string_check(grader.operation, *_texts(grader, item, sample))
                 case TextSimilarity():
-                    texts = _texts(grader, item, sample)
-                    return await asyncio.to_thread(similarity, grader.evaluation_metric, *texts)
+                    metric, texts = grader.evaluation_metric, _texts(grader, item, sample)
+                    return await self._texts.similarity(metric, *texts, timeout_s=self._timeout_s)
                 case MathGrader():
                     text, reference = _texts(grader, item, sample)
                     return float(await self._math.equal(text, reference, timeout_s=self._timeout_s))

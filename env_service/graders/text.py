@@ -1,18 +1,10 @@
-"""`string_check` and `text_similarity`: rewards from comparing two texts. Pure functions."""
-
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportArgumentType=false
-# none of these libraries is typed
-
-from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from nltk.translate.gleu_score import sentence_gleu
-from rapidfuzz import fuzz
-from rouge_score import rouge_scorer
+"""`string_check` and `text_similarity`: rewards from comparing two texts."""
 
 from common.errors import InvalidInput
+from env_service.graders.helper import HelperPool
 
 MAX_CHARACTERS = 20_000
-"""The most characters of a text: some metrics take time in proportion to the product of the lengths."""
+"""The most characters of a text whose similarity is measured."""
 
 
 def string_check(operation: str, text: str, reference: str) -> float:
@@ -31,22 +23,15 @@ def string_check(operation: str, text: str, reference: str) -> float:
     return float(holds)
 
 
-def similarity(metric: str, text: str, reference: str) -> float:
-    """Returns 0 to 1. White space separates words; for ROUGE a word is a run of letters and digits. Raises InvalidInput."""
-    if max(len(text), len(reference)) > MAX_CHARACTERS:
-        raise InvalidInput(f"texts of more than {MAX_CHARACTERS} characters are not compared")
-    if metric == "fuzzy_match":
-        return fuzz.ratio(text, reference) / 100
-    if not text.split() or not reference.split():
-        return float(text.split() == reference.split())
-    if metric == "bleu":
-        smooth = SmoothingFunction().method1
-        return float(sentence_bleu([reference.split()], text.split(), smoothing_function=smooth))
-    if metric == "gleu":
-        return float(sentence_gleu([reference.split()], text.split()))
-    return _rouge(metric, text, reference)
+class TextComparer:
+    """Measures how alike two texts are, in a helper process. `close` when done."""
 
+    def __init__(self) -> None:
+        self._helpers = HelperPool("text_similarity", "env_service.graders.similarity", first=("rouge_l", "a", "a"))
+        self.close = self._helpers.close
 
-def _rouge(metric: str, text: str, reference: str) -> float:
-    name = "rougeL" if metric == "rouge_l" else metric.replace("rouge_", "rouge")
-    return float(rouge_scorer.RougeScorer([name]).score(reference, text)[name].fmeasure)
+    async def similarity(self, metric: str, text: str, reference: str, *, timeout_s: float) -> float:
+        """Returns 0 to 1. Raises InvalidInput, GraderFailed."""
+        if max(len(text), len(reference)) > MAX_CHARACTERS:
+            raise InvalidInput(f"texts of more than {MAX_CHARACTERS} characters are not compared")
+        return await self._helpers.ask(metric, text, reference, timeout_s=timeout_s)

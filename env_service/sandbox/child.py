@@ -1,42 +1,54 @@
 """The inside of the sandbox: `sandbox.py` starts it as `python -I -S child.py`, in an empty environment.
 
-Reads one job as JSON from stdin, shuts itself in, runs the tenant's source, and writes one line of JSON to what was
-stdout. Before the tenant's code runs, descriptors 1 and 2 both lead to the output pipe, so a print cannot look like a
-result. Only the standard library, and as little of it as possible: this file is imported anew for every call.
+    child (the keeper) ─ forks ─► child (shuts itself in, runs the tenant's source) ─ result ─► sandbox
+
+Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Before the tenant's code runs, descriptors
+1 and 2 both lead to the output pipe, so a print cannot look like a result. The keeper runs none of the tenant's code: it
+waits for the end of the other, and kills it on SIGTERM, which the worker sends, or the kernel once the worker is dead.
+Only the standard library, and as little of it as possible: this file is imported anew for every call.
 
     stage            what it needs                             without it
-    namespaces       root, or unprivileged user namespaces     seccomp keeps the network away; the others do not exist
+    namespaces       root, or unprivileged user namespaces     seccomp keeps the network and other processes away
     other uid        root                                      the worker's own uid
     landlock         Linux 5.13                                files are as open as their modes say
     seccomp          Linux on x86-64 or arm64                  an audit hook, which code that tries can get around
     limits           any Unix                                  nothing runs
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # to import it takes a tenth of a short call's time
+    from typing import Any, NoReturn
 
 Libc = ctypes.CDLL
 Reporter = Callable[..., None]
 
-SIGKILL = 9
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME, MS_NODIRATIME = 1, 2, 4, 8, 32, 1024, 2048
 MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME, ST_RELATIME = 4096, 16384, 1 << 18, 1 << 21, 4096
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
+TOLD = (signal.SIGTERM, signal.SIGCHLD)
+"""What the keeper waits for."""
 
 FIRST_UID = 1_000_000_000
 """Each call runs under this uid plus its process id. No other call has it, so calls cannot signal each other."""
 NOBODY = 65534
-WORK_BYTES = 16 * 1024 * 1024
-"""Size of the temporary file system, where there is one."""
+WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
+"""The most that the working folder holds."""
+LOOK_EVERY_S = 0.05
+"""How often the keeper looks into a working folder that is no file system of its own."""
 
 
 def main() -> None:
@@ -47,7 +59,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    layers = shut_in(job["limits"], set(job["layers"]))
+    layers = shut_in(job, set(job["layers"]))
     write = make_reporter(result_fd, job["nonce"], layers)
     run(job["source"], job["call"], job["arguments"], write)
 
@@ -124,39 +136,46 @@ def flush() -> None:
 # ------------------------------------------------------------------------------------------------------ shut in
 
 
-def shut_in(limits: dict[str, int], wanted: set[str]) -> set[str]:
+def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
     """Gives up all rights, layer by layer; returns the layers that hold. Ends with an error if it would stay root."""
-    linux, root, directory = sys.platform == "linux", os.geteuid() == 0, os.getcwd()
-    uid = FIRST_UID + os.getpid()
+    root, uid = os.geteuid() == 0, FIRST_UID + os.getpid()
     os.umask(0o022)
     libc = ctypes.CDLL(None, use_errno=True)
     layers: set[str] = set()
-    if linux:
-        libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-    if linux and "namespaces" in wanted:
-        layers |= enter_namespaces(libc, directory, uid)
-    set_limits(limits)
+    if sys.platform == "linux":
+        kill_first()
+        if "namespaces" in wanted:
+            layers |= enter_namespaces(libc, os.getcwd(), uid)
+        stay_behind(libc, job["worker"], own_files="files" in layers)
+    set_limits(job["limits"])
     if root:
         become(uid)
         layers.add("uid")
-    if linux:
-        layers |= give_up_rights(libc, wanted)
+    if sys.platform == "linux":
+        program = job["own_files_filter" if "files" in layers else "filter"]
+        layers |= give_up_rights(libc, wanted, bytes.fromhex(program))
     if not layers & {"network", "seccomp"}:
         sys.addaudithook(refuse_sockets)
         layers.add("audit")
     return layers
 
 
-def give_up_rights(libc: Libc, wanted: set[str]) -> set[str]:
+def kill_first() -> None:
+    """Has the kernel kill this process, and not the worker, where memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def give_up_rights(libc: Libc, wanted: set[str], program: bytes) -> set[str]:
     """Gives up the rights that a process on Linux can give up without any privilege. Returns the layers that hold."""
     layers: set[str] = set()
     drop_capabilities(libc)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     if "landlock" in wanted and confine_files(libc, os.getcwd()):
         layers.add("landlock")
-    if "seccomp" in wanted and filter_calls(libc):
+    if "seccomp" in wanted and program and filter_calls(libc, program):
         layers.add("seccomp")
     return layers
 
@@ -202,12 +221,54 @@ def drop_capabilities(libc: Libc) -> None:
     libc.capset(header, ctypes.create_string_buffer(24))
 
 
+# ------------------------------------------------------------------------------------------------------- keeper
+
+
+def stay_behind(libc: Libc, worker: int, *, own_files: bool) -> None:
+    """Goes on in a child; the parent stays as its keeper, and never returns."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != worker:
+        os._exit(1)
+    child = os.fork()
+    if child:
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        keep(child, own_files=own_files)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def keep(child: int, *, own_files: bool) -> NoReturn:
+    """Ends as the child ends. Kills it when it is told to, or when the working folder holds too much."""
+    status = 0
+    while True:
+        told = signal.sigtimedwait(TOLD, 3600 if own_files else LOOK_EVERY_S)
+        full = not own_files and is_too_full()
+        if full or (told and told.si_signo == signal.SIGTERM):
+            os.kill(child, signal.SIGKILL)
+            status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
+        ended, found = os.waitpid(child, 0 if status else os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(found)
+            os._exit(status or (code if code >= 0 else 128 - code))
+
+
+def is_too_full() -> bool:
+    """Tells whether the working folder, which has no folders in it, holds too many files, or too many bytes."""
+    size = 0
+    for num, name in enumerate(os.listdir()):
+        with contextlib.suppress(FileNotFoundError):
+            size += os.lstat(name).st_blocks * 512
+        if num > WORK_FILES or size > WORK_BYTES:
+            return True
+    return False
+
+
 # --------------------------------------------------------------------------------------------------- namespaces
 
 
 def enter_namespaces(libc: Libc, directory: str, uid: int) -> set[str]:
-    """Enters a network without interfaces, process ids of its own (the kernel kills what is left), and a file system that
-    holds Python's library and an empty folder. Returns the layers that the kernel allows."""
+    """Enters a network without interfaces, process ids of its own, and a file system that holds Python's library and an
+    empty folder. Returns the layers that the kernel allows."""
     layers: set[str] = set()
     if os.geteuid() != 0:
         own_uid, own_gid = os.getuid(), os.getgid()
@@ -216,8 +277,7 @@ def enter_namespaces(libc: Libc, directory: str, uid: int) -> set[str]:
         map_self(own_uid, own_gid)
     if libc.unshare(CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS) == 0:
         layers.add("network")
-    if libc.unshare(CLONE_NEWPID) == 0:
-        wait_for_child()
+    if libc.unshare(CLONE_NEWPID) == 0:  # the next child is its first process: the kernel ends the others with it
         layers.add("processes")
     if libc.unshare(CLONE_NEWNS) == 0:
         try:
@@ -234,20 +294,11 @@ def map_self(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def wait_for_child() -> None:
-    """Goes on in a child, the first process of the new process ids; the parent ends as the child ends."""
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        os._exit(code if code >= 0 else 128 - code)
-
-
 def change_root(libc: Libc, directory: str, uid: int) -> None:
     """Raises OSError if the kernel refuses; the old root is then still in place."""
     call(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
     new = directory.encode()
-    size = f"size={WORK_BYTES},mode=755".encode()
+    size = f"size={WORK_BYTES},nr_inodes={WORK_FILES},mode=755".encode()
     call(libc.mount(b"tmpfs", new, b"tmpfs", MS_NOSUID | MS_NODEV, size))
     for path in library_paths():
         if os.path.islink(path):
@@ -287,16 +338,25 @@ def call(status: int) -> None:
 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ = 4 | 8  # read files, list folders
-ALL = (1 << 13) - 1  # every right of the first version of landlock
+EXECUTE = 1
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
+"""Version of landlock -> number of rights on files that it knows; the third added truncation, the fifth devices."""
+TCP, SCOPES = 3, 3  # bind and connect, from the fourth on; abstract sockets and signals of others, from the sixth on
 
 
 def confine_files(libc: Libc, work: str) -> bool:
-    """Lets only the library be read and only the working folder be written. False if the kernel has no landlock."""
-    attributes = ctypes.create_string_buffer(struct.pack("Q", ALL))
-    rules = libc.syscall(LANDLOCK_CREATE, attributes, 8, 0)
+    """Lets only the library be read and only the working folder be written, and keeps signals inside where the kernel can.
+    False if it has no landlock."""
+    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return False
+    every = (1 << max(num for since, num in FILE_RIGHTS.items() if since <= version)) - 1
+    attributes = struct.pack("QQQ", every, TCP if version >= 4 else 0, SCOPES if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    rules = libc.syscall(LANDLOCK_CREATE, ctypes.create_string_buffer(attributes), size, 0)
     if rules < 0:
         return False
-    for path, rights in [(path, READ) for path in library_paths()] + [(work, ALL & ~1)]:
+    for path, rights in [(path, READ) for path in library_paths()] + [(work, every & ~EXECUTE)]:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -311,47 +371,12 @@ def confine_files(libc: Libc, work: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------------- seccomp
 
-# numbers of the calls that are refused: sockets, new processes, signals to others, namespaces and mounts, reading
-# other processes, and the large rare interfaces of the kernel
-REFUSED = {
-    "x86_64": (
-        0xC000003E,
-        (41, 53, 57, 58, 59, 62, 101, 129, 155, 161, 165, 166, 175, 200, 234, 246, 248, 249, 250, 272, 297, 298)
-        + (304, 308, 310, 311, 313, 321, 322, 323, 424, 425, 428, 429, 430, 431, 432, 433, 434, 438),
-        56,
-    ),
-    "aarch64": (
-        0xC00000B7,
-        (198, 199, 221, 117, 129, 138, 41, 51, 40, 39, 105, 130, 131, 104, 217, 218, 219, 97, 240, 241)
-        + (265, 268, 270, 271, 273, 280, 281, 282, 424, 425, 428, 429, 430, 431, 432, 433, 434, 438),
-        220,
-    ),
-}
-CLONE3, CLONE_THREAD = 435, 0x10000
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, ENOSYS = 1, 38
 
-
-def filter_calls(libc: Libc) -> bool:
-    """Installs the filter; False where it is unknown or not allowed."""
-    if os.uname().machine not in REFUSED or struct.calcsize("P") != 8:
-        return False
-    program = filter_program(*REFUSED[os.uname().machine])
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+def filter_calls(libc: Libc, program: bytes) -> bool:
+    """Installs the filter that `calls.py` makes; False if the kernel refuses."""
+    code = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     return libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0) == 0
-
-
-def filter_program(arch: int, refused: tuple[int, ...], clone: int) -> list[tuple[int, int, int, int]]:
-    lines = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    lines += [(JUMP_AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
-    lines += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | ENOSYS)]
-    for number in refused:
-        lines += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | EPERM)]
-    lines += [(JUMP_EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (JUMP_BITS, 1, 0, CLONE_THREAD)]
-    lines += [(RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)]
-    return lines
 
 
 def refuse_sockets(event: str, _arguments: object) -> None:

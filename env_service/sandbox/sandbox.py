@@ -4,22 +4,24 @@ It protects, by the strongest means that the machine allows (`Sandbox.probe` say
 
     the network      a network namespace without interfaces; seccomp refuses sockets; without both, a Python audit
                      hook, which code that tries can get around
-    other work       a process namespace and a uid of its own; no signals, no new processes (seccomp); the environment
-                     is empty, no descriptor of the worker is inherited, the worker's environment cannot be read
+    other work       a process namespace and a uid of its own; no signals, no new processes or sessions, no limits or
+                     priorities of others, no shared memory (seccomp); the environment is empty, no descriptor of the
+                     worker is inherited, the worker's environment cannot be read
     files            a file system that holds Python's library, read-only, and an empty folder that vanishes with the
                      process; landlock, also where there are no namespaces
-    the machine      limits on CPU seconds, memory, file size, open files and processes; the output is cut off and
-                     the process killed when it exceeds its limit; a wall-clock limit, then a kill of the whole group
+    the machine      limits on CPU seconds, memory, file size, open files, processes, and what the folder holds; the
+                     output is cut off and the process killed when it exceeds its limit; a wall-clock limit, after
+                     which a process that runs none of the tenant's code kills all that is left (`child.py`)
 
 It does not protect:
 
     - against bugs of the kernel: code runs on it directly, there is no virtual machine
-    - the total of all calls: each has its limits, and `max_processes` of them run at a time, but no cgroup bounds
-      their sum, and nothing bounds memory bandwidth or caches (side channels)
+    - the total of all calls: each has its limits, and `max_processes` of them run at a time and one more, but no cgroup
+      bounds their sum, and nothing bounds memory bandwidth or caches (side channels)
     - a grader against itself: code that a tenant's grader executes in its own process, for example a model's answer
       given to `exec`, can bring about any reward; prints and stray writes cannot, for they do not know the nonce
-    - where there are neither namespaces nor landlock: files that the call's user may read, and without root that user
-      is the worker's own, so its environment in /proc is among them
+    - where there are neither namespaces nor landlock, or no seccomp: files that the call's user may read, and without
+      root that user is the worker's own, so its environment in /proc is among them. `check_strength` refuses this
 """
 
 import asyncio
@@ -33,17 +35,23 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import structlog
 
+from common.errors import InvalidInput
+from common.places import Places
 from env_service import work
+from env_service.sandbox.calls import filter_program
 
 CHILD = Path(__file__).with_name("child.py")
 LAYERS = ("namespaces", "landlock", "seccomp")
+END_S = 0.4
+"""Time in which a call that has been killed is gone: milliseconds on a machine that is not overloaded."""
 
 Ending = Literal["ok", "raised", "output", "timeout", "crashed"]
 
@@ -89,40 +97,43 @@ class Reply(msgspec.Struct):
 
 
 class Sandbox:
-    """Runs calls, at most `max_processes` at a time."""
+    """Runs calls, at most `max_processes` at a time, and one more of a tenant that has none running: see `Places`."""
 
     def __init__(
         self, *, max_processes: int = 4, limits: SandboxLimits | None = None, layers: Sequence[str] = LAYERS
     ) -> None:
         self._limits = limits or SandboxLimits()
         self._layers = tuple(layers)
-        self._places = asyncio.Semaphore(max_processes)
-        self._waiting: set[Callable[[], None]] = set()
-        """Beats of the calls that wait for a place: they advance whenever another call ends."""
+        self._places = Places(max_processes)
+        machine = os.uname().machine
+        self._filters = {
+            "filter": filter_program(machine, own_files=False).hex(),
+            "own_files_filter": filter_program(machine, own_files=True).hex(),
+        }
 
     async def run(
         self, source: str, *, call: str | None = None, arguments: Sequence[Any] = (), timeout_s: float
     ) -> Outcome:
         """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does.
 
-        The time limit begins when a place is free.
+        The time limit begins when a place is free. Nothing of the call lives on afterwards.
         """
         job = self._job(source, call, arguments, timeout_s)
         if len(job) > self._limits.input_bytes:
             return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
-        async with self._place():
+        async with _folder() as folder, work.place(self._places):
             started = time.monotonic()
-            outcome = await self._run(job, timeout_s)
+            outcome = await self._run(job, folder, timeout_s)
         seconds = time.monotonic() - started
         work.charge(seconds)
         work.beat()
         return replace(outcome, seconds=seconds)
 
     async def probe(self) -> tuple[str, ...]:
-        """The layers that hold on this machine. Raises RuntimeError if the sandbox does not work at all."""
+        """The layers that hold on this machine. Raises InvalidInput if the sandbox does not work at all."""
         outcome = await self.run("", timeout_s=30)
         if outcome.ending != "ok":
-            raise RuntimeError(f"the sandbox does not work on this machine: {outcome.reason}")
+            raise InvalidInput(f"the sandbox does not work on this machine: {outcome.reason}")
         return outcome.layers
 
     def _job(self, source: str, call: str | None, arguments: Sequence[Any], timeout_s: float) -> bytes:
@@ -132,44 +143,25 @@ class Sandbox:
             "file_bytes": self._limits.file_bytes,
         }
         job = {"source": source, "call": call, "arguments": list(arguments), "limits": limits, "layers": self._layers}
-        return json.dumps(job).encode()
+        return json.dumps(job | self._filters | {"worker": os.getpid()}).encode()
 
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncGenerator[None, None]:
-        beat = work.current_beat()
-        self._waiting.add(beat)
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting.discard(beat)
-        try:
-            yield
-        finally:
-            self._places.release()
-            for waiting in list(self._waiting):
-                waiting()
-
-    async def _run(self, job: bytes, timeout_s: float) -> Outcome:
+    async def _run(self, job: bytes, folder: str, timeout_s: float) -> Outcome:
         nonce = secrets.token_hex(16)
         job = b'{"nonce": "' + nonce.encode() + b'", ' + job[1:]
-        directory = tempfile.mkdtemp(prefix="marlaas-sandbox-")
+        process = await self._spawn(folder)
         try:
-            process = await self._spawn(directory)
-            try:
-                return await self._converse(process, job, nonce, timeout_s)
-            finally:
-                await _end(process)
+            return await self._converse(process, job, nonce, timeout_s)
         finally:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await _end(process)
 
-    async def _spawn(self, directory: str) -> asyncio.subprocess.Process:
+    async def _spawn(self, folder: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", "-B", str(CHILD),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={"PATH": "", "LANG": "C.UTF-8"},
-            cwd=directory,
+            cwd=folder,
             start_new_session=True,
         )  # fmt: skip
 
@@ -196,6 +188,27 @@ class Sandbox:
         return _outcome(process.returncode, bytes(result), text, nonce)
 
 
+def check_strength(layers: Sequence[str]) -> None:
+    """Raises InvalidInput if what holds is weaker than what the operator is told: docs/operations.md."""
+    if "seccomp" in layers and {"files", "landlock"} & set(layers):
+        return
+    raise InvalidInput(
+        f"the sandbox is too weak for tenants' code: of its layers only {', '.join(layers) or 'none'} hold on this machine, "
+        "and it needs seccomp, and landlock (Linux 5.13) or namespaces. Allow them, or set MARLAAS_WEAK_SANDBOX=1 if you "
+        "trust the code of every tenant"
+    )
+
+
+@contextlib.asynccontextmanager
+async def _folder() -> AsyncGenerator[str]:
+    """A call's working folder, which is gone afterwards."""
+    folder = tempfile.mkdtemp(prefix="marlaas-sandbox-")
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
 def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcome:
     reply = _parse(result, nonce)
     if reply is None:
@@ -218,6 +231,8 @@ def _how_it_died(status: int | None, output: str) -> str:
     number = -code if code < 0 else code - 128
     if number == signal.SIGXCPU:
         return "used more CPU time than allowed"
+    if number == signal.SIGXFSZ:
+        return "wrote more into its folder than allowed"
     if 0 < number < 65 and code not in (0, 1):
         return f"killed by signal {number}"
     last = output.strip().rpartition("\n")[2][:200]
@@ -235,24 +250,38 @@ async def _give(process: asyncio.subprocess.Process, job: bytes) -> None:
 async def _read(
     stream: asyncio.StreamReader, into: bytearray, *, limit: int, process: asyncio.subprocess.Process
 ) -> None:
-    """Reads to the end. Kills the process if it writes more than `limit` bytes; `into` is then longer than that."""
+    """Reads to the end. Has the call ended if it writes more than `limit` bytes; `into` is then longer than that."""
     while chunk := await stream.read(16384):
         into += chunk
         work.beat()
         if len(into) > limit:
-            _kill_group(process)
+            _tell_to_end(process)
             return
 
 
-def _kill_group(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _tell_to_end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kills what is left of the group, and waits until its streams are closed."""
-    _kill_group(process)
-    for stream in filter(None, (process.stdout, process.stderr)):
-        while await stream.read(65536):
-            pass
-    await process.wait()
+    """Has the keeper kill what is left of the call. A keeper that takes too long is killed; the kernel then kills the call."""
+    _tell_to_end(process)
+    await _has_ended(process)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if not await _has_ended(process):
+        structlog.get_logger().error("sandboxed_call_does_not_end", pid=process.pid)
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Waits, but not for long, until the process has ended and nobody can write to its streams."""
+    try:
+        async with asyncio.timeout(END_S):
+            for stream in filter(None, (process.stdout, process.stderr)):
+                while await stream.read(65536):
+                    pass
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True

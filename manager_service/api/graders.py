@@ -85,6 +85,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
             item=item,
             output_text=body.model_sample,
             reply_to=reply_to,
+            weight=tenant.weight,
         )
 
     await check_quota(base.redis, base.cell, tenant)

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from common.errors import Unavailable
+from common.fairness import Fairness
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.records import TenantRecord
-from manager_service.scheduling.fairness import Fairness
 
 MAX_WAITING = 1024
 """Requests of one tenant that wait at once for the same places."""

@@ -12,7 +12,7 @@ Its files:
     evaluation.py           counts the trajectories of an evaluation
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
-    items.py                draws the rows of a training or validation file in the job's own order
+    items.py                reads the rows of a training or validation file from disk
     lengths.py              estimates how long the trajectories under way will be, from those that ended
     changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

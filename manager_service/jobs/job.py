@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from common.messages import AdapterUpdate, Failure, Parked, ScoredTrajectory, Usage
+from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, Usage
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import count, new_tally, next_unit
@@ -28,7 +28,8 @@ from manager_service.scheduling.policies import capacity
 MAX_DRAWN = 3
 """Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
 MAX_REASONS = 20
-"""Different reasons of failures that are counted between two steps."""
+"""Different reasons of failures that are counted apart between two steps."""
+OTHER_REASONS = "other: reasons beyond the first"
 
 
 class Job:
@@ -243,8 +244,8 @@ class Job:
     def _on_failed(self, entry: str, key: TrajectoryKey, failure: Failure, changes: Changes) -> None:
         reason = f"{failure.kind}: {failure.reason[:300]}"
         reasons = self.state.reasons
-        if reason in reasons or len(reasons) < MAX_REASONS:
-            reasons[reason] = reasons.get(reason, 0) + 1
+        counted = reason if reason in reasons or len(reasons) < MAX_REASONS else OTHER_REASONS
+        reasons[counted] = reasons.get(counted, 0) + 1
         self.open.fail(key, changes)
         self.open.ack(entry, changes)
         self._dirty(changes)
@@ -264,6 +265,16 @@ class Job:
             self.open.park(key, entry, request)
         else:
             self._waste(entry, request.usage, changes)
+
+    def on_dead_letter(self, entry: str, letter: DeadLetter, now: float, changes: Changes) -> None:
+        """Takes in that nobody can read a message of this job: what it asked for has failed. Raises ValueError for a strange id."""
+        failure = Failure("dead_letter", f"a message could not be read: {letter.reason}")
+        if letter.stream == self.cell.train:
+            self._on_refused(letter.id, self.state.version + 1, failure, now, changes)
+            self._dirty(changes)
+            return
+        for key, version, attempt in self.open.named_by(letter.id):
+            self.on_scored(entry, self.orders.failed(self.state, key, version, attempt, failure), changes)
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
@@ -324,7 +335,8 @@ class Job:
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
-        state.training = Training(step.id, keys, state.window, versions)
+        failed = sum(state.reasons.values())
+        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason())
         state.window = end
         state.dropped = [number for number in state.dropped if number >= end]
         state.drawn = max(0, state.next_group - end)
@@ -336,7 +348,7 @@ class Job:
     def on_adapter(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
         """Takes in that a version was committed or refused. A repeat changes nothing."""
         if message.failure is not None:
-            self._on_refused(message, message.failure, now, changes)
+            self._on_refused(message.batch, message.adapter.version, message.failure, now, changes)
         elif self.state.initialising and message.adapter.version == 0:
             self.state.initialising = False
             if self.state.status not in FINAL:
@@ -356,15 +368,15 @@ class Job:
     def _has_trained_all(self) -> bool:
         return self.state.version >= self.spec.hyper.num_steps and not self.state.evals
 
-    def _on_refused(self, message: AdapterUpdate, failure: Failure, now: float, changes: Changes) -> None:
+    def _on_refused(self, batch: str, version: int, failure: Failure, now: float, changes: Changes) -> None:
         training = self.state.training
-        if training is not None and training.batch == message.batch:
+        if training is not None and training.batch == batch:
             self.open.settle("failed", training.keys, changes)
             self.state.training = None
-        elif not (self.state.initialising and message.adapter.version == 0):
+        elif not (self.state.initialising and version == 0):
             return
         self.state.initialising = False
-        reason = f"version {message.adapter.version} was not made: {failure.reason}"
+        reason = f"version {version} was not made: {failure.reason}"
         self.fail(JobError(failure.kind, reason), now, changes)
 
     def _commit(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
@@ -383,11 +395,14 @@ class Job:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _fail_unanswerable(self, now: float, changes: Changes) -> None:
-        reasons = self.state.reasons
-        reason = max(reasons, key=lambda r: reasons[r]) if reasons else "fewer than two usable answers"
-        kind, _, text = reason.partition(": ")
+        kind, _, text = (self._commonest_reason() or "fewer than two usable answers").partition(": ")
         count = self.state.failed_groups
         self.fail(JobError(kind, f"{count} groups failed in one step; the commonest reason: {text}"), now, changes)
+
+    def _commonest_reason(self) -> str:
+        """Of the failures since the last step; empty if there were none."""
+        reasons = self.state.reasons
+        return max(reasons, key=lambda reason: reasons[reason], default="")
 
     def _finish(self, status: Status, now: float, changes: Changes) -> None:
         """Ends the job, and settles everything but a TrainStep under way."""

@@ -19,6 +19,7 @@ METRICS = (
     *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
 )
 """Metrics that every step's event has, null where there is no signal."""
+WARN_FAILED_SHARE = 0.05
 
 
 class Journal:
@@ -65,19 +66,27 @@ class Journal:
         gap = metrics.get("sampling_gap")
         state.sampling_gap = state.sampling_gap if gap is None else gap
         step = update.adapter.version
+        failed_share = training.num_failed / max(1, training.num_failed + len(training.keys))
         data = {
             **dict.fromkeys(METRICS),
             **metrics,
             "step": step,
             "version": step,
             "sampled_versions": list(training.versions),
+            "failed_share": failed_share,
+            "failed_reason": training.failed_reason or None,
             "trained_tokens": state.trained_tokens,
             "step_tokens": update.usage.trained_tokens,
             "step_s": None if self._last_commit_at is None else now - self._last_commit_at,
         }
         self._last_commit_at = now
         shown = "no signal" if state.last_reward is None else f"reward {state.last_reward:.3f}"
-        self.tell(now, changes, f"Step {step}/{self._spec.hyper.num_steps}: {shown}", metrics=data)
+        said = f"Step {step}/{self._spec.hyper.num_steps}: {shown}"
+        if failed_share <= WARN_FAILED_SHARE:
+            self.tell(now, changes, said, metrics=data)
+        else:
+            said = f"{said}; {failed_share:.0%} of its trajectories failed, most of them: {training.failed_reason}"
+            self.tell(now, changes, said, level="warn", metrics=data)
 
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         """Writes the event of an evaluation that has ended."""

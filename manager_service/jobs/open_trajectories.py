@@ -104,6 +104,27 @@ class OpenTrajectories:
         group = self.groups.get(key.group)
         return group.waiting.get(key.sample) if group is not None and group.version == version else None
 
+    def named_by(self, identity: str) -> list[tuple[TrajectoryKey, int, int]]:
+        """The waiting trajectories that a message is about, by its id, each with its version and attempt.
+
+        A turn's id names one, a Start's (see `Orders.start`) stands for all of its group. Raises ValueError for another id.
+        """
+        _, name, sample, *rest = identity.split("/")
+        named, attempt = TrajectoryKey.parse(f"{name}/{sample}"), int(rest[-1])
+        alike = [named._replace(sample=other) for other in self._samples_like(named)] if len(rest) == 1 else [named]
+        version = (
+            self.groups[named.group].version
+            if named.purpose == "train" and named.group in self.groups
+            else named.version
+        )
+        return [(key, version, attempt) for key in alike if self.attempt_of(key, version) == attempt]
+
+    def _samples_like(self, key: TrajectoryKey) -> list[int]:
+        """Samples that are waited for, of the same group."""
+        if key.purpose == "train":
+            return list(self.groups[key.group].waiting) if key.group in self.groups else []
+        return [other.sample for other in self.evals if other == key._replace(sample=other.sample)]
+
     # ---- transitions ------------------------------------------------------------------------------------------------
 
     def wait_for(self, key: TrajectoryKey, version: int, attempt: int) -> None:

@@ -7,7 +7,19 @@ import msgspec
 import numpy as np
 
 from common.bus import Out
-from common.messages import AdapterNew, AdapterRef, Cancel, Init, Sampling, Start, TrainStep, TurnRequest
+from common.messages import (
+    AdapterNew,
+    AdapterRef,
+    Cancel,
+    Failure,
+    Init,
+    Sampling,
+    ScoredTrajectory,
+    Start,
+    TrainStep,
+    TrajectoryRef,
+    TurnRequest,
+)
 from common.rng import permutation
 from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
@@ -51,6 +63,7 @@ class Orders:
             sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
             max_turns=hyper.max_turns,
             tool_timeout_s=hyper.tool_timeout_s,
+            weight=spec.weight,
         )
         return self._cell.env, message
 
@@ -86,6 +99,20 @@ class Orders:
         """Hints to rollout workers that turns will soon name this version."""
         identity = f"{self._spec.id}/new{adapter.version}"
         return self._cell.adapters_new, AdapterNew(id=identity, **self.about(state), adapter=adapter)
+
+    def failed(
+        self, state: JobState, key: TrajectoryKey, version: int, attempt: int, failure: Failure
+    ) -> ScoredTrajectory:
+        """Makes the result of a trajectory of which no worker can send one."""
+        spec = self._spec
+        return ScoredTrajectory(
+            id=f"{spec.id}/{key}/lost/{attempt}",
+            **self.about(state),
+            adapter=AdapterRef(spec.tenant, spec.id, version),
+            trajectory=TrajectoryRef(key.purpose, spec.seed, key.group, key.sample, attempt),
+            stop_reason="failed",
+            failure=failure,
+        )
 
     def item(self, group: int) -> dict[str, Any] | None:
         """The item of a group: permutation(seed, epoch)[group mod n]. None: the environment makes its own."""

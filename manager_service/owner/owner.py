@@ -29,6 +29,7 @@ from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import day_field
 from manager_service.scheduling.allocator import Allocator, Slots
+from manager_service.scheduling.fairness import MAX_MEMORY_USED
 from manager_service.scheduling.policies import MARLAAS, Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from manager_service.tenants import Tenants
@@ -70,6 +71,8 @@ class Owner:
         self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
         self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, tuple[Partition, Fence]] = {}
+        self._arrived = asyncio.Event()  # new jobs are to be fetched
+        self._untidy: asyncio.Queue[str] = asyncio.Queue()  # folders that nobody needs any more
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
@@ -80,7 +83,9 @@ class Owner:
         """Works until `stop`, then gives the leases back, so that another replica need not wait for them."""
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
-        async with running(self._keep_leases(), self._load_taken(), self._watch(), self._passes()):
+        async with running(
+            self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._tidy(), self._passes()
+        ):
             await stop.wait()
         await self._leases.leave()
 
@@ -130,6 +135,23 @@ class Owner:
             await self._commit(number, changes)
         if partition.jobs:
             log.info("partition_taken", partition=number, jobs=len(partition.jobs))
+
+    async def _take_in_jobs(self) -> None:
+        """Takes in new jobs beside the passes, because their files may be long in coming."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            for number, owned in list(self._owned.items()):
+                for job_id in owned[0].arriving:
+                    await self._take_in(number, owned, job_id)
+
+    async def _take_in(self, number: int, owned: tuple[Partition, Fence], job_id: str) -> None:
+        changes = Changes()
+        await owned[0].fetch(job_id, time.time(), changes)
+        async with self._lock:
+            if self._owned.get(number) is owned:  # else the next owner does it
+                await owned[0].take_in(job_id, time.time(), changes)
+                await self._commit(number, changes)
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
@@ -197,6 +219,8 @@ class Owner:
         for delivery in deliveries:
             number = _partition_number(delivery)
             await self._owned[number][0].handle(delivery, now, changes[number])
+            if self._owned[number][0].arriving:
+                self._arrived.set()
         for partition, _ in self._owned.values():
             self._allocator.follow(partition.jobs, now)
         await self._look_at_env()
@@ -225,14 +249,16 @@ class Owner:
             self._forget(number, f"{type(error).__name__}: {error}")
             return
         for job in changes.finished:
-            await self._tidy(f"payloads/{job}")
+            self._untidy.put_nowait(f"payloads/{job}")
 
-    async def _tidy(self, folder: str) -> None:
-        """Deletes the payloads of a finished job's big messages. A payload that stays costs space and nothing else."""
-        try:
-            await self._objects.delete_folder(folder)
-        except Unavailable as error:
-            log.warning("not_deleted", folder=folder, reason=str(error))
+    async def _tidy(self) -> None:
+        """Deletes the payloads of finished jobs' big messages. A payload that stays costs space and nothing else."""
+        while True:
+            folder = await self._untidy.get()
+            try:
+                await self._objects.delete_folder(folder)
+            except Unavailable as error:
+                log.warning("not_deleted", folder=folder, reason=str(error))
 
     # ---- what is watched --------------------------------------------------------------------------------------------
 
@@ -277,8 +303,7 @@ class Owner:
 
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""
-        missing = [s for s in ("rollout", "env", "trainer") if not self._allocator.cluster.slots(s)]
-        reason = f"no {' and no '.join(missing)} worker is alive" if missing else STALL_REASON
+        reason = self._diagnosis()
         async with self._lock:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
@@ -286,6 +311,16 @@ class Owner:
                     job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
                 if changes:
                     await self._commit(number, changes)
+
+    def _diagnosis(self) -> str:
+        """Says what keeps jobs from going on, as far as it can be seen from here."""
+        cluster, used = self._allocator.cluster, self._allocator.memory_used
+        if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
+            return f"no {' and no '.join(missing)} worker is alive"
+        if used > MAX_MEMORY_USED:
+            return f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
+        waits_for = cluster.waits_for()
+        return f"workers wait: {waits_for}" if waits_for else STALL_REASON
 
     async def _nothing_under_way(self) -> bool:
         """Are all streams empty? All are read in one transaction, so that nothing can move from one to another meanwhile.

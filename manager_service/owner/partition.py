@@ -5,7 +5,10 @@ holds: unfinished jobs with their half-full batches (lost on a crash, read again
 after a crash: the next owner takes the lease, loads the records, and reads the entries that the last one had pending
 """
 
+import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -15,11 +18,11 @@ from common.adapters import AdapterStore, update_of
 from common.bus import Bus, Delivery, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import CorruptObject, NotFound, Unavailable
-from common.messages import AdapterRef, AdapterUpdate, JobCommand, Parked, ScoredTrajectory, Usage
+from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
 from common.objects import Objects, patiently
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items
+from manager_service.jobs.items import Items, LinesOnDisk
 from manager_service.jobs.job import Job
 from manager_service.jobs.job_table import JobTable
 from manager_service.records import JobError, JobSpec, JobState
@@ -40,6 +43,7 @@ class Partition:
         self._cell = bus.cell
         self._objects = objects
         self._store = store
+        self._arriving: dict[str, dict[str, Delivery]] = {}  # job -> entry -> a command that waits for it
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
 
@@ -124,7 +128,9 @@ class Partition:
         path = f"files/{tenant}/{file}"
         items = self._files.get(path)
         if items is None:
-            self._files[path] = items = Items.parse(await self._objects.get(path))
+            rows = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the items)
+            await self._objects.download(path, rows)
+            self._files[path] = items = Items(await asyncio.to_thread(LinesOnDisk, rows))
         return items
 
     async def _replay(self, stream: str, now: float, changes: Changes) -> None:
@@ -210,7 +216,8 @@ class Partition:
         message = delivery.message
         if isinstance(message, Undecodable):
             self._to_dead(delivery, message.reason, changes)
-            return
+            message = dead_letter(delivery, message.reason)
+            delivery = replace(delivery, message=message)
         try:
             job = await self._dispatch(delivery, now, changes)
         except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
@@ -226,8 +233,11 @@ class Partition:
     async def _dispatch(self, delivery: Delivery, now: float, changes: Changes) -> Job | None:
         message = delivery.message
         if isinstance(message, JobCommand):
+            if message.job not in self.jobs and (message.action == "create" or message.job in self._arriving):
+                self._arriving.setdefault(message.job, {})[delivery.entry] = delivery
+                return None
             changes.ack(delivery.stream, delivery.entry)
-            return await self._command(message, now, changes)
+            return self._command(message, now, changes)
         assert not isinstance(message, Undecodable)
         job = self.jobs.get(message.job)
         if job is None:  # it has finished; the work is still counted
@@ -241,26 +251,44 @@ class Partition:
         elif isinstance(message, AdapterUpdate):
             changes.ack(delivery.stream, delivery.entry)
             job.on_adapter(message, now, changes)
+        elif isinstance(message, DeadLetter):
+            changes.ack(delivery.stream, delivery.entry)
+            if (
+                message.stream not in self.inboxes[:2]
+            ):  # `reconcile` finds lost updates; a lost command's user asks again
+                job.on_dead_letter(delivery.entry, message, now, changes)
         else:
             self._to_dead(delivery, f"a {type(message).__name__} has no business here", changes)
         return job
 
-    async def _command(self, command: JobCommand, now: float, changes: Changes) -> Job | None:
+    def _command(self, command: JobCommand, now: float, changes: Changes) -> Job | None:
         job = self.jobs.get(command.job)
-        if command.action == "create":
-            return await self._create(command.job, now, changes)
         if job is None:
             return None
-        {"pause": job.pause, "resume": job.resume, "cancel": job.cancel}[command.action](now, changes)
-        return job
-
-    async def _create(self, job_id: str, now: float, changes: Changes) -> Job | None:
-        if job_id not in self.jobs:
-            await patiently(lambda: self._load_jobs([job_id], now, changes))
-        job = self.jobs.get(job_id)
-        if job is not None and job.state.status == "validating_files":
+        if command.action != "create":
+            {"pause": job.pause, "resume": job.resume, "cancel": job.cancel}[command.action](now, changes)
+        elif job.state.status == "validating_files":
             job.queue(now, changes)
         return job
+
+    # ---- new jobs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def arriving(self) -> list[str]:
+        """New jobs that are to be fetched. Their commands wait, pending."""
+        return list(self._arriving)
+
+    async def fetch(self, job_id: str, now: float, changes: Changes) -> None:
+        """Reads a new job's record and files, however long the store takes. Call beside the passes, not in one."""
+        await patiently(lambda: self._load_jobs([job_id], now, changes))
+
+    async def take_in(self, job_id: str, now: float, changes: Changes) -> None:
+        """Carries out the commands that waited for a job, now that it is fetched."""
+        for delivery in self._arriving.pop(job_id).values():
+            if job_id in self.jobs:
+                await self.handle(delivery, now, changes)
+            else:
+                changes.ack(delivery.stream, delivery.entry)
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
         """Does what follows from the state of a job to which something has happened."""

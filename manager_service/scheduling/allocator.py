@@ -11,6 +11,7 @@ from typing import Protocol
 
 import structlog
 
+from common.fairness import Fairness
 from common.streams import partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
@@ -21,7 +22,6 @@ from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
     OVERSUBSCRIPTION,
-    Fairness,
     is_longest_waiting,
     kv_room,
     room,
@@ -49,6 +49,10 @@ class Slots(Protocol):
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
+        ...
+
+    def waits_for(self) -> str:
+        """What a live worker waits for outside of itself; empty if none says."""
         ...
 
 

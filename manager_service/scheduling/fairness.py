@@ -1,14 +1,11 @@
-"""Picks the tenant that is served next, by weighted fair sharing. Pure functions of state.
+"""Picks the tenant that is served next, by the virtual times of `common/fairness.py`. Pure functions of state.
 
-Start-time fair queueing (Goyal et al. 1996): each tenant has a virtual time, which is the tokens charged over its weight.
-The tenant with the smallest is served next. A tenant that was idle starts at the smallest of the busy ones, so that it can
-neither hoard service nor be starved. Work under way is charged by estimate, settled work by what it used.
+Work under way is charged by estimate, settled work by what it used.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 OVERSUBSCRIPTION = 1.5
 """Open trajectories per live slot: enough that no slot waits for the manager, and few enough that fairness acts at once."""
@@ -18,32 +15,6 @@ MAX_MEMORY_USED = 0.6
 """Share of Redis' memory limit above which nothing new is issued."""
 LONGEST_WAITING_EVERY = 4
 """Every so many turns of a tenant, its job that waits longest is served instead of its most urgent one."""
-
-
-@dataclass(slots=True)
-class Fairness:
-    """Virtual time of each tenant, in tokens over weight."""
-
-    _virtual: dict[str, float] = field(default_factory=dict)
-    _busy: set[str] = field(default_factory=set)
-
-    def busy(self, tenants: Iterable[str]) -> None:
-        """Names the tenants that have work. Newcomers start level with the least served of the others."""
-        now = set(tenants)
-        if now == self._busy:
-            return
-        level = min((self._virtual[t] for t in self._busy & now), default=None)
-        if level is None:
-            level = max(self._virtual.values(), default=0.0)
-        for tenant in now - self._busy:
-            self._virtual[tenant] = max(self._virtual.get(tenant, 0.0), level)
-        self._busy = now
-
-    def charge(self, tenant: str, tokens: float, weight: float) -> None:
-        self._virtual[tenant] = self._virtual.get(tenant, 0.0) + tokens / weight
-
-    def virtual_time(self, tenant: str) -> float:
-        return self._virtual.get(tenant, 0.0)
 
 
 def serve(virtual: Mapping[str, float], grant: Callable[[str], tuple[float, int] | None], room: int) -> None:
@@ -80,12 +51,12 @@ def room(
 
     `open_work`: trajectories issued and not back. `in_env`: trajectories of the cell that an env worker has (a tool or a grader
     runs), which need no slot meanwhile. `holds_slots`: a trajectory needs its slot from its start until it is scored.
-    `memory_used`: Redis' memory over its limit, 0 to 1.
+    `memory_used`: Redis' memory over its limit, 0 to 1. An owner with nothing open may issue, however small its share is.
     """
-    if memory_used > MAX_MEMORY_USED:
+    if memory_used > MAX_MEMORY_USED or not slots:
         return 0
     capacity = slots if holds_slots else oversubscription * slots + in_env
-    return max(0, int(capacity * share) - open_work)
+    return max(0 if open_work else 1, int(capacity * share) - open_work)
 
 
 def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from manager_service.scheduling.fairness import Fairness, is_longest_waiting
+from common.fairness import Fairness
+from manager_service.scheduling.fairness import is_longest_waiting
 
 Discipline = Literal["fused", "fifo", "drr", "shortest", "hrrn"]
 DISCIPLINES: tuple[Discipline, ...] = get_args(Discipline)

@@ -1,18 +1,23 @@
 """The bus against a real Redis: delivery, settling, taking over, claim checks, reconnection."""
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from common.bus import CLAIM_CHECK_BYTES, Bus, Settlement, Undecodable, connect
+from common.bus import CLAIM_CHECK_BYTES, Bus, Delivery, Idle, Progress, Settlement, Undecodable, connect
+from common.errors import InvalidInput
 from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep, decode, encode
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
-from harness.redis_server import RedisServer
+from harness.redis_server import RedisServer, find_valkey
+from manager_service.local.embedded_redis import find_server
 
 CELL = Cell("tiny")
 
@@ -32,6 +37,11 @@ def start(number: int = 0, item: dict[str, object] | None = None) -> Start:
         env=EnvSpec("single_turn"),
         sampling=Sampling(),
     )
+
+
+async def take_over(bus: Bus, consumer: str, min_idle_ms: int = 0) -> list[Delivery]:
+    found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=min_idle_ms)
+    return await bus.claim(CELL.env, GROUP_ENV, consumer, found, min_idle_ms=min_idle_ms)
 
 
 async def test_a_message_arrives_as_it_was_sent(bus: Bus) -> None:
@@ -57,7 +67,7 @@ async def test_the_second_to_settle_publishes_nothing(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.publish([(CELL.env, start())])
     (first,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
-    (second,) = await bus.claim(CELL.env, GROUP_ENV, "b", min_idle_ms=0)
+    (second,) = await take_over(bus, "b")
     assert second.deliveries == 2
     # When both settle it
     assert await bus.settle([Settlement(second, [(CELL.rollout, start())])]) == [True]
@@ -72,7 +82,7 @@ async def test_only_the_holder_renews(bus: Bus) -> None:
     (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
     assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 1
     assert await bus.renew(CELL.env, GROUP_ENV, "b", [held.entry]) == 0
-    await bus.claim(CELL.env, GROUP_ENV, "b", min_idle_ms=0)
+    await take_over(bus, "b")
     assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 0
 
 
@@ -82,7 +92,7 @@ async def test_renewing_is_no_delivery(bus: Bus) -> None:
     (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
     for _ in range(5):
         await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry])
-    (again,) = await bus.claim(CELL.env, GROUP_ENV, "b", min_idle_ms=0)
+    (again,) = await take_over(bus, "b")
     assert again.deliveries == 2
 
 
@@ -93,7 +103,7 @@ async def test_what_a_dead_worker_left_is_found_behind_any_number_of_living_entr
     (left,) = await bus.read([CELL.env], GROUP_ENV, "dead", count=1)
     await asyncio.sleep(0.3)
     await bus.renew(CELL.env, GROUP_ENV, "living", [d.entry for d in living])
-    (taken,) = await bus.claim(CELL.env, GROUP_ENV, "other", min_idle_ms=200)
+    (taken,) = await take_over(bus, "other", min_idle_ms=200)
     assert taken.entry == left.entry
 
 
@@ -107,16 +117,114 @@ async def test_a_flushed_redis_is_an_empty_one_not_an_error(bus: Bus) -> None:
 
 
 async def test_full_memory_is_waited_for(bus: Bus) -> None:
+    await bus.client.config_set("maxmemory", 1)
+    call = asyncio.create_task(bus.publish([(CELL.env, start(1))]))
+    await asyncio.sleep(0.3)
+    assert not call.done()
+    await bus.client.config_set("maxmemory", 0)
+    await asyncio.wait_for(call, 10)
+
+
+@pytest.mark.parametrize("program", [find_server, find_valkey])
+async def test_a_full_redis_drains(tmp_path: Path, program: Callable[[], Path]) -> None:
+    server = RedisServer.start(tmp_path, program=program())
+    bus = Bus.connect(server.url, CELL)
+    try:
+        # Given a Redis above its limit
+        await bus.ensure_group(CELL.env, GROUP_ENV)
+        await bus.publish([(CELL.env, start(n)) for n in range(3)])
+        held = await bus.read([CELL.env], GROUP_ENV, "w", count=3)
+        await bus.client.config_set("maxmemory", 1)
+        # When work settles, then its outputs stand and its inputs are gone
+        async with asyncio.timeout(5):
+            assert await bus.settle([Settlement(d, [(CELL.rollout, start())]) for d in held]) == [True] * 3
+        assert (await bus.client.xlen(CELL.env), await bus.client.xlen(CELL.rollout)) == (0, 3)
+    finally:
+        await bus.close()
+        server.stop()
+
+
+async def test_progress_is_kept_by_the_holder_until_the_entry_is_settled(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.publish([(CELL.env, start())])
-    (held,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
-    await bus.client.config_set("maxmemory", 1)
-    calls = [asyncio.create_task(bus.settle([Settlement(held, [(CELL.rollout, start())])]))]
-    calls.append(asyncio.create_task(bus.publish([(CELL.env, start(1))])))  # type: ignore[arg-type]
-    await asyncio.sleep(0.3)
-    assert not any(call.done() for call in calls)
-    await bus.client.config_set("maxmemory", 0)
-    await asyncio.wait_for(asyncio.gather(*calls), 10)
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    for consumer, head, begin, tail in (("a", b"1.", 2, b"xx"), ("a", b"2.", 4, b"yy"), ("b", b"3.", 2, b"zzzz")):
+        await bus.renew(CELL.env, GROUP_ENV, consumer, [held.entry], {held.entry: Progress(head, begin, tail)})
+    (taken,) = await take_over(bus, "c")
+    assert taken.progress == b"2.xxyy"
+    await bus.settle([Settlement(taken)])
+    assert await bus.client.keys(CELL.partial(CELL.env, "*")) == []
+
+
+async def test_idle_entries_are_looked_for_by_one_at_a_time(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    looks = [await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0, every_ms=60_000) for _ in range(2)]
+    assert looks == [[Idle(held.entry, 1)], []]
+
+
+async def test_an_entry_that_cannot_be_read_says_whose_it_is(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.client.xadd(CELL.env, {"id": "job/1", "job": "job", "partition": 3, "kind": "Newer", "payload": b"\xff"})
+    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    assert isinstance(delivery.message, Undecodable)
+    assert delivery.message.plain == {"id": "job/1", "job": "job", "partition": "3", "kind": "Newer"}
+
+
+async def test_a_call_without_an_answer_is_made_again_on_a_fresh_connection(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.bus.DEADLINE_S", 0.3)
+    async with swallowing_proxy(int(urlsplit(redis_url).port or 0)) as (port, swallow):
+        bus = Bus.connect(f"redis://127.0.0.1:{port}/0", CELL)
+        await bus.ensure_group(CELL.env, GROUP_ENV)
+        # Given connections that lead nowhere any more, as those to a vanished host
+        swallow()
+        # When it is called, then an answer comes all the same
+        async with asyncio.timeout(10):
+            await bus.publish([(CELL.env, start())])
+            assert len(await bus.read([CELL.env], GROUP_ENV, "w", count=1, block_ms=100)) == 1
+        await bus.close()
+
+
+async def test_wrong_credentials_end_in_a_line(tmp_path: Path) -> None:
+    server = RedisServer.start(tmp_path)
+    bus = Bus.connect(server.url, CELL)
+    wrong = Bus.connect(server.url.replace("redis://", "redis://:wrong@"), CELL)
+    try:
+        await bus.client.config_set("requirepass", "right")
+        with pytest.raises(InvalidInput, match="MARLAAS_REDIS_URL"):
+            await wrong.publish([(CELL.env, start())])
+    finally:
+        await wrong.close()
+        await bus.close()
+        server.stop()
+
+
+@contextlib.asynccontextmanager
+async def swallowing_proxy(port: int) -> AsyncGenerator[tuple[int, Callable[[], None]]]:
+    """Gives a port that leads to a server, and a call after which all connections up to then stay open and carry nothing."""
+    alive: set[object] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: object) -> None:
+        while data := await reader.read(65536):
+            if connection in alive:
+                writer.write(data)
+        writer.close()
+
+    async def connect_through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = object()
+        alive.add(connection)
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(pump(reader, up_writer, connection), pump(up_reader, writer, connection))
+
+    server = await asyncio.start_server(connect_through, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], alive.clear
+    finally:
+        server.close()
 
 
 async def test_a_large_payload_travels_as_a_claim_check(bus: Bus, objects: Objects) -> None:

@@ -131,7 +131,7 @@ EXAMPLES: list[messages.AnyMessage] = [
         spans=(Span(1, 2, "t", "j", "env"),),
     ),
 ]
-SNAPSHOT = "66efa1c4e8f8524f3966fac73faa4dc76a6278db7d896010f49597becc083c2f"
+SNAPSHOT = "ec1443ec08fe22e746be30d7a22755aaf075aa1cc0cf7af2aadb54038606ce69"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

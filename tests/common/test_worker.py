@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from common.bus import Bus, Out
-from common.errors import Unavailable
+from common.bus import Bus, Out, Progress
+from common.errors import StoreUnavailable, Unavailable
 from common.messages import Cancel, DeadLetter, Failure, Start, decode
 from common.streams import GROUP_ENV, Cell
 from common.telemetry import Reporter
@@ -152,17 +153,127 @@ async def test_work_that_hangs_is_taken_over_and_its_result_stands_once(bus: Bus
             assert await bus.client.xlen(CELL.rollout) == 1
 
 
-async def test_what_a_dead_worker_held_is_run_one_at_a_time(bus: Bus) -> None:
-    # Given entries that a worker read before it died
+async def left_behind(bus: Bus, num: int, *, deliveries: int = 1) -> None:
+    """Entries that workers held before they died."""
     await bus.ensure_group(CELL.env, GROUP_ENV)
-    await bus.publish([(CELL.env, start(n)) for n in range(5)])
-    await bus.read([CELL.env], GROUP_ENV, "dead", count=5)
-    # When another takes them over
+    await bus.publish([(CELL.env, start(n)) for n in range(num)])
+    await bus.read([CELL.env], GROUP_ENV, "dead", count=num)
+    for _ in range(deliveries - 1):
+        found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0)
+        await bus.claim(CELL.env, GROUP_ENV, "dead", found, min_idle_ms=0)
+
+
+async def test_a_busy_worker_takes_orphans_into_company(bus: Bus) -> None:
+    await left_behind(bus, 3)
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=4):
+        # Given a worker whose slots are all taken, by work that does not end
+        await bus.publish([(CELL.env, start(n)) for n in range(10, 20)])
+        await until(lambda: handler.running == 4)
+        # Then an orphan begins beside it, and no more than fit
+        await until(lambda: handler.running == 5)
+        await asyncio.sleep(2 * LEASE_S)
+        assert handler.most_at_once == 5
+        assert sorted(handler.seen)[0] == "job/0"
+
+
+async def test_orphans_that_do_not_advance_come_a_quarter_of_the_slots_at_a_time(bus: Bus) -> None:
+    await left_behind(bus, 6)
+    go_on = asyncio.Event()
+
+    async def wait(message: Start, beat: Beat) -> None:
+        await go_on.wait()
+        beat()
+
+    handler = Recorder(wait)
+    async with working(bus, handler, slots=8):
+        await until(lambda: handler.running == 2)
+        await asyncio.sleep(LEASE_S / 2)
+        assert handler.most_at_once == 2
+        go_on.set()
+        await until(lambda: length(bus, CELL.rollout, 6))
+
+
+async def test_orphans_that_advance_all_run_together(bus: Bus) -> None:
+    await left_behind(bus, 6)
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=8):
+        await until(lambda: handler.running == 6)
+
+
+async def test_what_was_delivered_twice_runs_alone(bus: Bus) -> None:
+    # Given entries under which two workers died
+    await left_behind(bus, 3, deliveries=2)
+    # When another works, with more to do
     handler = Recorder(lambda message, beat: asyncio.sleep(0.02))
     async with working(bus, handler):
-        await until(lambda: length(bus, CELL.rollout, 5))
+        await until(lambda: length(bus, CELL.rollout, 3))
+        await bus.publish([(CELL.env, start(n)) for n in range(10, 14)])
+        await until(lambda: length(bus, CELL.rollout, 7))
     # Then no two of them ran together
-    assert handler.most_at_once == 1
+    assert handler.seen[:3] == ["job/0", "job/1", "job/2"]
+    assert handler.most_at_once <= 4
+
+
+async def test_a_suspect_waits_for_quiet_and_nothing_is_read_meanwhile(bus: Bus) -> None:
+    go_on = asyncio.Event()
+    alone: list[int] = []
+
+    async def act(message: Start, beat: Beat) -> None:
+        if message.id == "job/0":
+            alone.append(handler.running)
+            return
+        while not go_on.is_set():
+            beat()
+            await asyncio.sleep(0.02)
+
+    handler = Recorder(act)
+    await left_behind(bus, 1, deliveries=2)
+    async with working(bus, handler, slots=2):
+        await bus.publish([(CELL.env, start(10))])
+        await until(lambda: "job/10" in handler.seen)
+        await asyncio.sleep(2 * LEASE_S)
+        await bus.publish([(CELL.env, start(11))])
+        await asyncio.sleep(2 * LEASE_S)
+        assert handler.seen == ["job/10"]
+        go_on.set()
+        await until(lambda: length(bus, CELL.rollout, 3))
+    assert alone == [1]
+
+
+@dataclass
+class ResumingRecorder(Recorder):
+    done: dict[str, bytes] = field(default_factory=dict)
+
+    def progress(self, message: Start) -> tuple[bytes, bytes] | None:
+        self.done[message.id] = self.done.get(message.id, b"") + b"+"
+        return b"%4d" % len(self.done[message.id]), self.done[message.id]
+
+    def resumed(self, message: Start, progress: bytes) -> Start:
+        return replace(message, item={"resumed": progress.decode()})
+
+
+async def test_progress_is_written_while_work_goes_on_and_another_worker_resumes_from_it(bus: Bus) -> None:
+    # Given progress that a worker wrote before it died
+    await left_behind(bus, 1)
+    (entry,) = await bus.pending(CELL.env, GROUP_ENV, after="0")
+    await bus.renew(CELL.env, GROUP_ENV, "dead", [entry], {entry: Progress(b"   2", 4, b"++")})
+    # When another takes it over
+    resumed: list[Any] = []
+
+    async def act(message: Start, beat: Beat) -> None:
+        resumed.append(message.item)
+        await for_ever(message, beat)
+
+    async def grown() -> bool:
+        kept = await bus.client.get(CELL.partial(CELL.env, entry)) or b""
+        return len(kept) > 8 and int(kept[:4]) == len(kept[4:])
+
+    async with working(bus, ResumingRecorder(act), progress_s=0.02):
+        # Then it begins from there, and writes on
+        await until(lambda: resumed)
+        assert resumed == [{"resumed": "   2++"}]
+        await until(grown)
 
 
 async def test_an_entry_delivered_too_often_is_a_dead_letter_and_its_owner_hears_of_it(bus: Bus) -> None:
@@ -170,7 +281,8 @@ async def test_an_entry_delivered_too_often_is_a_dead_letter_and_its_owner_hears
     await bus.publish([(CELL.env, start())])
     await bus.read([CELL.env], GROUP_ENV, "x", count=1)
     for _ in range(3):
-        await bus.claim(CELL.env, GROUP_ENV, "x", min_idle_ms=0)
+        found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0)
+        await bus.claim(CELL.env, GROUP_ENV, "x", found, min_idle_ms=0)
     handler = Recorder(at_once)
     async with working(bus, handler, max_deliveries=3):
         await until(lambda: length(bus, CELL.dead, 1))
@@ -221,6 +333,42 @@ async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
     assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
 
 
+@pytest.mark.parametrize("stream,inbox", [(CELL.env, CELL.scored(3)), (CELL.train, CELL.adapters(3))])
+async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, stream: str, inbox: str) -> None:
+    reporter = Reporter("w", "env", "tiny", slots=1)
+    worker = Worker(bus, Recorder(at_once), inboxes=[Inbox(stream, GROUP_ENV)], reporter=reporter, lease_s=LEASE_S)
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    await bus.client.xadd(stream, {"id": "job/1/0/1", "job": "job", "partition": 3, "payload": b"newer"})
+    await until(lambda: length(bus, inbox, 1))
+    stop.set()
+    await task
+    rows: Any = await bus.client.xrange(inbox)
+    [(_, fields)] = rows
+    letter = decode(fields[b"payload"])
+    assert isinstance(letter, DeadLetter) and (letter.id, letter.job, letter.stream) == ("job/1/0/1", "job", stream)
+
+
+async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(bus: Bus) -> None:
+    back = asyncio.Event()
+
+    async def needs_store(message: Start, beat: Beat) -> None:
+        if not back.is_set():
+            raise StoreUnavailable("object storage, adapters/x: it is away")
+
+    async def said() -> bool:
+        reports: list[Any] = [message for _, message in await bus.follow(CELL.telemetry, "0", block_ms=None)]
+        return any("it is away" in report.reason for report in reports)
+
+    handler = Recorder(needs_store)
+    async with working(bus, handler, unavailable_limit_s=0.0):
+        await bus.publish([(CELL.env, start())])
+        await until(said)
+        assert len(handler.seen) > 2 and await bus.client.xlen(CELL.dead) == 0
+        back.set()
+        await until(lambda: length(bus, CELL.rollout, 1))
+
+
 @pytest.mark.parametrize("park", [True, False])
 async def test_a_cancel_frees_the_worker_at_once(bus: Bus, park: bool) -> None:
     handler = ParkingRecorder(for_ever)
@@ -266,10 +414,8 @@ async def test_stopping_hands_work_back(bus: Bus) -> None:
 
 
 async def test_stopping_hands_back_what_it_has_taken_over(bus: Bus) -> None:
-    # Given an entry of a dead worker, and another one behind it
-    await bus.ensure_group(CELL.env, GROUP_ENV)
-    await bus.publish([(CELL.env, start(n)) for n in range(2)])
-    await bus.read([CELL.env], GROUP_ENV, "dead", count=2)
+    # Given a suspect entry of a dead worker, and another one behind it
+    await left_behind(bus, 2, deliveries=2)
     # When the worker that took the first over is stopped
     handler = Recorder(for_ever)
     async with working(bus, handler):

@@ -186,6 +186,20 @@ def test_compose_keeps_the_env_workers_in() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
+def test_every_container_has_a_memory_limit() -> None:
+    assert [name for name, service in COMPOSE["services"].items() if "mem_limit" not in service] == []
+    for document in [*named("Deployment").values(), *named("StatefulSet").values()]:
+        for container in document["spec"]["template"]["spec"]["containers"]:
+            assert container["resources"]["limits"]["memory"], document["metadata"]["name"]
+
+
+def test_what_tenants_code_writes_is_bounded_in_bytes_and_files() -> None:
+    [tmpfs] = COMPOSE["services"]["env"]["tmpfs"]
+    assert "size=" in tmpfs and "nr_inodes=" in tmpfs
+    [volume] = named("Deployment")["env"]["spec"]["template"]["spec"]["volumes"]
+    assert volume["emptyDir"]["medium"] == "Memory" and volume["emptyDir"]["sizeLimit"]
+
+
 def test_compose_gives_each_service_its_own_redis_user_and_no_other_secret() -> None:
     for name in ("manager", "env", "rollout", "trainer"):
         environment = COMPOSE["services"][name]["environment"]

@@ -42,8 +42,10 @@ from env_service.environments.search import Index, load_collection
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.math import MathChecker
 from env_service.graders.runner import GraderRunner
+from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
 from env_service.sandbox.sandbox import Sandbox
+from env_service.trajectory import decode_context
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +71,13 @@ class Run:
 
     def __init__(self, collections_dir: Path | None = None) -> None:
         sandbox = Sandbox()
-        graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), math_checker=MathChecker(), timeout_s=2.0)
+        graders = GraderRunner(
+            sandbox=sandbox,
+            endpoints=Endpoints(""),
+            math_checker=MathChecker(),
+            text_comparer=TextComparer(),
+            timeout_s=2.0,
+        )
         environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=collections_dir)
         self.handler = EnvHandler(cell=CELL, tokenizer=TOKENIZER, environments=environments)
         self.beats = 0
@@ -681,10 +689,10 @@ def test_a_wrong_environment_is_refused_by_name(spec: EnvSpec, message: str, par
 # ------------------------------------------------------------------------------------------ grading, park, failed
 
 
-def request_to_grade(grader: dict[str, Any]) -> GradeRequest:
+def request_to_grade(grader: dict[str, Any], tenant: str = "acme") -> GradeRequest:
     return GradeRequest(
         id="g1",
-        tenant="acme",
+        tenant=tenant,
         job="",
         partition=3,
         env=EnvSpec("single_turn", {"grader": grader}),
@@ -706,6 +714,35 @@ def test_a_grade_request_that_fails_is_answered_with_the_reason(grader: dict[str
     assert isinstance(result, GradeResult)
     assert result.reward is None
     assert result.failure and result.failure.kind in ("grader", "invalid")
+
+
+def test_a_tenants_many_long_graders_do_not_hold_up_another_tenants_short_one() -> None:
+    async def go() -> list[str]:
+        run, ended = Run(), list[str]()
+
+        async def grade(tenant: str, body: str) -> None:
+            source = f"import time\ndef grade(sample, item):\n    {body}\n    return 1.0"
+            await run.handle(request_to_grade(python(source), tenant))
+            ended.append(tenant)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(12):
+                tasks.create_task(grade("hog", "time.sleep(1)"))
+            await asyncio.sleep(0.2)
+            tasks.create_task(grade("victim", "pass"))
+        return ended
+
+    assert asyncio.run(go()).index("victim") <= 4
+
+
+def test_a_tenants_weight_stays_with_its_trajectory() -> None:
+    async def go() -> TurnRequest:
+        run = Run()
+        request = await run.first(start_of("calculator", weight=4.0))
+        assert decode_context(request.context).weight == 4.0
+        return (await run.turn(request, CALL))[1]
+
+    assert decode_context(asyncio.run(go()).context).weight == 4.0
 
 
 def test_a_parked_turn_is_its_request_and_a_parked_start_is_nothing() -> None:

@@ -119,6 +119,8 @@ def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layers", CONFIGURATIONS)
 def test_the_workers_environment_and_memory_cannot_be_read(layers: tuple[str, ...]) -> None:
+    if layers == ("seccomp",) and os.geteuid() != 0:
+        pytest.skip("nothing but another uid keeps these files from a call without landlock and namespaces")
     pid = os.getpid()
     for file in ("environ", "mem", "cmdline" if "landlock" in layers else "environ"):
         outcome = run(f"print(open('/proc/{pid}/{file}', 'rb').read(100))", layers=layers)

@@ -17,7 +17,9 @@ from env_service.failures import GraderFailed
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.math import MathChecker, final_answer
 from env_service.graders.runner import Grade, GraderRunner, make_sample
+from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
+from tests.support.processes import left_behind
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,12 +34,15 @@ async def grade_async(
     hosts: str = "",
     timeout_s: float = 5.0,
 ) -> Grade:
-    endpoints, checker = Endpoints(hosts), MathChecker()
-    runner = GraderRunner(sandbox=Sandbox(), endpoints=endpoints, math_checker=checker, timeout_s=timeout_s)
+    endpoints, checker, comparer = Endpoints(hosts), MathChecker(), TextComparer()
+    runner = GraderRunner(
+        sandbox=Sandbox(), endpoints=endpoints, math_checker=checker, text_comparer=comparer, timeout_s=timeout_s
+    )
     try:
         return await runner.grade(validate_grader(grader), item or {}, make_sample(output), key="job/0/0/0/0")
     finally:
         await checker.close()
+        await comparer.close()
         await endpoints.close()
 
 
@@ -126,6 +131,28 @@ def test_similarity_is_one_for_the_same_text_and_less_for_another(metric: str) -
 
 def test_rouge_1_is_the_f_measure_of_words() -> None:
     assert grade(alike("rouge_1"), "a b", {"answer": "a b c d"}) == pytest.approx(2 * 1 * 0.5 / 1.5)
+
+
+def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -> None:
+    long = " ".join(str(n % 7) for n in range(10_000))[:20_000]
+
+    async def both() -> float:
+        comparer = TextComparer()
+        with pytest.raises(GraderFailed, match="longer than"):
+            await comparer.similarity("rouge_l", long, long[::-1], timeout_s=0.5)
+        found = await comparer.similarity("rouge_l", "a b", "a b", timeout_s=20)
+        await comparer.close()
+        return found
+
+    assert asyncio.run(both()) == 1.0
+
+
+def test_a_comparison_ends_with_its_worker() -> None:
+    worker = (
+        "import asyncio\nfrom env_service.graders.text import TextComparer\n"
+        "asyncio.run(TextComparer().similarity('rouge_l', '1 ' * 6000, '2 ' * 6000, timeout_s=50))"
+    )
+    assert left_behind(worker, num=1) == set()
 
 
 def test_a_threshold_is_reported_beside_the_reward() -> None:

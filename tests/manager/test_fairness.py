@@ -6,9 +6,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.fairness import Fairness
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef, f32, i32, u8
 from manager_service.jobs.groups import Group, Scored, next_batch, pack
-from manager_service.scheduling.fairness import OVERSUBSCRIPTION, Fairness, kv_room, room, serve
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
 from tests.common.test_messages import PLAIN
 
 
@@ -80,7 +81,17 @@ def test_open_work_never_comes_to_more_than_the_workers_can_hold(
 ) -> None:
     found = room(slots=slots, open_work=open_work, share=share, memory_used=0.0, in_env=in_env, holds_slots=holds_slots)
     most = slots if holds_slots else OVERSUBSCRIPTION * slots + in_env
-    assert found >= 0 and (found == 0 or open_work + found <= most * share + 1e-6)
+    assert found >= 0 and (found == 0 or open_work + found <= max(1, most * share + 1e-6))
+
+
+def test_a_share_below_one_trajectory_starts_nevertheless() -> None:
+    assert room(slots=8, open_work=0, share=0.01, memory_used=0.0) == 1
+    assert room(slots=8, open_work=1, share=0.01, memory_used=0.0) == 0
+    assert (
+        room(slots=0, open_work=0, share=1.0, memory_used=0.0)
+        == room(slots=8, open_work=0, share=1.0, memory_used=0.9)
+        == 0
+    )
 
 
 def test_keys_and_values_are_limited_where_the_engines_say_how_many_they_hold() -> None:

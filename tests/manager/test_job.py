@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.messages import (
     AdapterUpdate,
+    DeadLetter,
     Failure,
     Init,
     Parked,
@@ -32,7 +33,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.open_trajectories import OpenTrajectory, TrajectoryKey
-from manager_service.records import JobState
+from manager_service.records import JobState, Training
 
 CELL = Cell("tiny")
 
@@ -256,3 +257,63 @@ def test_open_trajectories_read_back_as_they_were_written() -> None:
         assert (str(key), TrajectoryKey.parse(name)) == (name, key)
     for value, trajectory in {"2:7": OpenTrajectory(2, 7), "0:1:scored": OpenTrajectory(0, 1, scored=True)}.items():
         assert (str(trajectory), OpenTrajectory.parse(value)) == (value, trajectory)
+
+
+def begun(**hyper: Any) -> World:
+    """A job whose first groups are issued."""
+    small: dict[str, Any] = {"num_steps": 2, "batch_size": 2, "group_size": 4}
+    spec = job_spec(**small | hyper)
+    world = World(random.Random(0), Job(CELL, spec, JobState(status="running", version=0), Items(), Items()))
+    changes = Changes()
+    while world.job.wants_group():
+        world.job.issue_group(changes)
+    world.apply(changes)
+    return world
+
+
+def letter(identity: str, stream: str) -> DeadLetter:
+    about: Any = {"tenant": "", "job": "j", "partition": 0}
+    return DeadLetter(id=identity, **about, stream=stream, entry="1-0", reason="newer", deliveries=1, payload=b"")
+
+
+def test_a_turn_that_nobody_can_read_has_failed_and_a_start_with_all_its_trajectories() -> None:
+    world = begun()
+    job, changes = world.job, Changes()
+    job.on_dead_letter("1-0", letter(f"{job.id}/0/2/1/0", CELL.env), 1.0, changes)
+    job.on_dead_letter("2-0", letter(f"{job.id}/1/0/0", CELL.env), 1.0, changes)
+    job.on_dead_letter("3-0", letter(f"{job.id}/0/3/0/7", CELL.env), 1.0, changes)  # of another attempt
+    world.apply(changes)
+    assert {n: sorted(group.waiting) for n, group in job.open.groups.items()} == {0: [0, 1, 3], 1: []}
+    assert world.ledger["failed"] == 5
+    assert job.state.reasons == {"dead_letter: a message could not be read: newer": 5}
+
+
+def test_a_step_that_nobody_can_read_fails_its_job() -> None:
+    world = begun()
+    job = world.job
+    job.state.training = Training("j/step1/0", ("7/0",), 0, (0,))
+    job.on_dead_letter("1-0", letter("j/step1/0", CELL.train), 1.0, Changes())
+    assert job.state.status == "failed" and job.state.error is not None
+    assert job.state.error.code == "dead_letter" and "newer" in job.state.error.message
+
+
+@pytest.mark.parametrize("num_failed,level", [(0, "info"), (3, "warn")])
+def test_a_step_says_what_share_of_its_trajectories_failed_and_why(num_failed: int, level: str) -> None:
+    # Given a step of two groups of which some trajectories failed
+    world = begun()
+    job, starts = world.job, [message for message in world.on_its_way if isinstance(message, ScoredTrajectory)]
+    for number, result in enumerate({m.id: m for m in starts}.values()):
+        failure = Failure("environment", "a user's message") if number < num_failed else None
+        reward = None if failure else float(number % 2)
+        world.deliver(msgspec.structs.replace(result, failure=failure, reward=reward), Changes())
+    changes = Changes()
+    job.publish_step(job.next_batch() or [], changes)
+    (step,) = [message for _, message in changes.published if isinstance(message, TrainStep)]
+    # When it has been trained
+    changes = Changes()
+    job.on_adapter(world.made(step), 5.0, changes)
+    # Then its event says so
+    (event,) = [event for _, event in changes.events if event.type == "metrics"]
+    assert event.data["failed_share"] == num_failed / 8 and event.level == level
+    assert event.data["failed_reason"] == ("environment: a user's message" if num_failed else None)
+    assert ("of its trajectories failed, most of them: environment" in event.message) == bool(num_failed)

@@ -137,6 +137,37 @@ async def test_a_turn_goes_to_env_with_its_adapter_and_what_it_cost() -> None:
     assert result.usage.prompt_tokens == len(asked.tokens) and result.usage.rollout_s > 0
 
 
+async def test_progress_is_all_that_another_worker_needs_to_go_on() -> None:
+    store, _ = await store_with()
+    tokens, logprobs = list(range(100, 170)), [-0.5] * 70
+    engine = FakeEngine(sampled=Partial(tokens, logprobs, num_sampled=70, busy_s=1.5))
+    async with serving(engine, store) as (handler, _):
+        asked = request(BASE, max_tokens=200)
+        head, body = handler.progress(asked) or (b"", b"")
+        resumed = handler.resumed(asked, head + body)
+        assert resumed.tokens.numpy().tolist() == [*asked.tokens.numpy(), *tokens]
+        assert resumed.num_partial == 70 and resumed.num_prompt == len(asked.tokens)
+        assert resumed.written.numpy()[-70:].all() and resumed.logprobs.numpy()[-1] == np.float32(-0.5)
+        spent = resumed.usage
+        assert (spent.prompt_tokens, spent.sampled_tokens, spent.rollout_s) == (len(asked.tokens), 70, 1.5)
+        # A worker that goes on from there, and dies too, leaves all of the turn and its whole cost
+        engine.sampled = Partial([*tokens, 7], [*logprobs, -0.1], num_sampled=1, busy_s=0.5)
+        again = handler.resumed(asked, b"".join(handler.progress(resumed) or ()))
+        assert again.num_partial == 71 and again.usage.rollout_s == 2.0 and again.usage.sampled_tokens == 71
+
+
+@pytest.mark.parametrize(
+    "num,reply_to,deterministic", [(64, "", False), (70, CELL.reply("api"), False), (70, "", True)]
+)
+async def test_no_progress_is_kept_of_short_turns_chats_and_in_deterministic_mode(
+    num: int, reply_to: str, deterministic: bool
+) -> None:
+    store, _ = await store_with()
+    engine = FakeEngine(sampled=Partial([1] * num, [0.0] * num, num_sampled=num, busy_s=1.0))
+    async with serving(engine, store, deterministic=deterministic) as (handler, _):
+        assert handler.progress(request(BASE, max_tokens=200, reply_to=reply_to)) is None
+
+
 async def test_inference_is_answered_on_its_reply_stream_with_deltas_before() -> None:
     store, _ = await store_with()
     async with running(ends=False) as engine, serving(engine, store) as (handler, deltas):

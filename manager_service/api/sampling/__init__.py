@@ -2,7 +2,7 @@
 
     chat, completions ─► serving ─► shares ─ TurnRequest ─► rollout ─ deltas, result ─► shares ─► serving ─► replies
 
-When a worker dies, `shares` asks for the turn again, from the tokens that were already seen.
+When no worker has a turn any more, `shares` asks for it again, from the tokens that were already seen.
 
     chat.py          serves POST /v1/chat/completions
     completions.py   serves POST /v1/completions: text in, text out, no chat template

@@ -1,0 +1,95 @@
+"""How often the `math` grader agrees with labels, and how long it takes.
+
+    python -m benchmarks.math_grader [FILE] [--show 20] [--json FILE]
+
+FILE has lines `{"text", "reference", "label", "style"}`: a label is 1 if the text's final answer equals the reference, else 0.
+Without a file it reads the texts that the tests read. `--show` prints some of the texts on which they disagree.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks._report import Goal, Report, make_table, natural, parser, show
+from env_service.failures import GraderFailed
+from env_service.graders.math import MathChecker
+
+TEXTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_texts_dev.jsonl"
+LIMIT_S = 10.0
+GOAL_PERCENT = 99.5
+
+
+class Graded(NamedTuple):
+    text: str
+    reference: str
+    label: bool
+    style: str
+    reward: bool
+    seconds: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.label == self.reward
+
+
+async def graded(path: Path) -> list[Graded]:
+    """Each line of a file with its reward. A comparison that takes too long has reward 0 here."""
+    checker, results = MathChecker(), list[Graded]()
+    try:
+        await checker.equal("\\sqrt{2}", "1", timeout_s=60)  # starts its helper
+        for line in map(json.loads, path.read_text().splitlines()):
+            started = time.perf_counter()
+            try:
+                reward = await checker.equal(line["text"], line["reference"], timeout_s=LIMIT_S)
+            except GraderFailed:
+                reward = False
+            seconds = time.perf_counter() - started
+            results.append(
+                Graded(line["text"], line["reference"], bool(line["label"]), line.get("style", ""), reward, seconds)
+            )
+    finally:
+        await checker.close()
+    return results
+
+
+def percent(results: Iterable[Graded]) -> float:
+    return 100 * statistics.fmean(result.agrees for result in results)
+
+
+def report(results: Sequence[Graded], shown: int) -> Report:
+    styles = {style: [r for r in results if r.style == style] for style in sorted({r.style for r in results})}
+    lines = [(style, len(found), percent(found), milliseconds(found)) for style, found in styles.items()]
+    lines = sorted((line for line in lines if line[2] < 100), key=lambda line: line[2])
+    lines.append(("all", len(results), percent(results), milliseconds(results)))
+    wrong = [
+        f"{r.style}: {r.text[-200:]!r}, reference {r.reference!r}, reward {r.reward:d}" for r in results if not r.agrees
+    ]
+    table = make_table("Agreement, all styles and those below 100 %", ("style", "texts", "agree %", "ms each"), lines)
+    figures = {
+        "agree_percent": percent(results),
+        "ms": milliseconds(results),
+        "below": {line[0]: line[2] for line in lines},
+    }
+    return Report([table], figures, [Goal("agreement", percent(results), GOAL_PERCENT, " %")], wrong[:shown])
+
+
+def milliseconds(results: Sequence[Graded]) -> float:
+    return 1000 * statistics.fmean(result.seconds for result in results)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("file", type=Path, nargs="?", default=TEXTS, metavar="FILE")
+    options.add_argument(
+        "--show", type=natural, default=20, metavar="N", help="texts on which they disagree, default 20"
+    )
+    given = options.parse_args()
+    show(report(asyncio.run(graded(given.file)), given.show), given.json)
+
+
+if __name__ == "__main__":
+    main()

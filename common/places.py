@@ -1,0 +1,87 @@
+"""A number of places that tenants share by weight."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from common.fairness import Fairness
+
+KEPT = 1
+"""Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One call that waits for a place, or holds one."""
+
+    tenant: str
+    weight: float
+    advanced: Callable[[], None]
+    given: asyncio.Event = field(default_factory=asyncio.Event)
+    since_s: float = 0.0  # by the clock, when it was given its place
+
+
+class Places:
+    """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places. What one
+    tenant asks for waits in its own order. Safe to use from many tasks."""
+
+    def __init__(self, num: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num = num
+        self._clock = clock
+        self._held: list[Claim] = []
+        self._waiting: list[Claim] = []
+        self._fairness = Fairness()
+
+    @asynccontextmanager
+    async def one(self, tenant: str, weight: float, advanced: Callable[[], None]) -> AsyncGenerator[None]:
+        """Holds a place while the block runs. Calls `advanced` while it waits, whenever another's place becomes free."""
+        claim = Claim(tenant, weight, advanced)
+        self._waiting.append(claim)
+        try:
+            self._serve()
+            await claim.given.wait()
+            yield
+        finally:
+            self._end(claim)
+
+    def _end(self, claim: Claim) -> None:
+        """Takes back a place, or a claim that was cancelled while it waited."""
+        if claim in self._waiting:
+            self._waiting.remove(claim)
+            return
+        self._held.remove(claim)
+        self._fairness.charge(claim.tenant, self._clock() - claim.since_s, claim.weight)
+        for waiting in self._waiting:
+            waiting.advanced()
+        self._serve()
+
+    def _serve(self) -> None:
+        """Gives away what is free."""
+        self._fairness.busy(claim.tenant for claim in self._held + self._waiting)
+        while claim := self._next():
+            self._waiting.remove(claim)
+            self._held.append(claim)
+            claim.since_s = self._clock()
+            claim.given.set()
+
+    def _next(self) -> Claim | None:
+        """The claim whose turn it is; None if it must wait."""
+        held = Counter(claim.tenant for claim in self._held)
+        allowed = [claim for claim in self._waiting if self._may_have(held.total(), held[claim.tenant])]
+        served = self._served()
+        return min(allowed, key=lambda claim: served[claim.tenant], default=None)
+
+    def _may_have(self, num_held: int, num_own: int) -> bool:
+        return num_held < self._num + (0 if num_own else KEPT)
+
+    def _served(self) -> dict[str, float]:
+        """Seconds over weight of each tenant, with those of the places that it holds now."""
+        now = self._clock()
+        served = {claim.tenant: self._fairness.virtual_time(claim.tenant) for claim in self._waiting}
+        for claim in self._held:
+            if claim.tenant in served:
+                served[claim.tenant] += (now - claim.since_s) / claim.weight
+        return served

@@ -1,0 +1,72 @@
+"""The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
+
+# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
+# stream, group, entry, key of its progress, number of outputs, then for each output: stream, "1" if it must exist, number of
+# fields, fields. Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL
+# comes first. The outputs come before the acknowledgement, so that no failure between them loses the input.
+SETTLE = """
+local at = 1
+local function take() at = at + 1; return ARGV[at - 1] end
+local settled = {}
+for n = 1, tonumber(take()) do
+  local stream, group, entry, progress, outputs = take(), take(), take(), take(), tonumber(take())
+  local open = #redis.call('XPENDING', stream, group, entry, entry, 1) == 1
+  if open then redis.call('DEL', progress) end
+  for _ = 1, outputs do
+    local key, must_exist, fields = take(), take() == '1', tonumber(take())
+    if open and must_exist then
+      redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(ARGV, at, at + fields - 1))
+    elseif open then
+      redis.call('XADD', key, '*', unpack(ARGV, at, at + fields - 1))
+    end
+    at = at + fields
+  end
+  if open then
+    redis.call('XACK', stream, group, entry)
+    redis.call('XDEL', stream, entry)
+  end
+  settled[n] = open and 1 or 0
+end
+return settled
+"""
+
+# KEYS: streams. ARGV: group, consumer, how many entries together. What each stream gave, earlier streams first.
+READ_IN_ORDER = """
+local left, found = tonumber(ARGV[3]), {}
+for i, stream in ipairs(KEYS) do
+  if left > 0 then
+    local read = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', left, 'STREAMS', stream, '>')
+    if read then
+      found[#found + 1] = read[1]
+      left = left - #read[1][2]
+    end
+  end
+end
+return found
+"""
+
+# KEYS[1] stream. ARGV: group, consumer, then for each entry: its id, and of its progress the key, the head, where the tail begins,
+# the tail ("": nothing new). Resets the idle time of those that the consumer still owns, and writes what is new of them.
+RENEW = """
+local renewed = 0
+for i = 3, #ARGV, 5 do
+  local entry, progress, head, start, tail = unpack(ARGV, i, i + 4)
+  local row = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)[1]
+  if row and row[2] == ARGV[2] then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry, 'JUSTID')
+    if tail ~= '' then
+      redis.call('SETRANGE', progress, 0, head)
+      redis.call('SETRANGE', progress, start, tail)
+    end
+    renewed = renewed + 1
+  end
+end
+return renewed
+"""
+
+# KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts.
+# To look means a walk over all pending entries, so one worker does it for all while the mark lasts.
+FIND_IDLE = """
+if tonumber(ARGV[5]) > 0 and not redis.call('SET', ARGV[4], '1', 'NX', 'PX', ARGV[5]) then return {} end
+return redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[2], '-', '+', ARGV[3])
+"""

@@ -1,0 +1,207 @@
+r"""Are two final answers equal? Numbers, fractions, percent, money, times, ratios, tuples and lists are compared exactly."""
+
+import re
+from fractions import Fraction
+
+from env_service.graders.answers.foreign_numbers import foreign_number
+from env_service.graders.answers.numbers import NUMBER, Quantity, quantity
+
+MAX_ANSWER_CHARACTERS = 1000
+"""A longer final answer counts as wrong."""
+
+_SPACES = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|limits|quad|[,;:! ])(?![A-Za-z])|[\s~]")
+_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*(?:\\circ|∘)\s*\}?|°|º)\s*(?:[CF](?![A-Za-z]))?|\\degree")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))")
+_SCIENTIFIC = re.compile(
+    r"(-?\d+(?:\.\d+)?)\s*(?:\\cdot|\\times|×|·|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*\(?([-+]?\d{1,3})\)?\s*\}?"
+)
+_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{([^{}]*+)\}")
+_TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*([ap])?\.?\s*(?:m\.?)?", re.IGNORECASE)
+_GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_EXPRESSION = re.compile(
+    r"(?:[&\d\s+\-*/^().,=\[\]{}_|<>!:·×÷√∞π°≤≥≠±%]|\\[A-Za-z]++|\\[{}|]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|d[a-z](?![A-Za-z])|sqrt|pi|frac|log|ln|sin|cos|tan|exp)+"
+)
+_RELATION = re.compile(r"[<>≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?<![ei])(?![A-Za-z])")
+_POWER = re.compile(r"(-?\d{1,3})\s*(?:\^|\*\*)\s*\{?(\d{1,2})\}?")
+_OPTION = re.compile(r"\(([A-J])\)\s*(.*)", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-J])\)?\.?")
+_NAME = re.compile(r"\s*[A-Za-z](?:\s*_\s*\{?\w\}?)?(?:\([a-z]\))?\s*(?:=|\\in)\s*")
+
+
+def quick(answer: str, reference: str) -> bool | None:
+    """True if two final answers are plainly equal, False if they plainly are not, None if math-verify must look."""
+    if not answer or max(len(answer), len(reference)) > MAX_ANSWER_CHARACTERS:
+        return False
+    if option := _OPTION.fullmatch(answer):
+        if letter := _LETTER.fullmatch(reference):
+            return option[1] == letter[1]
+        answer = option[2] or answer
+    return _same(_tidy(answer), _tidy(reference))
+
+
+def _same(answer: str, reference: str) -> bool | None:
+    if _squeezed(answer) == _squeezed(reference):
+        return True
+    ours, theirs = number(answer), number(reference)
+    if ours is not None and theirs is not None:
+        return _same_number(answer, ours, theirs)
+    times = _TIME.fullmatch(answer.strip()), _TIME.fullmatch(reference.strip())
+    if times[0] and times[1]:
+        return _same_time(times[0], times[1])
+    if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)):
+        return False
+    if re.search(r"\d_|:", reference + answer):
+        return False
+    if theirs is not None and _VARIABLE.search(answer):
+        return False
+    lists = _elements(answer), _elements(reference)
+    if len(lists[0]) > 1 or len(lists[1]) > 1 or _bracket(answer) or _bracket(reference):
+        return _same_lists(answer, reference)
+    return None if _EXPRESSION.fullmatch(answer) and _EXPRESSION.fullmatch(reference) else False
+
+
+def _tidy(text: str) -> str:
+    r"""LaTeX without what only lays it out: `\left( \dfrac{1}{2} \right)` is `(1/2)`."""
+    text = _TEXT.sub(r"\1", _DEGREES.sub("", text)).replace("\\%", "%").replace("\\$", "＄").replace("{,}", ",")
+    text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
+    text = re.sub(r"(\d)\s*\\([dtc]?frac)(?=\s*[{\d])", r"\1 \\\2", text)
+    text = _FRACTION.sub(lambda m: _ratio(m[1] or m[2], m[3] or m[4]), text)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    return _NAME.sub("", text, count=1) if _NAME.match(text) else text
+
+
+def _ratio(top: str, bottom: str) -> str:
+    negative = top.startswith("-") != bottom.startswith("-")
+    return f"{'-' if negative else ''}{top.lstrip('-')}/{bottom.lstrip('-')}"
+
+
+def _squeezed(text: str) -> str:
+    return (
+        re.sub(r"\{(\w)\}", r"\1", _SPACES.sub("", text))
+        .replace("\\cdot", "\\times")
+        .casefold()
+        .rstrip(".")
+        .strip("\"'")
+    )
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def number(text: str) -> Quantity | None:
+    """A plain number, with `4.4 \\cdot 10^{4}` and `- 3`; None for anything else."""
+    text = re.sub(r"^-\s+", "-", text.strip().rstrip(". "))
+    if len(text) > 100:
+        return None
+    if power := _SCIENTIFIC.fullmatch(text):
+        return Quantity(Fraction(power[1]) * Fraction(10) ** int(power[2]))
+    if whole := _POWER.fullmatch(text):
+        return Quantity(Fraction(int(whole[1]) ** int(whole[2])))
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    if (named := foreign_number(text)) is not None:
+        return Quantity(Fraction(named))
+    match = NUMBER.fullmatch(text.removesuffix("＄")) or NUMBER.fullmatch(text)
+    return quantity(match) if match else None
+
+
+def _same_number(answer: str, ours: Quantity, theirs: Quantity) -> bool:
+    if ours.currency and theirs.currency and _currency(ours) != _currency(theirs):
+        return False
+    return any(
+        a == b or (ours.percent == theirs.percent and _rounded_alike(answer, a, b))
+        for a in _readings(ours, theirs)
+        for b in _readings(theirs, ours)
+    )
+
+
+def _readings(one: Quantity, other: Quantity) -> list[Fraction]:
+    """What a number may mean beside another: `50%` is 50 or 0.5 unless the other has a percent sign too."""
+    if (one.percent and not other.percent) or (one.minor and not other.minor and not other.currency):
+        return [one.value, one.value / 100]
+    if one.minor and not other.minor:
+        return [one.value / 100]
+    return [one.value, 12 * one.value] if one.dozen else [one.value]
+
+
+def _currency(one: Quantity) -> str:
+    names = {
+        "USD": "＄",
+        "US＄": "＄",
+        "EUR": "€",
+        "GBP": "£",
+        "JPY": "¥",
+        "CNY": "¥",
+        "RMB": "¥",
+        "INR": "₹",
+        "RS": "₹",
+        "RS.": "₹",
+        "RUB": "₽",
+    }
+    return names.get(one.currency, one.currency)
+
+
+def _rounded_alike(answer: str, ours: Fraction, theirs: Fraction) -> bool:
+    """A decimal answer with at least six places may be rounded: 0.333333 is 1/3."""
+    places = len(answer.partition(".")[2].rstrip("% "))
+    return places >= 6 and abs(ours - theirs) <= Fraction(1, 10**6)
+
+
+# ---- times, tuples, lists -------------------------------------------------------------------------------------------
+
+
+def _same_time(ours: re.Match[str], theirs: re.Match[str]) -> bool:
+    def minutes(time: re.Match[str], half: str) -> int:
+        hours = int(time[1]) % 12 + (12 if half == "p" else 0) if half else int(time[1])
+        return 60 * hours + int(time[2])
+
+    halves = [(time[3] or "").casefold() for time in (ours, theirs)]
+    if all(halves) or int(ours[1]) > 12 or int(theirs[1]) > 12:
+        return minutes(ours, halves[0]) == minutes(theirs, halves[1])
+    return minutes(ours, "") == minutes(theirs, "")
+
+
+def _bracket(text: str) -> str:
+    text = text.strip().replace("\\{", "{").replace("\\}", "}")
+    closed = text[:1] in _BRACKETS and text[-1:] in (")", "]", "}") and "," in text
+    return text[0] + text[-1] if closed else ""
+
+
+def _elements(text: str) -> list[str]:
+    """The elements of a list or tuple, split at commas outside of brackets."""
+    text = re.sub(r"\s+(?:and|or)\s+", ", ", text.strip().replace("\\{", "{").replace("\\}", "}"))
+    text = text[1:-1] if _bracket(text) else _GROUPED.sub("", text)
+    elements, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign in ",;" and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += sign
+    return [_NAME.sub("", element).strip() for element in elements if element.strip()]
+
+
+def _same_lists(answer: str, reference: str) -> bool | None:
+    ours, theirs = _elements(answer), _elements(reference)
+    brackets = _bracket(answer), _bracket(reference)
+    if len(ours) != len(theirs) or (all(brackets) and brackets[0] != brackets[1]):
+        return False
+    if "{}" in brackets or not brackets[1]:
+        return _same_sets(ours, theirs)
+    same = [_same(a, b) for a, b in zip(ours, theirs, strict=True)]
+    return False if False in same else (None if None in same else True)
+
+
+def _same_sets(ours: list[str], theirs: list[str]) -> bool | None:
+    left, unsure = list(ours), False
+    for wanted in theirs:
+        equal = next((one for one in left if _same(one, wanted)), None)
+        if equal is not None:
+            left.remove(equal)
+        elif any(_same(one, wanted) is None for one in left):
+            unsure = True
+        else:
+            return False
+    return None if unsure else True

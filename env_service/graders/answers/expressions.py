@@ -1,0 +1,186 @@
+r"""Values at the beginning of a text: a number with its unit, an expression, a list of them.
+
+`18 dollars per day` is 18, `x = 2\pi/3 radians` is `2\pi/3`, `5 * 6 = 30 km` is 30, `7 or 8` stays a list.
+"""
+
+import re
+
+from env_service.graders.answers.numbers import NUMBER
+from env_service.graders.answers.vocabulary import AND, FILLER, OR, compiled
+
+_LEAD = compiled(rf"(?:[\s:=*_`\"'⟪⟫~≈>→⇒∴|✅]|\(?{FILLER}\b)++")
+_CHOICE = re.compile(
+    r"\(?[A-J]\)[.:]?\s+(?=[-\d⟦\\＄€£(])|(?:option|choice)\s+\(?[A-J]\)?[.:,]?\s+(?=\S)", re.IGNORECASE
+)
+_EXPRESSION = re.compile(
+    r"(?:[\d\s+\-*/^().,=\[\]{}_|<>!:;÷·×√∞π°≤≥≠±≈'%＄]|\\[A-Za-z]++|\\[,;! |{}]"
+    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|(?:sqrt|frac|log|ln|sin|cos|tan|exp|pi)(?![A-Za-z]))++"
+)
+_MATHEMATICAL = re.compile(
+    r"\\[A-Za-z{]|[a-z]\s*[<>]|[=^√∞π_]|\d\s*[-+*/×÷·]|[(\[{][^()\[\]]*[\d,][^()\[\]]*[)\]}]"
+    r"|\d[a-zA-Z](?![A-Za-z])|[a-z]\s*[-+*/]\s*[\da-z]|sqrt|log|ln|sin|cos|tan|exp"
+)
+_GOES_ON = re.compile(
+    r"\s*(?:[*/^×÷·+=_√π!]|-\s*[\d(\\]|\\(?!text|mathrm|mbox|circ|degree|quad|,|\s)[A-Za-z]|[x×]\s*[\d＄(])"
+    r"|\(\s*[\da-z][^)]*[-+*/^]|[xyznabktr](?![A-Za-z°/])|[a-z]\s*[-+^=]\s*[\da-z]"
+)
+_CALCULATES = re.compile(r"\s*(?:[A-Za-z]+\s+){1,3}[-+*/×÷]\s*[\d(＄]")
+_UNIT_RATE = re.compile(r"\s*/\s*[A-Za-z]{1,}")
+_NEXT = re.compile(
+    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even)?|\bvs\b\.?"
+    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
+)
+_DOUBT = re.compile(r"[^.\n\d]{0,40}?\b(?:could|might|may)(?: also)? (?:be|have been)\D{0,10}(\d+)")
+_PAIR = re.compile(
+    r"(?P<a>-?\d+(?:\.\d+)?)(?::| : | to )(?P<b>\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)?)(?P<half>\s*[ap]\.?\s?m\b\.?)?",
+    re.IGNORECASE,
+)
+_MONEY_AND_CENTS = re.compile(
+    r"(\d++)\s*(?:dollars?|euros?|pounds?)\s*(?:and\s*)?(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE
+)
+_LONG_UNIT = r"(?:hours?|hrs?|h|minutes?|mins?|seconds?|secs?|feet|foot|ft|inch(?:es)?|years?|months?|weeks?|days?|pounds?|lbs?|ounces?|oz)"
+_COMPOUND = re.compile(rf"\s*{_LONG_UNIT}\.?,?\s*(?:and\s+)?\d+(?:\.\d+)?\s*{_LONG_UNIT}\b", re.IGNORECASE)
+_ASSIGNMENT = re.compile(r"\s*(?:,\s*)?(?:and|or|,)?\s*(?=[A-Za-z]\s*=)")
+_TRAILING = " \t.,;:。，'\"`*_⟪⟫⟧"
+
+
+def lead_removed(text: str) -> str:
+    """The text without the signs and words before a value."""
+    text = _LEAD.sub("", text, count=1) if _LEAD.match(text) else text
+    if choice := _CHOICE.match(text):
+        text = text[choice.end() :]
+    return _LEAD.sub("", text, count=1) if _LEAD.match(text) else text
+
+
+def value_at(text: str) -> str | None:
+    """The value with which a plain text begins; None if it begins with words."""
+    text = lead_removed(text)
+    if text.startswith("⟦"):
+        return _marked(text)
+    text = text.split("\n", 1)[0]
+    if pair := _PAIR.match(text):
+        return f"{pair['a']}:{pair['b'].replace(' ', '')}{pair['half'] or ''}"
+    if money := _MONEY_AND_CENTS.match(re.sub(r"^[＄€£]", "", text)):
+        return f"{money[1]}.{money[2]:0>2}"
+    number = NUMBER.match(text)
+    if number is None:
+        return _expression_at(text)
+    rest = text[number.end() :]
+    if _CALCULATES.match(rest) and "=" in (clause := re.split(r"[.!?]\s", rest, maxsplit=1)[0]):
+        return value_at(clause.rpartition("=")[2]) or number[0].strip()
+    if not _UNIT_RATE.match(rest) and _GOES_ON.match(rest):
+        return _expression_at(text) or number[0].strip()
+    if _NEXT.match(rest):
+        return _list_at(text, number.end())
+    if other := _DOUBT.match(rest):
+        return f"{number[0]}, {other[1]}"
+    if compound := _COMPOUND.match(rest):
+        return number[0] + compound[0]
+    return number[0].strip()
+
+
+def _marked(text: str) -> str | None:
+    """The value of text that begins with ⟦math⟧, and of what continues its list."""
+    end = text.find("⟧")
+    inside = text[1:end] if end > 0 else text[1:]
+    if not inside.strip() or "\\boxed" in inside:
+        return None
+    rest = text[end + 1 :] if end > 0 else ""
+    if inside.rstrip().endswith(("=", "≈", ":")) or re.match(r"\s*[=≈]", rest):
+        return value_at(rest)
+    values = [value_of(inside)]
+    while following := _NEXT.match(rest):
+        rest = rest[following.end() :]
+        if not rest.startswith("⟦"):
+            break
+        inside, _, rest = rest[1:].partition("⟧")
+        values.append(value_of(inside))
+    if len(values) == 1 and re.match(r"\s*%|\s*percent\b", rest):
+        return values[0] + "%"
+    return ", ".join(values)
+
+
+def _list_at(text: str, end: int) -> str:
+    """A list of numbers from the beginning of a text, of which the first ends at `end`."""
+    values = [text[:end].strip()]
+    while following := _NEXT.match(text, end):
+        number = NUMBER.match(text, following.end())
+        if number is None:
+            break
+        values.append(number[0].strip())
+        end = number.end()
+        if (unit := re.compile(r"\s*[A-Za-z]+").match(text, end)) and _NEXT.match(text, unit.end()):
+            end = unit.end()
+    return ", ".join(values)
+
+
+def _expression_at(text: str) -> str | None:
+    found = _EXPRESSION.match(text)
+    if not found or not _MATHEMATICAL.search(found[0]) or not re.search(r"[\dA-Za-z∞π]", found[0]):
+        return None
+    end = found.end()
+    # a letter or bracket that belongs to the words after it
+    inside = re.sub(r"\s+(?:a|I|[(\[{])\s*$", "", found[0]).strip()
+    if inside.endswith("\\text"):
+        return value_of(text)
+    if re.match(r"\s*[A-Za-z]{2}", text[end:]) and re.search(r"[-+*/=]$", inside):
+        return None
+    if further := _ASSIGNMENT.match(text, end) or _ASSIGNMENT.match(text, found.start() + len(inside)):
+        return f"{value_of(inside)}, {value_at(text[further.end() :])}"
+    return value_of(inside) or None
+
+
+# ---- the inside of math ---------------------------------------------------------------------------------------------
+
+_TEXT_NAMES = r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathbb|mbox|bm|boldsymbol|operatorname)\s*"
+_UNIT_TEXT = re.compile(
+    rf"(?:\\[,;:! ]|\s|~)*{_TEXT_NAMES}\{{(?:[^{{}}\d]|(?<=m)\d|(?<=\^)\d)*+\}}(?:\s*\^\s*\{{?\d\}}?)?"
+    rf"(?:\s*/\s*{_TEXT_NAMES}\{{[^{{}}]*+\}})?[\s.]*$"
+)
+_TEXT_COMMAND = re.compile(rf"{_TEXT_NAMES}\{{([^{{}}]*+)\}}")
+_SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|(?:qquad|quad|displaystyle|left|right|[bB]ig[lr]?)(?![a-z]))|~")
+_EMPHASIS = re.compile(r"\\(?:text)?color\s*\{\w+\}|\\(?:underline|bf|bm|boldsymbol|mathit|rm)(?![a-zA-Z])")
+_SEPARATOR = re.compile(
+    r",(?!\d{3}(?!\d))|;|\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|\b(?:and|or)\b|\\(?:quad|qquad)(?![a-z])"
+)
+_EQUALITY = re.compile(
+    r"(?<![<>!\\])=(?!=)|\\(?:equiv|implies|Rightarrow|rightarrow|to|therefore)(?![A-Za-z])|⇒|→|∴|\\in(?![a-z])|∈"
+)
+_UNITS = re.compile(r"\s*(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?")
+_APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")
+
+
+def value_of(inside: str) -> str:
+    """The value of the inside of math: what its last equation equals, without units."""
+    inside = re.sub("[⟦⟧⟪⟫]", "", inside).strip(_TRAILING)
+    parts = [part for part in _SEPARATOR.split(inside) if part.strip(" \\")]
+    if len(parts) > 1 and all(_EQUALITY.search(part) for part in parts):
+        return ", ".join(value_of(part) for part in parts)
+    inside = _bare(_without_unit_text(_right_side(inside)))
+    number = NUMBER.match(inside)
+    return number[0].strip() if number and _UNITS.fullmatch(inside, number.end()) else inside
+
+
+def _right_side(inside: str) -> str:
+    """What the last equation of math says, exactly if it says both."""
+    if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
+        return inside
+    exact, *approximate = _APPROXIMATE.split(inside)
+    sides = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt|[dt]?frac)", exact) else [exact, *approximate][-1])
+    return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
+
+
+def _without_unit_text(inside: str) -> str:
+    shorter = _UNIT_TEXT.sub("", inside)
+    return _TEXT_COMMAND.sub(r"\1", shorter if re.search(r"[\dA-Za-z]", shorter) else inside)
+
+
+def _bare(inside: str) -> str:
+    """Math without spaces and braces that only lay it out, and with LaTeX's names for `pi` and `sqrt(2)`."""
+    inside = re.sub(r" {2,}", " ", _SPACES.sub(" ", inside)).strip(_TRAILING).rstrip("\\ ")
+    inside = _EMPHASIS.sub("", inside)
+    while braced := re.fullmatch(r"\{([^{}]*+)\}", inside):
+        inside = braced[1].strip()
+    inside = re.sub(r"(\d++)\s+\((?:\1|[A-Za-z -]*)\)$", r"\1", inside)
+    inside = re.sub(r"(?<![A-Za-z])\\?sqrt\(([^()]*)\)", r"\\sqrt{\1}", inside)
+    return re.sub(r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1", inside)

@@ -1,0 +1,136 @@
+"""Rewrites what people and models write into one plain form, which the rest of the package reads.
+
+    digits of any script, full-width signs   0-9 and ASCII
+    $...$, $$...$$, \\(...\\), \\[...\\], align  ⟦...⟧, without line breaks
+    **bold**                                 ⟪bold⟫
+    a dollar sign that delimits nothing      ＄
+    1.234,56 in a text that counts so        1234.56
+    forty-two, two thirds                    42, 2/3; the words up to twelve stay, as they often count nothing
+
+All patterns take time in proportion to the text.
+"""
+
+import re
+import unicodedata
+
+from env_service.graders.answers.foreign_numbers import foreign_spelled
+from env_service.graders.answers.numbers import spelled
+from env_service.graders.answers.vocabulary import COMMA_LANGUAGES, ENGLISH
+
+MAX_CHARACTERS = 10_000
+"""Of a longer text only the end is read."""
+
+_SIGNS = str.maketrans(
+    {
+        "⟦": " ",
+        "⟧": " ",
+        "⟪": " ",
+        "⟫": " ",
+        "＄": "$",
+        "\r": "",
+        "\u200b": "",
+        "\ufeff": "",
+        "\u200e": "",
+        "\u200f": "",
+    }
+    | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000\t", " ")
+    | dict.fromkeys("−﹣－‐‑", "-")
+    | dict.fromkeys("٫．", ".")
+    | dict.fromkeys("٬", ",")
+    | {"∞": "\\infty ", "≥": "\\geq ", "≤": "\\leq "}
+    | dict(zip("％：（）＝＋，［］｛｝＃＊／", "%:()=+,[]{}#*/", strict=True))
+    | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "⅕": " 1/5", "⅛": " 1/8", "⁄": "/"}
+    | {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "⋅": "·", "∗": "*", "٪": "%"}
+)
+_CALCULATOR = re.compile(r"<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-")
+_BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
+_TAGS = re.compile(r"</?(?:p|div|span|i|em|u|code|br|h\d|ul|ol|li|center|mark|font)(?: [^<>]{0,80})?/?>", re.IGNORECASE)
+_OPENING = re.compile(r"\\[(\[]|\\begin\{(?:align|aligned|equation|gather|gathered|eqnarray|multline)\*?\}")
+_CLOSING = re.compile(r"\\[)\]]|\\end\{(?:align|aligned|equation|gather|gathered|eqnarray|multline)\*?\}")
+_DISPLAY = re.compile(r"\$\$([^$]*+)\$\$")
+_INLINE = re.compile(r"\$(?=\S)([^$\n]*+)(?<=\S)\$(?!\d)")
+_PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,} +(?:[a-z]{2,}|a|\d+) +[A-Za-z]{2,}(?![A-Za-z{}])")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox|textit|mathbf)\{[^{}\n]*\}")
+_MATH = re.compile(r"⟦([^⟦⟧]*+)⟧")
+_BOLD = re.compile(r"\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
+_GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
+_PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])")
+_POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+_DECIMAL_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
+_SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_NEGATIVE = re.compile(
+    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
+)
+_POUND = re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])|\\text\{£\}")
+_EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}")
+
+
+def plain(text: str) -> str:
+    """The plain form of a text's last `MAX_CHARACTERS` characters."""
+    text = text[-MAX_CHARACTERS:].translate(_SIGNS)
+    if not text.isascii():
+        text = _PI.sub(r"\\pi ", text)
+        text = "".join(_digit(c) if c > "\x7f" else c for c in text)
+        text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
+    text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))
+    text = _DECIMAL_BRACES.sub(".", _GROUPED.sub(_group_sign, _POUND.sub("£", _EURO.sub("€", text))))
+    text = _NEGATIVE.sub("-", _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
+    text = _SUPERSCRIPTS.sub(lambda power: "^{" + power[0].translate(_POWERS) + "}", text)
+    text = _with_math_marked(text)
+    if comma_is_decimal(text):
+        text = foreign_spelled(_NUMBER.sub(_with_point, text))
+    elif _CHINESE.search(text):
+        text = foreign_spelled(text)
+    return spelled(_BOLD.sub(r"⟪\1⟫", text))
+
+
+def _digit(character: str) -> str:
+    value = unicodedata.decimal(character, None)
+    return character if value is None else str(value)
+
+
+def _group_sign(match: re.Match[str]) -> str:
+    return "," if "," in match[0] else ""
+
+
+def _with_math_marked(text: str) -> str:
+    if "matrix" not in text:
+        text = text.replace("\\\\", " \n ")
+    text = text.replace("\\$", "＄").replace("\\%", "%")
+    text = _CLOSING.sub("⟧", _OPENING.sub("⟦", text))
+    text = _INLINE.sub(_inline, _DISPLAY.sub(r"⟦\1⟧", text)).replace("$", "＄")
+    return _MATH.sub(lambda match: match[0].replace("\n", " ").replace("&", ""), text)
+
+
+def _inline(match: re.Match[str]) -> str:
+    inside = match[1]
+    if _PROSE.search(_TEXT.sub("", inside)):
+        return match[0].replace("$", "＄")
+    return f"⟦{inside}⟧"
+
+
+# ---- decimal commas -------------------------------------------------------------------------------------------------
+
+_CYRILLIC = re.compile(r"[а-яА-Я]{2}")
+_CHINESE = re.compile(r"[二三四五六七八九十百千][一二三四五六七八九十百千]")
+_PRICE = re.compile(r"(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|€\s?\d+,\d\d(?!\d)")
+_NUMBER = re.compile(r"(?<![\d,.(\[^_])\d++(?:[.,]\d++)*+(?![,.]?\d)")
+
+
+def comma_is_decimal(text: str) -> bool:
+    """True for a text in a language that writes `1.234,56`."""
+    if _CYRILLIC.search(text) or _PRICE.search(text):
+        return True
+    foreign = len({word.casefold() for word in COMMA_LANGUAGES.findall(text)})
+    return foreign > 0 and foreign >= len({word.casefold() for word in ENGLISH.findall(text)})
+
+
+def _with_point(match: re.Match[str]) -> str:
+    """`1.234,56` and `12,5` with a point; what is written in the English way (`1,234.56`, `12.5`, `1,234`) as it is."""
+    number = match[0]
+    if re.fullmatch(r"\d{1,3}(?:\.\d{3})+(?:,\d+)?", number) and not re.fullmatch(r"0\.\d{3}", number):
+        return number.replace(".", "").replace(",", ".")
+    if re.fullmatch(r"\d+,(?:\d{1,2}|\d{4,})|0,\d+", number):
+        return number.replace(",", ".")
+    return number

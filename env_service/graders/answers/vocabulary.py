@@ -1,0 +1,180 @@
+"""The words by which texts name an answer, doubt it, take it back, and say what does not belong to it.
+
+Patterns ignore case. `either` makes one of lines of alternatives; what needs a word's boundary has it in itself.
+"""
+
+import re
+
+
+def either(lines: str) -> str:
+    """A pattern of the alternatives on several lines, `|` between those on one."""
+    return "(?:" + "|".join(line.strip() for line in lines.strip().splitlines()) + ")"
+
+
+def words(lines: str) -> str:
+    """The same for whole words."""
+    return rf"\b{either(lines)}\b"
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)
+
+
+# ---- an answer ------------------------------------------------------------------------------------------------------
+
+_LATIN_ANSWER = either(r"""
+    final[\s_]?answer|answer|ans|final (?:result|value|choice|total|solution)|(?:correct|right) (?:choice|option)
+    (?:end)?antwort|endergebnis|antwoord|svaret|svar
+    réponse(?: finale)?|résultat final|respuesta|resultado final|resposta|risposta|risultato finale|răspuns(?:ul)?
+    ответ|відповідь|odpowiedź|odpověď|απάντηση|vastaus|válasz
+    cevap|yanıt|jawaban(?:nya)?|jibu|đáp (?:án|số)|câu trả lời
+    उत्तर|উত্তর|సమాధానం|الإجابة|الجواب|جواب|پاسخ|תשובה
+""")
+ANSWER = rf"(?:(?<![A-Za-z]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
+_IS = either("""
+    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι
+    to|wynosi|jest|je|är|er|adalah|ialah|ni|là|on
+""")
+IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
+
+BEFORE_OTHER_ANSWER = compiled(
+    words("""
+        explanation of|explains?|express|write|give|round|convert|check|verify|verifying|part of|to find|steps? (?:of|to)
+        possible|an|each|every|wrong|incorrect|other|previous|first
+    """)
+    + r" (?:(?:the|our|this|my) )?(?:final |correct )?$"
+)
+PARTIAL = compiled(
+    words("parts?|first|second|step|sub-?question|previous|intermediate|teil|partie|parte")
+    + "|"
+    + words("not|cannot|never|nicht|kein|pas|no|não|non|не|nie|inte|ikke")
+    + r"|n't\b|不|않|아니"
+)
+"""In `the answer to the first part is`, `the answer cannot be`."""
+NEGATED = compiled(
+    r"\W*(?:not|never|nicht|pas|no|não|non|не|nie|neither|不是)\b[^.\n]*?"
+    r"(?:\b(?:but|rather|sondern|sino|mais|mas|ma|а|it is|it's)\b|而是|(?P<none>$))"
+)
+TAKEN_BACK = compiled(
+    r"\b"
+    + either("""
+        that(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)|(?:made|making) an? \\w*\\s?(?:mistake|error)
+        i (?:forgot|misread|miscalculated|misunderstood)|scratch that|correction\\b|my mistake
+        let me (?:redo|recompute|recalculate|re-?do|try again|fix|correct)
+        das (?:ist|war) falsch|c'est faux|está mal|è sbagliato
+    """)
+)
+REJECTED = compiled(
+    r"(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
+)
+QUESTION = re.compile(
+    rf"^[ \t*#⟪]*{either('question|problem|q|human|user|exercise|frage|pregunta|вопрос|问题|問題|문제')}\s*\d*\s*:",
+    re.IGNORECASE | re.MULTILINE,
+)
+HEDGE = compiled(
+    words("""
+        either|could (?:also )?be|might be|may be|one of|not sure|unsure|can't (?:tell|decide|say)|cannot (?:tell|decide|say)
+        hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?|choices|candidates
+        entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia|либо|возможно
+    """)
+    + "|可能|もしくは|かもしれ"
+)
+
+OR = r"(?:\b(?:or|oder|ou|o|eller|lub|или|або|veya|hoặc|atau|au)\b|या|أو|或者?|または|か|또는)"
+AND = r"(?:\b(?:and|und|et|y|e|en|och|i|и|ve)\b|和|と|、)"
+
+# ---- around a result ------------------------------------------------------------------------------------------------
+
+FILLER = either("""
+    exactly|about|approximately|approx\\.?|roughly|around|only|just|simply|clearly|still|now|equal to|a total of
+    the number|the value|also|therefore|thus|then|genau|etwa|environ|aproximadamente|cerca de
+""")
+CONCLUSION = compiled(
+    r"[,;\s]\s*"
+    + either(r"""
+        so|therefore|thus|hence|which means|meaning|which gives|for a total of|which rounds? (?:up |down )?to
+        which is(?! \d+ (?:more|less|fewer|times)| more| less| fewer| not| twice| double| triple| half)
+        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
+        donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb|daher|поэтому|значит
+    """)
+    + r"\b|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
+)
+CUE = compiled(
+    words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
+    + r"|[:=→∴\]]|[-=]>"
+)
+"""Before the result of a line without a full stop."""
+REASON = compiled(r"[,\s]\s*(?:because|since)\b")
+ASIDE = compiled(
+    r"[,\s]\s*"
+    + either(r"""
+        compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
+        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|up from|down from|versus|vs
+        (?:and |but )?not(?! only)|which is (?:more|less|\d)|[＄€£]?\d+ (?:more|less|fewer) than|at the beginning
+        (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
+        but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d)\b)
+        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
+        or \d+% of|or \d+ (?:per|a|each)|(?:i\.e|e\.g)(?=\.)
+        obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
+    """)
+    + r"\b|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
+)
+_DETERMINERS = (
+    "the|an?|his|her|their|its|all|these|those|about|only|another|initial|original|first|last|next|den|les|des|los|las"
+)
+GOVERNED = compiled(
+    r"\b"
+    + either(r"""
+        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|i\.e\.|the|all
+        day|age|grade|year|number|step|week|chapter|page|question|problem|part|line|level|tag|jour|día
+        of (?:the|his|her|their|its|all|our|those|these)|the (?:initial|original|other)
+        (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
+        nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
+    """)
+    + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
+)
+"""Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
+SOFT = compiled(
+    r"\b(?:in|for|over|each|every|on|at|per|into|among|(?<!left )(?<!up )(?<!ends )with"
+    r"|für|mit|bei|pro|pour|en|dans|avec|pendant|para|con|por|em|за|в|на|w|za|på|trong|dalam)"
+    r"(?:\s+(?:the|a|all|his|her|their|its|these|those|about)){0,2}\s+[＄€£]?$"
+)
+"""Before a number that is a circumstance if there is another: `$20 for 5 books`."""
+REFUSED = compiled(
+    r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
+    r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
+)
+"""Before a number that is said not to be the result."""
+SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
+
+# ---- the end of a text ----------------------------------------------------------------------------------------------
+
+REMARK = compiled(
+    r"\b"
+    + either("""
+        hope|help|let me know|any (?:other|more|further)|question|feel free|would you like|do you|thank|good luck|happy
+        does (?:this|that)|verif|check|correct|final|done
+    """)
+)
+UNFINISHED = compiled(words("next|needs? to|have to|let us|let's|we must|we can now|now we|we then|remains to"))
+OPEN_WORD = compiled(
+    r"\b"
+    + either("""
+        the|an?|of|to|is|are|was|and|or|by|in|with|for|from|that|then|which|at|on|so|but|as|than|if|we|he|she|they|his|her|their
+        has|have|will|be|get|gives?|equals|makes?|need|divide|multiply|add|subtract|calculate|compute|find
+    """)
+    + r"\s*$"
+)
+ABBREVIATION = compiled(
+    r"\b(?:Rs|No|Nr|approx|ca|vs|etc|Eq|Fig|Dr|Mr|Mrs|Ms|St|e\.g|i\.e|Mio|Mrd|bzw)\.$|^\s*\(?\d{1,2}\.$"
+)
+COMMA_LANGUAGES = compiled(
+    words("""
+        der|das|und|ist|nicht|für|sind|eine[nrms]?|also|kostet|les|des|une|est|donc|pour|dans|avec|sont
+        los|las|una|por|para|con|que|del|entonces|gli|della|sono|quindi|uma|dos|não|são|então|het|een|voor|zijn
+        och|är|det|jest|oraz|więc|adalah|dan|jadi|yang|và|là|của|ve|için|toplam
+        odpowiedź|antwort|antwoord|réponse|respuesta|resposta|risposta|svar
+    """)
+)
+"""Common words of languages that write `1.234,56`."""
+ENGLISH = compiled(words("the|of|and|is|so|are"))

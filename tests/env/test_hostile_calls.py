@@ -1,0 +1,277 @@
+"""What a tenant's code does to hold a place, to outlive its limit and to reach what is not its own; with real processes.
+
+Each test runs with namespaces, where the machine allows them, and without.
+"""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidInput
+from common.streams import Cell
+from env_service import work
+from env_service.__main__ import build
+from env_service.sandbox.calls import filter_program
+from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits, check_strength
+from env_service.settings import EnvSettings
+from tests.support.processes import Process, alive, descendants, left_behind
+
+pytestmark = pytest.mark.timeout(60)
+
+WITHOUT_NAMESPACES = ("landlock", "seccomp")
+LIBRARY_IS_OPEN = all(parent.stat().st_mode & 1 for parent in Path(os.__file__).resolve().parents)
+EITHER = pytest.mark.parametrize("layers", [LAYERS, WITHOUT_NAMESPACES], ids=["namespaces", "no namespaces"])
+
+ESCAPE = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+for attempt in (lambda: libc.prctl(1, 0, 0, 0, 0), os.setsid, lambda: os.setpgid(0, 0)):
+    try: attempt()
+    except OSError: pass
+while True: time.sleep(1)
+"""
+
+
+def run(source: str, *, layers: tuple[str, ...], timeout_s: float = 10.0) -> Outcome:
+    return asyncio.run(Sandbox(layers=layers).run(source, timeout_s=timeout_s))
+
+
+# --------------------------------------------------------------------------------------------------- its own end
+
+
+@pytest.mark.parametrize("layers", [LAYERS, WITHOUT_NAMESPACES, ("namespaces",)], ids=str)
+def test_a_call_that_leaves_its_session_frees_its_place_in_time_and_leaves_nothing(layers: tuple[str, ...]) -> None:
+    async def attempt() -> tuple[Outcome, float, set[Process], Outcome]:
+        sandbox = Sandbox(max_processes=1, layers=layers)
+        if not {"processes", "seccomp"} & set(await sandbox.probe()):
+            pytest.skip("this machine has no namespaces")
+        async with asyncio.timeout(20):
+            started = time.monotonic()
+            call = asyncio.create_task(sandbox.run(ESCAPE, timeout_s=1.0))
+            await asyncio.sleep(0.8)
+            seen = descendants(os.getpid())
+            outcome = await call
+            return outcome, time.monotonic() - started, seen, await sandbox.run("print(1)", timeout_s=5)
+
+    outcome, seconds, seen, following = asyncio.run(attempt())
+    assert (outcome.ending, following.output) == ("timeout", "1\n")
+    assert seconds < 2.5  # the limit, a second, and what a busy machine adds
+    assert len(seen) >= 2
+    assert alive(seen) == set()
+
+
+@EITHER
+def test_nothing_of_a_call_lives_on_after_its_worker_was_killed(layers: tuple[str, ...]) -> None:
+    worker = (
+        "import asyncio\nfrom env_service.sandbox.sandbox import Sandbox\n"
+        f"asyncio.run(Sandbox(layers={layers!r}).run({ESCAPE!r}, timeout_s=50))"
+    )
+    assert left_behind(worker, num=2) == set()
+
+
+@EITHER
+def test_a_call_that_closes_its_streams_and_goes_on_is_ended(layers: tuple[str, ...]) -> None:
+    outcome = run("import os, time\nos.closerange(0, 32)\nwhile True: time.sleep(1)", layers=layers, timeout_s=1)
+    assert outcome.ending == "timeout"
+
+
+# ------------------------------------------------------------------------------------------- calls to the kernel
+
+PRELUDE = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+other = os.getppid() or 1
+def check(status):
+    if status < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+"""
+
+REFUSED = {
+    "a session": "os.setsid()",
+    "a group": "os.setpgid(0, 0)",
+    "its parent's death": "check(libc.prctl(1, 0, 0, 0, 0))",
+    "being read": "check(libc.prctl(4, 1, 0, 0, 0))",
+    "shared memory": "check(libc.shmget(0, 2 ** 20, 0o1600))",
+    "semaphores": "check(libc.semget(0, 1, 0o1600))",
+    "messages": "check(libc.msgget(0, 0o1600))",
+    "a file in memory": "os.memfd_create('x')",
+    "a file in secret memory": "check(libc.syscall(447, 0))",
+    "large pipes": "check(libc.fcntl(os.pipe()[0], 1031, 2 ** 20))",
+    "the signal of a file": "check(libc.fcntl(0, 10, 9))",
+    "the owner of a file": "check(libc.fcntl(0, 8, other))",
+    "the owner of a file, by ioctl": "check(libc.ioctl(0, 0x8901, other.to_bytes(4, 'little')))",
+    "limits of others": "resource.prlimit(other, resource.RLIMIT_NOFILE)",
+    "priorities": "os.setpriority(os.PRIO_PROCESS, other, 19)",
+    "processors": "os.sched_setaffinity(other, {0})",
+    "a signal": "os.kill(other, 0)",
+    "a signal by descriptor": "os.pidfd_open(other)",
+    "tracing": "check(libc.ptrace(16, other, 0, 0))",
+    "memory of others": "check(libc.process_vm_readv(other, 0, 0, 0, 0, 0))",
+    "a process": "os.fork()",
+    "another program": "os.execv('/bin/true', ['true'])",
+    "namespaces": "check(libc.unshare(0x10000000))",
+    "a socket": "check(libc.socket(2, 1, 0))",
+    "a pair of sockets": "check(libc.socketpair(1, 1, 0, ctypes.create_string_buffer(8)))",
+    "keys": "check(libc.syscall(250 if os.uname().machine == 'x86_64' else 219, 0, 0, 0))",
+    "watching files": "check(libc.inotify_init1(0))",
+    "faults of pages": "check(libc.syscall(323 if os.uname().machine == 'x86_64' else 282, 0))",
+}
+
+
+@EITHER
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_grader_needs_is_refused(what: str, layers: tuple[str, ...]) -> None:
+    outcome = run(PRELUDE + REFUSED[what], layers=layers)
+    assert outcome.ending == "raised"
+    assert "PermissionError" in outcome.reason or "not implemented" in outcome.reason
+
+
+ORDINARY = """
+import ast, base64, bisect, collections, contextlib, copy, csv, dataclasses, datetime, decimal, difflib, enum, fractions
+import functools, hashlib, heapq, html, io, itertools, json, logging, math, operator, os, pathlib, queue, random, re
+import shutil, signal, sqlite3, statistics, string, sys, tempfile, textwrap, time, traceback, typing, unicodedata, zlib
+from concurrent.futures import ThreadPoolExecutor
+
+assert json.loads(json.dumps({"a": [1, 2.5, None]})) == {"a": [1, 2.5, None]}
+assert re.fullmatch(r"(\\d+)-(\\d+)", "12-34").groups() == ("12", "34")
+assert decimal.Decimal("0.1") + decimal.Decimal("0.2") == decimal.Decimal("0.3")
+assert fractions.Fraction(1, 3) * 3 == 1 and math.isclose(statistics.stdev([1, 2, 3]), 1.0)
+assert random.Random(1).random() == random.Random(1).random() and len(os.urandom(8)) == 8
+assert datetime.datetime.now(datetime.timezone.utc).year > 2000 and time.monotonic() > 0
+assert hashlib.sha256(zlib.decompress(zlib.compress(b"x"))).hexdigest().startswith("2d71")
+assert sqlite3.connect(":memory:").execute("select 1 + 1").fetchone() == (2,)
+with tempfile.TemporaryFile() as file:
+    file.write(b"x" * 100_000)
+    file.seek(0)
+    assert len(file.read()) == 100_000
+pathlib.Path("a").write_text("b")
+os.rename("a", "c")
+assert os.listdir() == ["c"] and os.stat("c").st_size == 1 and os.path.realpath("c").endswith("c")
+os.remove("c")
+with contextlib.suppress(TimeoutError):
+    def late(*_): raise TimeoutError
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    while True: pass
+"""
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+import queue, threading
+with ThreadPoolExecutor(3) as pool:
+    assert list(pool.map(abs, [-1, -2, -3])) == [1, 2, 3]
+"""
+
+
+@EITHER
+def test_ordinary_code_runs(layers: tuple[str, ...]) -> None:
+    if os.geteuid() == 0 and layers == WITHOUT_NAMESPACES and not LIBRARY_IS_OPEN:
+        pytest.skip("calls have a uid of their own here, which may not read this Python's library")
+    assert run(ORDINARY + "print('done')", layers=layers).output == "done\n", run(ORDINARY, layers=layers).reason
+
+
+def test_threads_run() -> None:
+    outcome = run(THREADS, layers=LAYERS)
+    assert outcome.ending == "ok", outcome.reason
+
+
+# ------------------------------------------------------------------------------------------------- files, memory
+
+
+@EITHER
+def test_a_working_folder_holds_a_bounded_number_of_files(layers: tuple[str, ...]) -> None:
+    outcome = run("for n in range(10 ** 6): open(str(n), 'w').close()", layers=layers)
+    assert "No space left" in outcome.reason or "wrote more into its folder" in outcome.reason
+
+
+@EITHER
+def test_a_working_folder_holds_a_bounded_number_of_folders(layers: tuple[str, ...]) -> None:
+    outcome = run("import os\nfor n in range(10 ** 5): os.mkdir(str(n))", layers=layers)
+    assert "No space left" in outcome.reason or "PermissionError" in outcome.reason
+
+
+@EITHER
+def test_a_working_folder_holds_a_bounded_number_of_bytes(layers: tuple[str, ...]) -> None:
+    source = "for n in range(10 ** 4):\n    with open(str(n), 'wb') as file: file.write(b'x' * 2 ** 22)"
+    outcome = run(source, layers=layers)
+    assert "No space left" in outcome.reason or "wrote more into its folder" in outcome.reason
+
+
+@EITHER
+def test_a_file_of_the_worker_can_be_neither_cut_nor_changed(layers: tuple[str, ...], tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("before")
+    target.chmod(0o666)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    before = target.stat()
+    for change in ("truncate({0!r}, 0)", "chmod({0!r}, 0)", "utime({0!r})", "rename({0!r}, 'x')", "link({0!r}, 'x')"):
+        assert run("import os\nos." + change.format(str(target)), layers=layers).ending == "raised", change
+    after = target.stat()
+    assert (target.read_text(), after.st_mode, after.st_mtime) == ("before", before.st_mode, before.st_mtime)
+
+
+@EITHER
+def test_memory_that_is_shared_counts(layers: tuple[str, ...]) -> None:
+    source = PRELUDE + "while True:\n    if libc.mmap(0, 2 ** 24, 3, 0x21, -1, 0) == -1: check(-1)"
+    limits = SandboxLimits(memory_bytes=256 * 2**20)
+    outcome = asyncio.run(Sandbox(layers=layers, limits=limits).run(source, timeout_s=10))
+    assert "Cannot allocate memory" in outcome.reason
+
+
+# ------------------------------------------------------------------------------------------------------ strength
+
+
+def test_a_machine_without_the_layers_that_operators_are_told_of_is_refused() -> None:
+    for layers in ((), ("network", "processes", "files"), ("seccomp",), ("landlock",), ("seccomp", "network", "uid")):
+        with pytest.raises(InvalidInput, match="MARLAAS_WEAK_SANDBOX=1"):
+            check_strength(layers)
+    for layers in (("landlock", "seccomp"), ("files", "seccomp"), ("files", "landlock", "seccomp")):
+        check_strength(layers)
+
+
+async def test_an_env_worker_starts_with_a_weak_sandbox_only_if_the_operator_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(machine: str, *, own_files: bool) -> bytes:
+        return filter_program("riscv64", own_files=own_files)
+
+    monkeypatch.setattr("env_service.sandbox.sandbox.filter_program", unknown)
+    parts: Any = SimpleNamespace(cell=Cell("tiny"))
+    with pytest.raises(InvalidInput, match="MARLAAS_WEAK_SANDBOX=1"):
+        await build(EnvSettings(), parts)
+    monkeypatch.setenv("MARLAAS_WEAK_SANDBOX", "1")
+    service = await build(EnvSettings(), parts)
+    for close in service.close:
+        await close()
+
+
+@EITHER
+def test_this_machine_is_strong_enough(layers: tuple[str, ...]) -> None:
+    check_strength(asyncio.run(Sandbox(layers=layers).probe()))
+
+
+# ------------------------------------------------------------------------------------------------------- tenants
+
+
+def test_a_tenants_long_calls_do_not_hold_up_another_tenants_short_one() -> None:
+    async def attempt() -> list[str]:
+        sandbox, ended = Sandbox(max_processes=2), list[str]()
+
+        async def call(tenant: str, source: str) -> None:
+            work.begin(lambda: None, tenant)
+            await sandbox.run(source, timeout_s=30)
+            ended.append(tenant)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(8):
+                tasks.create_task(call("hog", "import time\ntime.sleep(1)"))
+            await asyncio.sleep(0.2)
+            tasks.create_task(call("victim", ""))
+        return ended
+
+    ended = asyncio.run(attempt())
+    assert ended.index("victim") <= 2

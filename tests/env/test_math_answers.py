@@ -1,0 +1,168 @@
+"""The `math` grader's final answers: which part of a text counts, and what it equals."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.math_grader import graded, percent
+from env_service.graders.answers.equality import quick
+from env_service.graders.answers.final import final_answer
+from env_service.graders.answers.plain import MAX_CHARACTERS
+
+TEXTS = Path(__file__).resolve().parents[1] / "data" / "math_texts_dev.jsonl"
+STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
+
+
+def rewarded(text: str, reference: str = "18") -> bool:
+    """What plain comparison says; it may not leave the question open."""
+    equal = quick(final_answer(text), final_answer(reference))
+    assert equal is not None
+    return equal
+
+
+def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles() -> None:
+    results = asyncio.run(graded(TEXTS))
+    assert len(results) == len(TEXTS.read_text().splitlines())
+    wrong = [f"{r.style}: {r.text[-100:]!r} and {r.reference!r}" for r in results if not r.agrees]
+    assert percent(results) >= 99.5, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It costs 2 * 8 = $<<2*8=16>>16. With $2 more it costs 16 + 2 = $<<16+2=18>>18. A: 18",
+        "One bread is $5 and a cheese is $13, so together $5 + $13 = $18.",
+        STEPS + "#### 18",
+        STEPS + "#### Result\nTom has 18 apples.",
+        STEPS + "<answer>18 apples</answer>",
+        STEPS + '{"steps": [9, 18], "answer": "18"}',
+        STEPS + "**Answer:** $18.00",
+        STEPS + "Final Answer: The final answer is $18$. I hope it is correct.",
+        STEPS + "The answer is 18 apples.\n\nCheck: 9 + 9 = 18, and 18 - 9 = 9.",
+        STEPS + "The answer is 18.\n\nQuestion: Ben has 3 apples. How many has he?\nAnswer: 3",
+        "<think>It is 20, or is it? \\boxed{20}</think>\n\nTom has **18** apples after 3 days.",
+        "\\boxed{20}\n\nWait, that is wrong: 20 - 2 = 18.\n\n\\boxed{18}",
+        "The answer is 20. I made a mistake: 9 + 9 is not 20. There are 18 apples.",
+        "So Tom has 18 apples left, compared with 20 in the morning.",
+        "In 3 years Tom will be eighteen.",
+        "She pays $18 for 2 books.",
+        "The answer is not 20 but 18.",
+        "Die Antwort lautet 18 €.",
+        "Also kostet es nach 2 Tagen 18,00 Euro.",
+        "La respuesta es 18 manzanas.",
+        "Donc, la réponse est 18.",
+        "Ответ: 18 рублей.",
+        "所以答案是18个。",
+        "答えは18です。",
+        "الجواب: ١٨",
+        "Die Antwort ist achtzehn.",
+        "Donc il reste dix-huit euros.",
+        "一共有十八个。",
+        "Η απάντηση είναι 18.",
+        "Each of the 3 children gets 18 cookies.",
+        "He needs 18 gallons at $3 per gallon.",
+    ],
+)
+def test_the_final_answer_counts(text: str) -> None:
+    assert rewarded(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        STEPS + "The answer is 20.",
+        STEPS + "So Tom has",
+        STEPS + "The answer is",
+        STEPS + "\\boxed{",
+        STEPS + "How many apples has Tom?",
+        "<think>It is 18. The answer is 18.",
+        "The answer is 18 or 20.",
+        "Answer: 17, 18, 19",
+        "It could be 17, 18 or 19, I am not sure.",
+        "\\boxed{17}, \\boxed{18}",
+        "16 17 18",
+        "16\n17\n18",
+        "The answer is between 17 and 18.",
+        "The answer is not 18.",
+        "Die Antwort ist nicht 18.",
+        "答案不是18。",
+        "18 is not the answer.",
+        "\\boxed{\\geq 18}",
+        "The answer is 18x.",
+        "The answer is -18.",
+        "The answer is 18 thousand.",
+        "Options: (A) 17 (B) 18",
+        "Tom had 18 apples, but now he has 20.",
+        "She pays $20 for 18 books.",
+        "La respuesta es 18 o 20.",
+        "答えは18または20です。",
+    ],
+)
+def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
+    assert not rewarded(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "equal"),
+    [
+        ("Das macht 1.234,50 €.", "1234.5", True),
+        ("The answer is 1.234.", "1234", False),
+        ("₹1,50,000", "150000", True),
+        ("The answer is 1.5 million.", "1500000", True),
+        ("It takes two and a half hours.", "2.5", True),
+        ("4 2/5 cups", "\\frac{22}{5}", True),
+        ("25%", "0.25", True),
+        ("0.25%", "25%", False),
+        ("50 cents", "$0.50", True),
+        ("€18", "$18", False),
+        ("The ratio is 5 to 3.", "5:3", True),
+        ("3:5", "5:3", False),
+        ("It ends at 3:30 p.m.", "3:30", True),
+        ("3:30 AM", "3:30 PM", False),
+        ("The solutions are $x = 3$ and $x = 2$.", "2, 3", True),
+        ("\\boxed{(2, 3)}", "(3, 2)", False),
+        ("\\boxed{(-\\infty, 3]}", "(-\\infty, 3)", False),
+        ("52_9", "52_8", False),
+        ("The answer is (B) 18.", "B", True),
+        ("The answer is (B) 18.", "18", True),
+        ("The fastest runner is Evelyn.", "\\text{Evelyn}", True),
+    ],
+)
+def test_what_an_answer_means_is_compared(text: str, reference: str, equal: bool) -> None:
+    assert rewarded(text, reference) == equal
+
+
+HOSTILE = [
+    "\\(",
+    "{{",
+    "\\boxed{",
+    "#### 5\n",
+    "1 ",
+    "1,111",
+    "the answer is ",
+    "not ",
+    "Question: 5\nA: 5\n",
+    "so 5 ",
+    "$1",
+    "**a** ",
+    "<<5=",
+]
+
+
+@pytest.mark.parametrize("part", HOSTILE)
+def test_the_time_does_not_grow_with_a_hostile_text(part: str) -> None:
+    final_answer(part * 10)
+    started = time.process_time()
+    final_answer(part * 100_000)
+    assert time.process_time() - started < 5
+    assert len(part * 100_000) > MAX_CHARACTERS
+
+
+def test_the_texts_have_both_labels_in_most_styles() -> None:
+    labels = {line["style"]: set[int]() for line in map(json.loads, TEXTS.read_text().splitlines())}
+    for line in map(json.loads, TEXTS.read_text().splitlines()):
+        labels[line["style"]].add(line["label"])
+    assert sum(len(found) == 2 for found in labels.values()) > 0.8 * len(labels)

@@ -1,0 +1,43 @@
+"""Rows of files, read from disk one at a time."""
+
+import io
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import NotFound
+from common.objects import PART_BYTES, Objects
+from manager_service.jobs.items import Items, LinesOnDisk
+
+
+@given(st.text(alphabet="a \r\n", max_size=30))
+def test_lines_are_found_as_if_the_whole_file_were_split(text: str) -> None:
+    content = text.encode()
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        lines = LinesOnDisk(file)
+        found = [lines[n].rstrip(b"\r\n") for n in range(len(lines))]
+    assert found == [line for line in content.splitlines() if line.strip()]
+
+
+def test_an_item_is_parsed_when_it_is_asked_for() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(b'{"n": 0}\r\n\n{"n": 1}\nnonsense')
+        items = Items(LinesOnDisk(file))
+        assert len(items) == 3 and items[1] == {"n": 1}
+
+
+@pytest.mark.parametrize("size", [0, 10, PART_BYTES + 10])
+async def test_an_object_is_downloaded_in_place_of_what_was_there(tmp_path: Path, size: int) -> None:
+    objects = Objects.open((tmp_path / "store").as_uri())
+    await objects.write("x", b"0123456789" * (size // 10))
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"of before" * 5)
+        await objects.download("x", file)
+        file.seek(0)
+        assert file.read() == b"0123456789" * (size // 10)
+        with pytest.raises(NotFound):
+            await objects.download("y", io.BytesIO())
