@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks._report import Goal, Report, make_table, run
-from harness.live import running
+from harness.live import Api, running
 from harness.processes import computes, cpu_s
 from manager_service.local.supervisor import LocalCluster
 
@@ -69,7 +69,7 @@ async def measure(num_jobs: int, steps: int) -> Shares:
         assert all(job["status"] == "succeeded" for job in ended), ended
         after = processor_s(cluster)
         await asyncio.sleep(2.5)  # the last report of each worker
-        spans = (await api.get("/cluster/timeline"))["data"]
+        spans = (await Api(cluster.base_url, cluster.admin_key).get("/cluster/timeline"))["data"]
         usage = (await api.get("/usage"))["total"]
     used_s = {name: after[name] - before[name] for name in after}
     return shares(num_jobs, steps, spans, usage, looks, used_s)

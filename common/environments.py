@@ -7,10 +7,11 @@
 
 Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
 two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as
-keyword arguments; a ValueError from it is shown to the user. The class may have an attribute `Args`, a pydantic model,
-by which the args are checked before any work is queued.
+keyword arguments; a ValueError from it is shown to the user. Before any work is queued, the names of the args are checked; if
+the class has an attribute `Args`, a pydantic model, their values too.
 """
 
+import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, cast
@@ -152,6 +153,26 @@ def load_installed(name: str) -> Any:
 
 
 def _validate_installed(spec: EnvSpec, param: str) -> None:
-    model: Any = getattr(load_installed(spec.name), "Args", None)
+    made: Any = load_installed(spec.name)
+    model: Any = getattr(made, "Args", None)
     if isinstance(model, type) and issubclass(model, BaseModel):
         parse(model, spec.args, param=f"{param}.args")
+    else:
+        _check_keywords(made, spec.args, param=f"{param}.args")
+
+
+def _check_keywords(made: Any, args: Mapping[str, Any], *, param: str) -> None:
+    """Raises InvalidInput unless a class can be called with these keyword arguments."""
+    parameters = inspect.signature(made).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    names = [name for name, one in parameters.items() if one.kind not in _WITHOUT_NAME]
+    for name in args:
+        if name not in names:
+            raise InvalidInput(f"unknown field {name!r} in {param}{did_you_mean(name, names)}", param=f"{param}.{name}")
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and name not in args:
+            raise InvalidInput(f"{param}.{name} is missing", param=f"{param}.{name}")
+
+
+_WITHOUT_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)

@@ -4,16 +4,17 @@ string_check, text_similarity, python, multi     as in OpenAI's reinforcement fi
 math, endpoint                                   ours
 """
 
+import string
 import types
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common import formula, templates
 from common.errors import InvalidInput
 from common.spelling import did_you_mean
+from common.urls import check_url
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -115,23 +116,21 @@ class EndpointGrader(Declared):
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("must be an http:// or https:// URL")
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("must not carry a user name or password; use headers")
-        parts.port  # noqa: B018 - raises ValueError for a bad port
+        check_url(url)
         return url
 
     @field_validator("headers")
     @classmethod
     def _are_plain(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, value in headers.items():
-            if not name.isascii() or any(c in name + value for c in "\r\n\0") or name.lower() in _OWN_HEADERS:
+            if not _HEADER_NAME.issuperset(name) or not name or name.lower() in _OWN_HEADERS:
                 raise ValueError(f"header {name!r} cannot be set")
+            if not value.isascii() or not value.isprintable():
+                raise ValueError(f"header {name!r}: its value must be printable ASCII")
         return headers
 
 
+_HEADER_NAME = frozenset(string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection")
 
 SingleGrader = StringCheck | TextSimilarity | PythonGrader | MathGrader | EndpointGrader

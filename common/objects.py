@@ -5,7 +5,7 @@ S3's credentials, region and endpoint come from the environment in the usual way
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -49,11 +49,11 @@ class Objects:
 
     @classmethod
     def open(cls, url: str) -> "Objects":
-        """`file:///folder` (made if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
+        """`file:///folder` (made, for this user alone, if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
         parts = urlparse(url)
         if parts.scheme == "file":
             folder = Path(unquote(parts.path))
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(LocalStore(folder, automatic_cleanup=True))
         try:
             return cls(S3Store.from_url(url, **S3) if parts.scheme == "s3" else from_url(url))
@@ -81,6 +81,16 @@ class Objects:
         in_parts = len(data) > PART_BYTES
         call = obstore.put_async(self._backend, path, data, use_multipart=in_parts, chunk_size=PART_BYTES)
         await _translated(call, path)
+
+    async def write_parts(self, path: str, parts: AsyncIterator[bytes]) -> None:
+        """Does what `write` does, with content that is never in memory as a whole."""
+        call = obstore.put_async(self._backend, path, parts, use_multipart=True, chunk_size=PART_BYTES)
+        await _translated(call, path)
+
+    async def get_part(self, path: str, start: int, num_bytes: int) -> bytes:
+        """`num_bytes` of an object that has them behind `start`. Raises NotFound."""
+        call = obstore.get_range_async(self._backend, path, start=start, length=num_bytes)
+        return bytes(await _translated(call, path))
 
     async def get(self, path: str) -> bytes:
         """Raises NotFound."""

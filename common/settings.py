@@ -108,9 +108,19 @@ def resolve_model(where: str) -> Path:
         return folder
     if where.startswith((".", "/", "~")) or where.count("/") != 1:
         raise InvalidInput(f"base model: {where} is neither a folder nor a hub name (owner/name)")
-    from huggingface_hub import snapshot_download  # imported here: only workers that load from a hub need it
+    return _download(where)
 
-    return Path(snapshot_download(where, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"]))
+
+def _download(name: str) -> Path:
+    from huggingface_hub import errors, snapshot_download  # imported here: only services that load from a hub need it
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"]))
+    except (OSError, ValueError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        raise InvalidInput(
+            f"base model: {name} cannot be had from the hub ({reason}); check the name and the network, or name a folder"
+        ) from error
 
 
 def explained(error: Exception) -> str:

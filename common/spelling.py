@@ -2,11 +2,20 @@
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
+
+MAX_CHARACTERS = 64
+"""Longer words are compared with nothing, nor suggested: users choose both, and the time grows with their product."""
+MAX_NAMES = 100
+"""Of those that a word is compared with."""
 
 
 def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
     """The known name most like the word; None if none has this likeness, from 0 (nothing in common) to 1 (the same)."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
+    if len(word) > MAX_CHARACTERS:
+        return None
+    short = list(islice((name for name in known if len(name) <= MAX_CHARACTERS), MAX_NAMES))
+    return next(iter(difflib.get_close_matches(word, short, n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ sample.output_tools     the tool calls of that turn, in OpenAI's form
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from common.errors import InvalidInput
@@ -16,7 +16,12 @@ from common.spelling import nearest
 
 SAMPLE_FIELDS = ("output_text", "output_json", "output_tools")
 
-_VARIABLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+MAX_TEMPLATE_CHARACTERS = 64 * 1024
+MAX_NAME_CHARACTERS = 256
+"""Of one variable."""
+MAX_TEXT_CHARACTERS = 2 * 1024 * 1024
+"""Of a rendered template: a short template may name a long field often."""
+
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*")
 
 
@@ -25,7 +30,7 @@ def variables(template: str) -> list[str]:
 
     Raises InvalidInput for one that is malformed, or that no item and no sample can have.
     """
-    names = [match.group(1).strip() for match in _VARIABLE.finditer(template)]
+    names = [name for _, name in _pieces(template) if name is not None]
     for name in names:
         _check(name)
     return names
@@ -34,9 +39,28 @@ def variables(template: str) -> list[str]:
 def render(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> str:
     """The template with its variables replaced: strings as they are, other values as JSON.
 
-    Raises InvalidInput, naming the variable, if the item or the sample does not have it.
+    Raises InvalidInput, naming the variable, if the item or the sample does not have it, and for a text that would have more
+    than MAX_TEXT_CHARACTERS.
     """
-    return _VARIABLE.sub(lambda match: _text(lookup(match.group(1).strip(), item, sample)), template)
+    parts, size = list[str](), 0
+    for text, name in _pieces(template):
+        value = "" if name is None else _text(lookup(name, item, sample))
+        size += len(text) + len(value)
+        if size > MAX_TEXT_CHARACTERS:
+            raise InvalidInput(f"the template makes a text of more than {MAX_TEXT_CHARACTERS} characters")
+        parts += (text, value)
+    return "".join(parts)
+
+
+def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
+    """(text, the variable behind it) from the beginning to the end; behind the last text there is none."""
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise InvalidInput(f"a template has at most {MAX_TEMPLATE_CHARACTERS} characters, not {len(template)}")
+    at = 0
+    while (start := template.find("{{", at)) >= 0 and (end := template.find("}}", start + 2)) >= 0:
+        yield template[at:start], template[start + 2 : end].strip()
+        at = end + 2
+    yield template[at:], None
 
 
 def lookup(name: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> Any:
@@ -50,6 +74,8 @@ def lookup(name: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> Any
 
 
 def _check(name: str) -> None:
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidInput(f"a variable's name has at most {MAX_NAME_CHARACTERS} characters, not {len(name)}")
     if not _PATH.fullmatch(name):
         raise InvalidInput(f"{{{{{name}}}}} is not a variable: write item.name or sample.output_text")
     root, *path = name.split(".")
@@ -58,7 +84,7 @@ def _check(name: str) -> None:
     if not path:
         raise InvalidInput(f"{{{{{name}}}}} names no field: write {{{{{root}.name}}}}")
     if root == "sample" and path[0] not in SAMPLE_FIELDS:
-        near = nearest(path[0], SAMPLE_FIELDS, likeness=0.0)
+        near = nearest(path[0], SAMPLE_FIELDS, likeness=0.0) or SAMPLE_FIELDS[0]
         raise InvalidInput(f"unknown variable {{{{{name}}}}}: did you mean {{{{sample.{near}}}}}?")
 
 

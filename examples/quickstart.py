@@ -1,19 +1,27 @@
-"""The shortest use: upload a file, train an adapter on it, follow its events, talk to it. First: `make up`."""
+"""The shortest use: upload a file, train an adapter on it, follow its events, talk to it. First: `make up`.
 
+python -m examples.quickstart [--data FOLDER]      FOLDER: that of `marlaas up`, if it is not .marlaas
+"""
+
+import argparse
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
 
 from common.skills import generate
+from manager_service.local.cluster_file import read_cluster_file
 
 
-def main(folder: Path = Path(".marlaas")) -> None:
+def main(folder: Path) -> None:
     """Prints rewards as they come, and the trained model's answer. `folder`: of the running cluster."""
-    base_url = json.loads((folder / "cluster.json").read_text())["url"] + "/v1"
-    client = OpenAI(base_url=base_url, api_key=(folder / "api_key").read_text().strip())
+    running = read_cluster_file(folder)
+    if running is None:
+        sys.exit(f"no cluster runs on {folder}: start one with `make up`, or name its folder with --data")
+    client = OpenAI(base_url=f"{running.url}/v1", api_key=(folder / "api_key").read_text().strip())
     rows = io.BytesIO("\n".join(map(json.dumps, generate("add", seed=0, n=256))).encode())
     file = client.files.create(file=("add.jsonl", rows), purpose="fine-tune")
     answer_is_right = {"type": "string_check", "name": "answer", "operation": "eq",
@@ -35,4 +43,6 @@ def main(folder: Path = Path(".marlaas")) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(".marlaas"))
+    main(parser.parse_args().data)

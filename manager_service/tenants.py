@@ -124,7 +124,7 @@ async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
 
 def read_or_make_key(file: Path) -> str:
     """The key in a file with mode 0600, which appears whole or not at all. Raises InvalidInput if it holds no key."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not file.exists():
         draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -15,10 +15,9 @@ class Specials:
     """The added tokens of a tokenizer: finds them, and marks strings so that they contain none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        added = sorted(tokenizer.get_added_tokens_decoder().items(), key=lambda entry: -len(entry[1].content))
-        self._ids = [i for i, _ in added]
-        """In the order of the groups of `_pattern`: longest first."""
-        self._pattern = re.compile("|".join(f"({_token_pattern(token)})" for _, token in added) or _NOTHING)
+        added = list(tokenizer.get_added_tokens_decoder().items())
+        self._tokens = {token.content: (i, token) for i, token in added}
+        self._pattern = _one_of(set(self._tokens))
         self._firsts = _one_of({token.content[0] for _, token in added})
         self._lasts = _one_of({token.content[-1] for _, token in added})
         self._removed = _one_of({token.content for _, token in added if token.special})
@@ -37,14 +36,19 @@ class Specials:
         return value
 
     def split(self, text: str) -> Iterator[tuple[int | None, str]]:
-        """(id, token) for each special token without marks, (None, text) for what is between them."""
+        """(id, token) for each special token without marks, (None, text) for what is between them.
+
+        A token takes the white space beside it that it swallows.
+        """
         end = 0
-        for match in self._pattern.finditer(text):
-            if match.start() > end:
-                yield None, text[end : match.start()]
-            assert match.lastindex is not None
-            yield self._ids[match.lastindex - 1], match[0]
-            end = match.end()
+        while match := self._pattern.search(text, end):
+            i, token = self._tokens[match[0]]
+            before = text[end : match.start()]
+            before = before.rstrip() if token.lstrip else before
+            if before:
+                yield None, before
+            yield i, match[0]
+            end = _end_of_spaces(text, match.end()) if token.rstrip else match.end()
         if end < len(text):
             yield None, text[end:]
 
@@ -55,15 +59,17 @@ class Specials:
 
 _NOTHING = r"(?!)"
 """A pattern that matches nowhere."""
+_SPACES = re.compile(r"\s*")
 
 
 def _one_of(texts: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or _NOTHING)
 
 
-def _token_pattern(token: Any) -> str:
-    """Matches a token and the white space beside it that the token swallows."""
-    return (r"\s*" if token.lstrip else "") + f"(?:{re.escape(token.content)})" + (r"\s*" if token.rstrip else "")
+def _end_of_spaces(text: str, start: int) -> int:
+    found = _SPACES.match(text, start)
+    assert found is not None
+    return found.end()
 
 
 def without_added_tokens(tokenizer_json: str) -> Tokenizer:

@@ -47,6 +47,8 @@ DEFAULT_LEARNING_RATE = 1e-4
 """The RL rate of a base model without `marlaas.json`."""
 KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
 """Number of replies whose ids are kept, for tools often say the same to the samples of a group; longer ones are not kept."""
+MAX_HELD_BACK = 8
+"""Ids without a whole character that a stream holds back. More of them are no character: it has at most four bytes."""
 
 
 class ChatTokenizer:
@@ -277,11 +279,21 @@ class StreamDecoder:
         self._ids += ids
         piece = self._unread()
         if piece.endswith("\ufffd"):
-            return ""
+            return self._undecodable() if len(self._ids) - self._num_read > MAX_HELD_BACK else ""
         if piece:
             self._ids = self._ids[self._num_read :]
             self._num_read = len(self._ids)
         return piece
+
+    def _undecodable(self) -> str:
+        """The text of bytes that no further id completes, up to the last place where a cut changes nothing."""
+        whole, before = self._decode(self._ids), self._decode(self._ids[: self._num_read])
+        for cut in range(len(self._ids) - 1, self._num_read, -1):
+            text = self._decode(self._ids[:cut])
+            if text + self._decode(self._ids[cut:]) == whole:
+                self._ids, self._num_read = self._ids[self._num_read :], cut - self._num_read
+                return text[len(before) :]
+        return ""
 
     def finish(self) -> str:
         """Returns the text that was held back, an unfinished character as U+FFFD."""

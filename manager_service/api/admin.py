@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from manager_service.api.context import Admin, Parts
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.paging import page
+from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import Deleted, KeyObject, Page, TenantObject
 from manager_service.records import KeyRecord, TenantRecord
 
-router = APIRouter(prefix="/v1/admin/tenants", tags=["admin"], responses=COMMON)
+router = APIRouter(prefix="/v1/admin/tenants", tags=["admin"], responses=COMMON, route_class=JsonRoute)
 
 Weight = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
 MaxJobs = Annotated[int, Field(ge=1, le=100_000)]

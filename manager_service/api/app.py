@@ -3,12 +3,13 @@
 from functools import cache, partial
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from manager_service.api import (
     admin,
     cluster,
+    docs_page,
     errors,
     events,
     files,
@@ -21,26 +22,48 @@ from manager_service.api import (
     usage,
 )
 from manager_service.api.body_limit import BodyLimit
-from manager_service.api.context import Api, check_json_body
+from manager_service.api.context import Api
+from manager_service.api.key_first import KeyFirst
 from manager_service.api.sampling import chat, completions
 
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.
 The `openai` client works unchanged with `base_url=http://host:port/v1`."""
 
-ROUTERS = (files, jobs, events, results, models, chat, completions, graders, usage, cluster, admin, health, metrics)
+ROUTERS = (
+    files,
+    jobs,
+    events,
+    results,
+    models,
+    chat,
+    completions,
+    graders,
+    usage,
+    cluster,
+    admin,
+    health,
+    metrics,
+    docs_page,
+)
 
 
 def create_app(api: Api) -> FastAPI:
     """The HTTP API over these parts. Whoever calls this also runs the cells' loops."""
     app = FastAPI(
-        title=TITLE, description=DESCRIPTION, version="0.1.0", redoc_url=None, separate_input_output_schemas=False
+        title=TITLE,
+        description=DESCRIPTION,
+        version="0.1.0",
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
     )
     app.state.api = api
     for noun in ROUTERS:
-        app.include_router(noun.router, dependencies=[Depends(check_json_body)])
+        app.include_router(noun.router)
     errors.install(app)
     settings = api.settings
+    app.add_middleware(KeyFirst, api=api)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_file_bytes=settings.max_file_bytes)
     app.openapi = cache(partial(_openapi, app))
     return app

@@ -1,4 +1,6 @@
-"""A limit on request bodies, also on those that do not announce their length."""
+"""Limits on request bodies: on their size, also of those that do not announce it, and on the pauses in which they come."""
+
+import asyncio
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -8,6 +10,8 @@ from manager_service.api.errors import answer
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
+PAUSE_S = 30.0
+"""The longest wait for more of a body."""
 
 
 class BodyLimit:
@@ -33,12 +37,16 @@ class BodyLimit:
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    seen = 0
+    seen, more = 0, True
 
     async def limited() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
+        nonlocal seen, more
+        try:
+            async with asyncio.timeout(PAUSE_S if more else None):
+                message = await receive()
+        except TimeoutError as error:
+            raise HTTPException(408, f"the body paused for more than {PAUSE_S:g} seconds") from error
+        seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
         if seen > limit:
             raise HTTPException(413, _too_large(limit))
         return message

@@ -1,4 +1,4 @@
-"""/v1/cluster: workers, the timeline of who used them, and dead letters. Other tenants' share reads `other`."""
+"""/v1/cluster, for operators: workers, the timeline of who used them, and dead letters."""
 
 import time
 from typing import Annotated
@@ -9,41 +9,26 @@ from fastapi import APIRouter, Query
 from common.errors import InvalidInput
 from common.messages import DeadLetter, WorkerReport, decode
 from common.streams import Cell
-from manager_service.api.context import Admin, Api, Base, Key, Parts
+from manager_service.api.context import Admin, Parts
 from manager_service.api.errors import COMMON
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
 from manager_service.cluster import WorkerSpan
-from manager_service.records import KeyRecord
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
 
-OTHER = "other"
 MAX_SPANS = 50_000
 
 
 @router.get("/workers")
-async def workers(api: Parts, key: Key) -> Page[WorkerObject]:
-    """Who is alive, by service."""
-    found = [(base, worker) for base in api.bases.values() for worker in base.cluster.workers()]
-    shown = [_worker(worker, key, await _own_jobs(api, base, key, worker)) for base, worker in found]
-    return page(shown, has_more=False)
+async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
+    """Who is alive, by service. Needs the admin key."""
+    found = [worker for base in api.bases.values() for worker in base.cluster.workers()]
+    return page([_worker(worker) for worker in found], has_more=False)
 
 
-async def _own_jobs(api: Api, base: Base, key: KeyRecord, worker: WorkerReport) -> set[str]:
-    """The caller's jobs among those with adapters in the worker's memory."""
-    jobs = sorted({name.partition("@")[0] for name in worker.resident})
-    if key.admin or not jobs:
-        return set(jobs)
-    scores = await base.redis.zmscore(base.cell.tenant_jobs(key.tenant), jobs)
-    return {job for job, score in zip(jobs, scores, strict=True) if score is not None}
-
-
-def _worker(worker: WorkerReport, key: KeyRecord, own: set[str]) -> WorkerObject:
-    resident = [name if name.partition("@")[0] in own | {"base"} else OTHER for name in worker.resident]
-    work = {
-        (_mine(key, span.tenant, span.tenant), _mine(key, span.tenant, span.job), span.phase) for span in worker.spans
-    }
+def _worker(worker: WorkerReport) -> WorkerObject:
+    work = {(span.tenant, span.job, span.phase) for span in worker.spans}
     return WorkerObject(
         id=worker.id,
         service=worker.service,
@@ -52,7 +37,7 @@ def _worker(worker: WorkerReport, key: KeyRecord, own: set[str]) -> WorkerObject
         state=worker.state,
         busy=worker.busy,
         base_model=worker.base_model,
-        resident=resident,
+        resident=list(worker.resident),
         slots=worker.slots,
         in_use=worker.in_use,
         max_lora_rank=worker.max_lora_rank,
@@ -63,34 +48,32 @@ def _worker(worker: WorkerReport, key: KeyRecord, own: set[str]) -> WorkerObject
     )
 
 
-def _mine(key: KeyRecord, tenant: str, value: str) -> str:
-    return value if key.admin or tenant in (key.tenant, "") else OTHER
-
-
 @router.get("/timeline")
 async def timeline(
     api: Parts,
-    key: Key,
+    admin: Admin,
     since: Annotated[float | None, Query(description="Seconds since 1970; the last ten minutes if absent")] = None,
 ) -> Page[SpanObject]:
-    """Busy stretches of all workers, oldest first, for at most the last hour; never more than the newest 50,000."""
+    """Busy stretches of all workers, oldest first, for at most the last hour; never more than the newest 50,000. Needs the
+    admin key.
+    """
     since_s = time.time() - 600 if since is None else since
     spans = sorted((s for base in api.bases.values() for s in base.cluster.timeline(since_s)), key=_start)
     newest = spans[-MAX_SPANS:]
-    return Page(data=[_span(span, key) for span in newest], has_more=len(spans) > len(newest))
+    return Page(data=[_span(span) for span in newest], has_more=len(spans) > len(newest))
 
 
 def _start(span: WorkerSpan) -> float:
     return span.span.start_s
 
 
-def _span(one: WorkerSpan, key: KeyRecord) -> SpanObject:
+def _span(one: WorkerSpan) -> SpanObject:
     span = one.span
     return SpanObject(
         worker=one.worker,
         service=one.service,
-        tenant=_mine(key, span.tenant, span.tenant),
-        job=_mine(key, span.tenant, span.job),
+        tenant=span.tenant,
+        job=span.job,
         phase=span.phase,
         start=span.start_s,
         end=span.end_s,

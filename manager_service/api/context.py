@@ -2,14 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import redis.asyncio as aioredis
 from fastapi import Depends, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
+from starlette.types import Scope
 
 from common.adapters import AdapterStore
 from common.bus import Bus
@@ -20,12 +23,13 @@ from common.tasks import running
 from common.text.tokens import ChatTokenizer
 from manager_service.api.errors import ApiError
 from manager_service.api.feed import Feed
-from manager_service.api.file_store import Files, parse_json
+from manager_service.api.file_store import Files
+from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.shares import Inference
 from manager_service.cluster import Cluster
 from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
-from manager_service.tenants import Tenants
+from manager_service.tenants import ADMIN, Tenants
 
 ANSWER_S = 4.0
 """How long a request waits for Redis before it answers 503."""
@@ -39,6 +43,7 @@ class Base:
     bus: Bus
     redis: Any  # an impatient client for the cell's keys: see connect_impatiently
     cluster: Cluster
+    folder: Path  # of the model's files
     tokenizer: ChatTokenizer
     inference: Inference
     feed: Feed
@@ -64,6 +69,7 @@ class Api:
     objects: Objects
     adapters: AdapterStore
     tenants: Tenants
+    helpers: Helpers
     files: Files
     bases: dict[str, Base]
 
@@ -86,16 +92,28 @@ Parts = Annotated[Api, Depends(get_api)]
 _bearer = HTTPBearer(auto_error=False, description="An API key: `sk-…`")
 
 
-async def get_key(
-    api: Parts, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> KeyRecord:
-    """Raises ApiError 401."""
-    if credentials is None or not credentials.credentials:
-        raise _unauthorized("no API key: send the header `Authorization: Bearer sk-…`")
-    record = await api.tenants.authenticate(credentials.credentials)
-    if record is None:
+async def authenticate(api: Api, scope: Scope) -> KeyRecord:
+    """The record of a request's key, which is looked up once. Raises ApiError 401."""
+    if "key" not in scope:
+        header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        scheme, key = get_authorization_scheme_param(header)
+        if scheme.lower() != "bearer" or not key:
+            raise _unauthorized("no API key: send the header `Authorization: Bearer sk-…`")
+        scope["key"] = await api.tenants.authenticate(key)
+    if scope["key"] is None:
         raise _unauthorized("this API key is not known; it may have been deleted")
-    return record
+    return scope["key"]
+
+
+async def get_key(request: Request, api: Parts, shown: Annotated[object, Depends(_bearer)]) -> KeyRecord:
+    """Raises ApiError 401. `shown`: declares the key in the OpenAPI document."""
+    return await authenticate(api, request.scope)
+
+
+async def tenant_of(api: Api, scope: Scope) -> TenantRecord:
+    """The tenant that a request with a key comes from; one of no name for the operator's."""
+    key = await authenticate(api, scope)
+    return TenantRecord(id=ADMIN, created_at=0) if key.admin else await api.tenants.get(key.tenant)
 
 
 def _unauthorized(message: str) -> ApiError:
@@ -123,15 +141,3 @@ async def get_admin(key: Key) -> KeyRecord:
 
 Tenant = Annotated[TenantRecord, Depends(get_tenant)]
 Admin = Annotated[KeyRecord, Depends(get_admin)]
-
-
-async def check_json_body(request: Request) -> None:
-    """Raises ApiError 400 for JSON that messages cannot carry (NaN, bad Unicode, numbers beyond 64 bits, duplicate keys)."""
-    if "json" not in request.headers.get("content-type", ""):
-        return
-    body = await request.body()
-    if body.strip():
-        try:
-            parse_json(body)
-        except ValueError as error:
-            raise ApiError(400, f"the body: {error}", code="invalid_json") from error

@@ -1,63 +1,87 @@
-"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued.
+"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued. No file is in
+memory as a whole.
 
 marlaas:{@}:file:<file>       string   FileRecord
 marlaas:{@}:files:<tenant>    zset     file id by creation time
 files/{tenant}/{file}         object   the content
 """
 
-import asyncio
-import contextlib
-import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
+from fastapi import UploadFile
 
 from common.errors import InvalidInput, NotFound
-from common.objects import Objects
-from common.text.tokens import ChatTokenizer, check_messages
-from manager_service.records import GLOBAL, JSON, FileRecord
+from common.objects import PART_BYTES, Objects
+from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
+from manager_service.api.reading.items import FoundItems
+from manager_service.api.reading.tasks import CheckLines
+from manager_service.records import GLOBAL, JSON, FileRecord, TenantRecord
 
-ENDING_ROLES = ("user", "system", "developer", "tool")
-MAX_DEPTH = 32
-_BOM = b"\xef\xbb\xbf"
+LINES_A_SLICE = 4
+"""A slice has room for at least so many of the longest lines."""
+BOM = b"\xef\xbb\xbf"
+"""Windows programs write it before UTF-8."""
+
+ReadPart = Callable[[int, int], Awaitable[bytes]]
+"""(start, number of bytes) -> that part of a content."""
 
 
 class Files:
     """Uploaded files of all tenants."""
 
     def __init__(
-        self, redis: Any, objects: Objects, tokenizers: Mapping[str, ChatTokenizer], *, max_line_bytes: int
+        self, redis: Any, objects: Objects, helpers: Helpers, *, bases: Collection[str], max_line_bytes: int
     ) -> None:
-        """`tokenizers`: of the base models."""
+        """`bases`: names of the base models."""
         self._redis = redis
         self._objects = objects
-        self._tokenizers = tokenizers
+        self._helpers = helpers
+        self._bases = bases
         self._max_line_bytes = max_line_bytes
 
-    async def create(self, tenant: str, filename: str, content: bytes) -> FileRecord:
+    async def create(self, tenant: TenantRecord, filename: str, file: UploadFile) -> FileRecord:
         """Check and keep a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number."""
-        content = content.removeprefix(_BOM)
-        num_items, longest = await asyncio.to_thread(check_content, content, self._max_line_bytes, self._tokenizers)
+        start = len(BOM) if await file.read(len(BOM)) == BOM else 0
+        num_bytes = (file.size or 0) - start
+
+        async def read(at: int, num: int) -> bytes:
+            await file.seek(start + at)
+            return await file.read(num)
+
+        found = await self._checked(tenant, read, num_bytes)
         now = time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
-            tenant=tenant,
+            tenant=tenant.id,
             filename=filename,
             purpose="fine-tune",
             created_at=int(now),
-            num_bytes=len(content),
-            num_items=num_items,
-            longest=longest,
+            num_bytes=num_bytes,
+            num_items=found.num_items,
+            longest=found.longest,
         )
-        await self._objects.write(_path(record), content)
+        if num_bytes > PART_BYTES:
+            await self._objects.write_parts(_path(record), _parts(read, num_bytes))
+        else:
+            await self._objects.write(_path(record), await read(0, num_bytes))
         pipe = self._redis.pipeline(transaction=False)
         pipe.set(_key(record.id), JSON.encode(record))
-        pipe.zadd(_index(tenant), {record.id: now})
+        pipe.zadd(_index(tenant.id), {record.id: now})
         await pipe.execute()
         return record
+
+    async def _checked(self, tenant: TenantRecord, read: ReadPart, num_bytes: int) -> FoundItems:
+        all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
+        async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
+            task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
+            all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
+        if not all_found.num_items:
+            raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
+        return all_found
 
     async def get(self, tenant: str, file: str) -> FileRecord:
         """Raises NotFound, also for another tenant's file."""
@@ -67,8 +91,19 @@ class Files:
             raise NotFound(f"there is no file {file!r}")
         return record
 
-    async def content(self, record: FileRecord) -> bytes:
-        return await self._objects.get(_path(record))
+    def parts(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The content, piece by piece."""
+        return _parts(self._reader(record), record.num_bytes)
+
+    def slices(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The content in pieces that each end with a line."""
+        return _slices(self._reader(record), record.num_bytes, SLICE_BYTES)
+
+    def _reader(self, record: FileRecord) -> ReadPart:
+        async def read(at: int, num: int) -> bytes:
+            return await self._objects.get_part(_path(record), at, min(num, record.num_bytes - at))
+
+        return read
 
     async def delete(self, tenant: str, file: str) -> None:
         """Raises NotFound. Running jobs keep the items that they have read."""
@@ -101,121 +136,18 @@ def _path(record: FileRecord) -> str:
     return f"files/{record.tenant}/{record.id}"
 
 
-# ---- content --------------------------------------------------------------------------------------------------------
+async def _parts(read: ReadPart, num_bytes: int) -> AsyncIterator[bytes]:
+    for at in range(0, num_bytes, SLICE_BYTES):
+        yield await read(at, SLICE_BYTES)
 
 
-def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            yield number, line
-
-
-def check_content(
-    content: bytes, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
-) -> tuple[int, dict[str, int]]:
-    """The number of items, and the longest prompt for each base model. Raises InvalidInput about the first bad line."""
-    num_items, longest = 0, dict.fromkeys(tokenizers, 0)
-    for number, line in numbered_lines(content):
-        try:
-            if len(line) > max_line_bytes:
-                raise ValueError(f"{len(line)} bytes; a line has at most {max_line_bytes}")
-            item = parse_json(line)
-            check_item(item)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
-        num_items += 1
-        longest = _with_prompt(longest, item["messages"], tokenizers)
-    if not num_items:
-        raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
-    return num_items, longest
-
-
-def _with_prompt(longest: Mapping[str, int], messages: Any, tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
-    """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
-    found: dict[str, int] = {}
-    for base, tokens in longest.items():
-        with contextlib.suppress(ValueError):
-            found[base] = max(tokens, len(tokenizers[base].render(messages)))
-    return found
-
-
-def check_item(item: Any) -> None:
-    """Raises ValueError unless it is an object with a conversation that a model can answer."""
-    if not isinstance(item, dict):
-        raise ValueError(f"must be a JSON object, not {_kind(item)}")
-    messages: Any = item.get("messages")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if "messages" not in item:
-        raise ValueError('the field "messages" is missing: a list of chat messages')
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list of at least one chat message")
-    check_messages(messages)  # pyright: ignore[reportUnknownArgumentType]
-    last: Any = messages[-1]  # pyright: ignore[reportUnknownVariableType]
-    if last["role"] not in ENDING_ROLES:
-        raise ValueError(f"the last message must be one that the model answers, not one of role {last['role']!r}")
-
-
-def parse_json(text: bytes) -> Any:
-    """A JSON value that every part of the system can carry. Raises ValueError: duplicate keys, NaN, bad Unicode,
-    numbers beyond 64 bits, deep nesting."""
-    try:
-        decoded = text.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start + 1})") from error
-    try:
-        value = json.loads(decoded, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    check_value(value)
-    return value
-
-
-def check_value(value: Any, depth: int = 0) -> None:
-    """Raises ValueError for strings and numbers that messages cannot carry, and for deep nesting."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, str):
-        _check_text(value)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("a number does not fit into 64 bits")
-    elif isinstance(value, list):
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
-            check_value(part, depth + 1)
-    elif isinstance(value, dict):
-        for key, part in value.items():  # pyright: ignore[reportUnknownVariableType]
-            _check_text(str(key))  # pyright: ignore[reportUnknownArgumentType]
-            check_value(part, depth + 1)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a string is not valid Unicode: {error.reason}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} stands twice in one object")
-        result[key] = value
-    return result
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {text[:20]} is too large")
-    return value
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+async def _slices(read: ReadPart, num_bytes: int, size: int) -> AsyncIterator[bytes]:
+    """Pieces of about this size, each of which ends with a line. A line that is longer than that is cut."""
+    at = 0
+    while at < num_bytes:
+        part = await read(at, size)
+        newline = part.rfind(b"\n")
+        if newline >= 0 and at + len(part) < num_bytes:
+            part = part[: newline + 1]
+        yield part
+        at += len(part)

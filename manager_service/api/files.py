@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
 from manager_service.api.context import Parts, Tenant
@@ -25,11 +25,10 @@ async def upload(
     if purpose != "fine-tune":
         raise InvalidInput(f"purpose {purpose!r} is not offered: use 'fine-tune'", param="purpose")
     limit = api.settings.max_file_bytes
-    content = await file.read(limit + 1)
-    if len(content) > limit:
+    if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = (file.filename or "upload.jsonl").encode(errors="replace").decode()[:255]
-    return shown(await api.files.create(tenant.id, name, content))
+    return shown(await api.files.create(tenant, name, file))
 
 
 @router.get("")
@@ -60,7 +59,8 @@ async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
 )
 async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     record = await api.files.get(tenant.id, file_id)
-    return Response(await api.files.content(record), media_type="application/jsonl")
+    length = {"Content-Length": str(record.num_bytes)}
+    return StreamingResponse(api.files.parts(record), media_type="application/jsonl", headers=length)
 
 
 @router.delete("/{file_id}", responses={**MISSING, **declared(409)})

@@ -9,13 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.environments import validate_environment
 from common.errors import InvalidInput
 from common.graders import check_item, validate_grader
-from common.messages import EnvSpec, GradeRequest, GradeResult
+from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from common.streams import partition_of
 from manager_service.api.context import Parts, Tenant
-from manager_service.api.errors import COMMON
+from manager_service.api.errors import COMMON, declared
+from manager_service.api.quota import check_quota, count_inference
+from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.submission import find_base
 
-router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON)
+router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
 
 PARAM = "grader"
 
@@ -65,9 +67,9 @@ async def validate(tenant: Tenant, body: GraderGiven) -> Validated:
     return Validated(grader=body.grader)
 
 
-@router.post("/run")
+@router.post("/run", responses=declared(429))
 async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
-    """Run a grader once on an environment worker."""
+    """Run a grader once on an environment worker. Its seconds count as the tenant's use of `inference`."""
     _check(body.grader)
     item = body.item or {}
     check_item(validate_grader(body.grader, param=PARAM), item, param=PARAM)
@@ -83,9 +85,12 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
             item=item,
             output_text=body.model_sample,
             reply_to=reply_to,
+            weight=tenant.weight,
         )
 
-    result = await base.inference.grade(make, timeout_s=api.settings.grader_run_timeout_s)
+    await check_quota(base.redis, base.cell, tenant)
+    result = await base.inference.grade(tenant, make, timeout_s=api.settings.grader_run_timeout_s)
+    await count_inference(base.redis, base.cell, tenant.id, Usage(env_s=result.seconds))
     return _shown(body.grader, result)
 
 

@@ -14,14 +14,15 @@ from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore, Once
 from manager_service.api.paging import After, Limit, page, rest_after
 from manager_service.api.quota import check_quota
+from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import ErrorObject, JobObject, Page
 from manager_service.api.submission import JobGiven, build_spec, find_base
 from manager_service.records import FINAL, Status, TenantRecord
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON)
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
 
 POLL_S = 0.03
-READ_AHEAD = 100
+READ_AHEAD = 20
 """Jobs read at a time when a list is filtered."""
 
 Action = Literal["cancel", "pause", "resume"]
@@ -137,6 +138,14 @@ def _wrong_state(row: JobRow, action: Action) -> ApiError:
     )
 
 
+def _estimated_finish(row: JobRow) -> int | None:
+    """Seconds since 1970 at which a running job ends if its steps go on as they went so far; None before the first."""
+    state, now = row.state, time.time()
+    if state.status != "running" or state.version < 1 or state.started_at is None:
+        return None
+    return int(now + (now - state.started_at) / state.version * (row.spec.hyper.num_steps - state.version))
+
+
 def shown(row: JobRow) -> JobObject:
     spec, state = row.spec, row.state
     tuned = None if state.version < 1 or row.deleted else spec.tuned_model
@@ -144,6 +153,7 @@ def shown(row: JobRow) -> JobObject:
         id=spec.id,
         created_at=spec.created_at,
         finished_at=state.finished_at,
+        estimated_finish=_estimated_finish(row),
         model=spec.base_model,
         fine_tuned_model=tuned,
         organization_id=spec.tenant,

@@ -13,7 +13,7 @@ from manager_service.records import FINAL
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 
 OPERATOR = "marlaas"
-READ_AHEAD = 500
+READ_AHEAD = 50
 
 
 @router.get("")

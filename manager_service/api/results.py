@@ -3,12 +3,15 @@
 import asyncio
 import io
 import zipfile
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
+from fastapi import Path as PathParameter
 from starlette.responses import Response
 
+from common.adapters import PEFT_FILES
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Parts, Tenant
@@ -20,7 +23,8 @@ from manager_service.records import LEDGER, CheckpointRecord, SampleRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
-Version = Annotated[int, Path(ge=0, le=99_999_999)]
+_, CONFIG = PEFT_FILES
+Version = Annotated[int, PathParameter(ge=0, le=99_999_999)]
 
 
 @router.get("/checkpoints")
@@ -71,9 +75,18 @@ async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: V
         files = await api.adapters.read(AdapterRef(tenant.id, job_id, version))
     except CorruptObject as error:
         raise ApiError(503, f"version {version} is damaged: {error}", code="corrupt_adapter") from error
+    files[CONFIG] = with_base(files[CONFIG], api.settings.models[row.base.name])
     name = f"{job_id}-{version}.zip"
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     return Response(await asyncio.to_thread(_zipped, files), media_type="application/zip", headers=headers)
+
+
+def with_base(config: bytes, where: str) -> bytes:
+    """An adapter's configuration that names the hub's model, if that is its base: so `AutoPeftModel` finds it. `where`: of the
+    base model, a folder of this machine or a name of the hub."""
+    if Path(where).is_dir():
+        return config
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.decode(config) | {"base_model_name_or_path": where}))
 
 
 def _zipped(files: dict[str, bytes]) -> bytes:

@@ -138,7 +138,7 @@ class WorkerObject(Identified):
     state: str
     busy: float  # share of the last second
     base_model: str
-    resident: list[str]  # adapters in memory, `job@version`; other tenants' read `other`
+    resident: list[str]  # adapters in memory, `job@version`
     slots: int
     in_use: int
     max_lora_rank: int | None

@@ -19,9 +19,11 @@ from common.settings import resolve_model
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
 from manager_service.api.app import create_app
+from manager_service.api.connections import Connection
 from manager_service.api.context import Api, Base, connect_impatiently
 from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
+from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.shares import Inference
 from manager_service.cluster import Cluster
 from manager_service.data_format import check_format
@@ -40,14 +42,15 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
     await patiently(objects.probe)
     tenants, api_id = Tenants(redis), secrets.token_hex(8)
     bases = {name: await make_base(settings, name, where, objects, api_id) for name, where in settings.models.items()}
+    helpers = Helpers({b.name: b.folder for b in bases.values()}, {b.name: b.tokenizer for b in bases.values()})
     try:
         bus = next(iter(bases.values())).bus
         await bus.retrying(lambda: check_format(redis))
         await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
-        tokenizers = {name: base.tokenizer for name, base in bases.items()}
-        files = Files(redis, objects, tokenizers, max_line_bytes=settings.max_line_bytes)
-        yield Api(settings, redis, objects, AdapterStore(objects), tenants, files, bases)
+        files = Files(redis, objects, helpers, bases=bases, max_line_bytes=settings.max_line_bytes)
+        yield Api(settings, redis, objects, AdapterStore(objects), tenants, helpers, files, bases)
     finally:
+        await helpers.close()
         for base in bases.values():
             await base.bus.close()
             await base.redis.aclose()
@@ -71,13 +74,14 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         bus=bus,
         redis=connect_impatiently(settings.redis_url, bus.cell.key("")),
         cluster=cluster,
+        folder=folder,
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder),
         inference=Inference(
             bus,
             api_id,
             silence_s=settings.inference_silence_s,
             timeout_s=settings.inference_timeout_s,
-            slots=lambda: max(1, int(settings.inference_share * cluster.slots("rollout"))),
+            slots=lambda service: int(settings.inference_share * cluster.slots(service)),
         ),
         feed=Feed(bus),
         linear_layers=linear_layers(folder),
@@ -109,6 +113,8 @@ async def serve(api: Api, stop: asyncio.Event) -> None:
         port=settings.port,
         log_config=None,
         access_log=False,
+        http=Connection,
+        ws="none",
         timeout_graceful_shutdown=DRAIN_S,
         lifespan="off",
     )

@@ -1,10 +1,8 @@
 """From the body of `POST /v1/fine_tuning/jobs` to a JobSpec, with everything checked before anything is queued."""
 
-import asyncio
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,17 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.environments import grader_of, is_multi_turn, makes_items, validate_environment
 from common.errors import InvalidInput, NotFound
-from common.graders import Grader, check_fields, item_fields, validate_grader
+from common.graders import Grader, item_fields, validate_grader
 from common.messages import EnvSpec
 from common.spelling import did_you_mean
 from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
-from manager_service.api.file_store import numbered_lines
 from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
-from manager_service.records import FileRecord, JobSpec, TenantRecord
+from manager_service.api.reading.items import LongPrompts
+from manager_service.api.reading.tasks import CheckLengths, CheckRows
+from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
 
-NAMED_LINES = 5
-"""Line numbers that an error lists at most."""
+MAX_METHOD_BYTES = 384 << 10
+"""Of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
 
 _SUFFIX = re.compile(r"[A-Za-z0-9_.-]*")
 _METHODS = ("supervised", "dpo")
@@ -94,8 +93,9 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
     for record, param in ((training, "training_file"), (validation, "validation_file")):
         if record is not None:
-            await _check_items(api, record, base, plan, param)
+            await _check_items(api, tenant, record, base, plan, param)
     reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
+    _check_size(reinforcement)
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
         tenant=tenant.id,
@@ -113,6 +113,14 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         num_eval_items=validation.num_items if validation else 0,
         weight=tenant.weight,
     )
+
+
+def _check_size(reinforcement: dict[str, Any]) -> None:
+    num_bytes = len(JSON.encode(reinforcement))
+    if num_bytes > MAX_METHOD_BYTES:
+        raise InvalidInput(
+            f"method has {num_bytes} bytes; at most {MAX_METHOD_BYTES}", param="method.reinforcement", code="too_large"
+        )
 
 
 def find_base(api: Api, model: str) -> Base:
@@ -216,51 +224,40 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
 # ---- items ----------------------------------------------------------------------------------------------------------
 
 
-async def _check_items(api: Api, record: FileRecord, base: Base, plan: JobPlan, param: str) -> None:
+async def _check_items(
+    api: Api, tenant: TenantRecord, record: FileRecord, base: Base, plan: JobPlan, param: str
+) -> None:
     """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long."""
-    fields = item_fields(plan.grader) if plan.grader else set[str]()
-    limit = base.tokenizer.context - plan.given.max_tokens
-    fits = base.name in record.longest and record.longest[base.name] <= limit
-    if fields or not fits:
-        content = await api.files.content(record)
-        await asyncio.to_thread(_check_rows, content, fields, param)
-        if not fits:
-            await asyncio.to_thread(_check_lengths, content, plan.given.max_tokens, base.tokenizer, param)
+    fields = sorted(item_fields(plan.grader)) if plan.grader else list[str]()
+    most = base.tokenizer.context - plan.given.max_tokens
+    fits = base.name in record.longest and record.longest[base.name] <= most
+    if fields:
+        await _check_rows(api, tenant, record, fields, param)
+    if not fits:
+        await _check_lengths(api, tenant, record, plan.given.max_tokens, base, param)
 
 
-def _items(content: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    return ((number, msgspec.json.decode(line)) for number, line in numbered_lines(content))
+async def _check_rows(api: Api, tenant: TenantRecord, record: FileRecord, fields: list[str], param: str) -> None:
+    before = 0
+    async for part in api.files.slices(record):
+        before += await api.helpers.do(tenant, CheckRows(part, before, fields, param), num_bytes=len(part))
 
 
-def _check_rows(content: bytes, fields: Collection[str], param: str) -> None:
-    for number, item in _items(content):
-        try:
-            check_fields(fields, item)
-        except InvalidInput as error:
-            raise InvalidInput(
-                f"{param}, line {number}: the grader needs what is not there: {error}", param=param
-            ) from error
+async def _check_lengths(
+    api: Api, tenant: TenantRecord, record: FileRecord, max_tokens: int, base: Base, param: str
+) -> None:
+    found, most = LongPrompts(), base.tokenizer.context - max_tokens
+    async for part in api.files.slices(record):
+        task = CheckLengths(part, found.num_lines, base.name, most, param)
+        found += msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(part)), LongPrompts)
+    if found.num_long:
+        raise InvalidInput(_too_long(found, max_tokens, base.tokenizer), param=param, code="too_long")
 
 
-def _check_lengths(content: bytes, max_tokens: int, tokenizer: ChatTokenizer, param: str) -> None:
-    lengths = {number: _length(item, number, tokenizer, param) for number, item in _items(content)}
-    too_long = [number for number, length in lengths.items() if length > tokenizer.context - max_tokens]
-    if too_long:
-        message = _too_long(too_long, max(lengths.values()), max_tokens, tokenizer)
-        raise InvalidInput(message, param=param, code="too_long")
-
-
-def _length(item: Mapping[str, Any], number: int, tokenizer: ChatTokenizer, param: str) -> int:
-    try:
-        return len(tokenizer.render(item["messages"]))
-    except ValueError as error:
-        raise InvalidInput(f"{param}, line {number}: {error}", param=param) from error
-
-
-def _too_long(lines: list[int], longest: int, max_tokens: int, tokenizer: ChatTokenizer) -> str:
-    named = ", ".join(map(str, lines[:NAMED_LINES])) + (", …" if len(lines) > NAMED_LINES else "")
+def _too_long(found: LongPrompts, max_tokens: int, tokenizer: ChatTokenizer) -> str:
+    named = ", ".join(map(str, found.first_long)) + (", …" if found.num_long > len(found.first_long) else "")
     return (
-        f"{len(lines)} of the prompts are longer than {tokenizer.context - max_tokens} tokens, which is the context of"
-        f" {tokenizer.context} less max_tokens {max_tokens} (lines {named}; the longest has {longest} tokens):"
+        f"{found.num_long} of the prompts are longer than {tokenizer.context - max_tokens} tokens, which is the context of"
+        f" {tokenizer.context} less max_tokens {max_tokens} (lines {named}; the longest has {found.longest} tokens):"
         " shorten them or lower max_tokens"
     )

@@ -14,6 +14,7 @@ Its files:
     view.py       draws the live tables
     progress.py   gathers what is known of a running job from its events
     pull.py       `pull`: downloads an adapter
+    account.py    `usage`, `ledger`, `samples`
     chat.py       `chat`: talks to a model
     talk.py       holds a conversation through the `openai` client
     operate.py    `workers`, `dead`: for operators

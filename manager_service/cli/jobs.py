@@ -6,7 +6,7 @@ import typer
 
 from manager_service.cli.client import JOBS, Client, Record
 from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import cells, clock, console, print_json, status, table
+from manager_service.cli.output import cells, clock, console, print_json, print_table, say, status, table
 
 SHOWN_METRICS = ("step", "reward_mean", "eval_reward_mean", "loss", "kl", "grad_norm", "step_tokens", "staleness")
 
@@ -22,11 +22,11 @@ def jobs(
         records = newest(client, limit)
     if as_json:
         return print_json(records)
-    shown = table("job", "status", "model", "created", "tuned model", right=["created"])
+    shown = table("job", "status", "model", "created", "tuned model", "error", right=["created"])
     for job in records:
-        row = cells(job["model"], clock(job["created_at"]), job.get("fine_tuned_model") or reason(job))
-        shown.add_row(job["id"], status(job["status"]), *row)
-    console.print(shown)
+        row = cells(job["model"], clock(job["created_at"]), job.get("fine_tuned_model"), reason(job))
+        shown.add_row(*cells(job["id"]), status(job["status"]), *row)
+    print_table(shown)
 
 
 def events(
@@ -43,7 +43,7 @@ def events(
             if as_json:
                 print_json(event)
             else:
-                typer.echo(event_line(event))
+                say(event_line(event))
 
 
 def cancel(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
@@ -93,4 +93,9 @@ def _short(value: Any) -> str:
 def _act(job: str, verb: str, url: Url, data: Data, as_json: bool) -> None:
     with connect(url, data) as client:
         record = client.post(f"{JOBS}/{job}/{verb}")
-    print_json(record) if as_json else console.print(f"{record['id']}  {status(record['status'])}")
+    print_json(record) if as_json else print_status(record)
+
+
+def print_status(job: Record) -> None:
+    """`ftjob-…  running`"""
+    console.print(*cells(job["id"]), status(job["status"]), soft_wrap=True)

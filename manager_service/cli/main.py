@@ -3,11 +3,14 @@
 import sys
 
 import typer
-from rich.console import Console
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.cli import chat, jobs, operate, pull, submit, up, watch
+from manager_service.cli import account, chat, jobs, operate, pull, submit, up, watch
+from manager_service.cli.output import visible
+
+LINE_END = "\n"
+"""An error may show the last lines of a log."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +26,9 @@ app.command("cancel")(jobs.cancel)
 app.command("pause")(jobs.pause)
 app.command("resume")(jobs.resume)
 app.command("pull")(pull.pull)
+app.command("samples")(account.samples)
+app.command("ledger")(account.ledger)
+app.command("usage")(account.usage)
 app.command("chat")(chat.chat)
 app.command("workers")(operate.workers)
 app.command("dead")(operate.dead)
@@ -34,10 +40,14 @@ def main() -> None:
         refuse_unknown()
         app()
     except MarlaasError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        typer.secho(f"error: {visible(str(error), keep=LINE_END)}", fg="red", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `marlaas events … | head`
         sys.stderr.close()
         sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

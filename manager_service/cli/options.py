@@ -31,6 +31,7 @@ class CliSettings(BaseSettings):
     url: str = ""
     api_key: str = Field(default="", repr=False)
     data_dir: Path = Path(".marlaas")
+    base_models: str = "tiny"
 
 
 @contextmanager
@@ -47,6 +48,17 @@ def connect(url: str | None, data: Path | None, *, admin: bool = False) -> Gener
     chosen = (url or settings.url or local_url).rstrip("/").removesuffix("/v1")
     key = settings.api_key or _read_key(data_dir / ("admin_key" if admin else "api_key"))
     with Client(chosen, key) as client:
+        yield client
+
+
+@contextmanager
+def connect_operator(url: str | None, data: Path | None) -> Generator[Client | None]:
+    """A client with the admin key of the cluster on this machine; None for another cluster, and without that key."""
+    settings = CliSettings()
+    if url or settings.url or settings.api_key or not ((data or settings.data_dir) / "admin_key").is_file():
+        yield None
+        return
+    with connect(url, data, admin=True) as client:
         yield client
 
 

@@ -1,6 +1,11 @@
-"""Output of the commands: JSON for scripts, tables for people."""
+"""Output of the commands: JSON for scripts, tables and lines for people.
+
+What people and models wrote reaches a terminal only through here: as it is, without markup, and with every character shown
+that would command the terminal or turn the line around.
+"""
 
 import json
+import unicodedata
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
@@ -8,12 +13,24 @@ from typing import Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
 
-console = Console(highlight=False)
 
-IDS = ("id", "job")
+def _console(width: int | None = None) -> Console:
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+console = _console()
+UNLIMITED = console.options.update(max_width=10_000)
+FOLDED_WIDTH = 30
+"""Of columns that may be wrapped, in a narrow terminal."""
+
+COPIED = ("id", "job", "tuned model")
+"""Columns whose values are copied to other commands: they are never cut or wrapped."""
+UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode's categories of control, format (such as bidirectional) and surrogate characters, and of its own line ends."""
 STATUS_STYLES = {
     "succeeded": "green",
     "failed": "red",
@@ -23,30 +40,53 @@ STATUS_STYLES = {
 }
 
 
+def visible(text: str, keep: str = "") -> str:
+    """The text with each unseen character, except those to `keep`, as the escape of JSON: `\\u001b`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in keep or unicodedata.category(c) not in UNSEEN else json.dumps(c)[1:-1] for c in text)
+
+
+def say(text: str, *, keep: str = "", end: str = "\n", err: bool = False) -> None:
+    """Prints text that somebody else may have written."""
+    typer.echo(visible(text, keep) + end, nl=False, err=err)
+
+
 def print_json(value: Any) -> None:
     """One line, so that each line of a stream is a document."""
-    typer.echo(json.dumps(value, ensure_ascii=False))
+    say(json.dumps(value, ensure_ascii=False))
+
+
+def print_table(shown: Table) -> None:
+    """As wide as its ids and names need, however narrow the terminal is: a terminal wraps a line without cutting it."""
+    needed = sum(_width(column) + 2 for column in shown.columns)
+    _console(max(console.width, needed)).print(shown)
+
+
+def _width(column: Column) -> int:
+    """Characters that a column needs."""
+    shown = (column.header, *column.cells)
+    widest = max(Measurement.get(console, UNLIMITED, cell).maximum for cell in shown)
+    return widest if column.no_wrap else min(widest, FOLDED_WIDTH)
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """A table without a frame. Columns in `right` are numbers. Ids are never cut, so that they can be copied."""
+    """A table without a frame. Columns in `right` are numbers."""
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False, header_style="bold")
     for column in columns:
         numbers = column in set(right)
-        result.add_column(
-            column, justify="right" if numbers else "left", no_wrap=numbers or column in IDS, overflow="fold"
-        )
+        unwrapped = numbers or column in COPIED
+        result.add_column(column, justify="right" if numbers else "left", no_wrap=unwrapped, overflow="fold")
     return result
 
 
-def cells(*values: Any) -> list[str]:
-    """Text for a row; None is empty, numbers are short, nothing is taken for markup."""
-    return [escape(_text(value)) for value in values]
+def cells(*values: Any) -> list[Text]:
+    """Text for a row; None is empty, numbers are short."""
+    return [Text(visible(_text(value))) for value in values]
 
 
-def status(name: str) -> str:
-    style = STATUS_STYLES.get(name)
-    return f"[{style}]{escape(name)}[/]" if style else escape(name)
+def status(name: str) -> Text:
+    return Text(visible(name), STATUS_STYLES.get(name, ""))
 
 
 def clock(seconds: float | None) -> str:

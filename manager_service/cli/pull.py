@@ -1,16 +1,20 @@
 """`pull`: download an adapter."""
 
 import io
+import json
 import zipfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from common.errors import InvalidInput
+from common.settings import parse_base_models
 from manager_service.cli.client import JOBS, Client
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import print_json
+from manager_service.cli.options import CliSettings, Data, JobId, Json, Url, connect
+from manager_service.cli.output import print_json, say
+
+CONFIG = "adapter_config.json"
 
 
 def pull(
@@ -27,9 +31,20 @@ def pull(
         content = client.download(f"{JOBS}/{job}/checkpoints/{chosen}/content")
     folder = to or Path(f"{job}-{chosen}")
     files = unpack(content, folder)
+    name_base(folder / CONFIG, CliSettings().base_models)
     if as_json:
         return print_json({"job": job, "version": chosen, "folder": str(folder), "files": files})
-    typer.echo(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
+    say(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
+
+
+def name_base(config: Path, base_models: str) -> None:
+    """Writes the folder of a base model that lies on this machine into an adapter's configuration, for `AutoPeftModel`."""
+    if not config.is_file():
+        return
+    content: dict[str, Any] = json.loads(config.read_text())
+    folder = Path(parse_base_models(base_models).get(content.get("base_model_name_or_path", ""), ""))
+    if folder != Path() and folder.is_dir():
+        config.write_text(json.dumps(content | {"base_model_name_or_path": str(folder.resolve())}, indent=2))
 
 
 def newest_version(client: Client, job: str) -> int:

@@ -8,8 +8,9 @@ import typer
 
 from common.errors import InvalidInput
 from manager_service.cli.client import JOBS, Client, Record
-from manager_service.cli.options import Data, Json, Url, connect
-from manager_service.cli.output import console, print_json, status
+from manager_service.cli.jobs import print_status
+from manager_service.cli.options import Data, Json, Url, connect, connect_operator
+from manager_service.cli.output import print_json
 from manager_service.cli.watch import watch_jobs
 
 SHORT_GRADERS: dict[str, Record] = {
@@ -47,7 +48,7 @@ def submit(
     reinforcement = method_of(grader, environment, hyper or [])
     request: Record = {"model": model, "method": {"type": "reinforcement", "reinforcement": reinforcement}}
     request |= {key: value for key, value in (("suffix", suffix), ("seed", seed)) if value is not None}
-    with connect(url, data) as client:
+    with connect(url, data) as client, connect_operator(url, data) as operator:
         request["training_file"] = _upload(client, file) if file else None
         if validation:
             request["validation_file"] = _upload(client, validation)
@@ -55,9 +56,9 @@ def submit(
         if as_json:
             print_json(job)
         else:
-            console.print(f"{job['id']}  {status(job['status'])}")
+            print_status(job)
         if watch:
-            watch_jobs(client, [job["id"]], as_json=as_json)
+            watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
 
 
 def method_of(grader: str | None, environment: str | None, hyper: list[str]) -> Record:

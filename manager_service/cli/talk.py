@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
-import typer
 from openai.types.chat import ChatCompletionMessageParam
 
 from common.errors import Unavailable
 from manager_service.cli.client import Client, Refused, error_message
+from manager_service.cli.output import say
 
 
 class Talk:
@@ -31,9 +31,9 @@ class Talk:
         self._messages.append({"role": "user", "content": text})
         parts: list[str] = []
         for part in self._stream():
-            typer.echo(part, nl=False)
+            say(part, keep="\n\t", end="")
             parts.append(part)
-        typer.echo()
+        say("")
         self._messages.append({"role": "assistant", "content": "".join(parts)})
 
     def converse(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shlex
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 
 from manager_service.cli.options import CliSettings, Json
-from manager_service.cli.output import print_json
+from manager_service.cli.output import print_json, say
 from manager_service.local.supervisor import LocalCluster
 from manager_service.settings import ManagerSettings
 
@@ -33,17 +34,17 @@ def up(
         env=env,
         trainer=trainer,
         port=port,
-        notify=lambda line: typer.echo(line, err=True),
+        notify=lambda line: say(line, keep="\n", err=True),
     )
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(_run(cluster, as_json))
+        asyncio.run(run_until_told(cluster, as_json=as_json))
 
 
-async def _run(cluster: LocalCluster, as_json: bool) -> None:
+async def run_until_told(cluster: LocalCluster, *, as_json: bool) -> None:
     """Runs until Ctrl-C or SIGTERM cancels it."""
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell starts what it puts behind without SIGINT
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     if not as_json:
         typer.echo(f"starting in {cluster.data_dir} …", err=True)
@@ -56,14 +57,15 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
     folder, settings = cluster.data_dir, ManagerSettings()
     if as_json:
         return print_json({"url": cluster.base_url, "data": str(folder), "pids": cluster.pids})
+    option = "" if folder == Path(".marlaas").resolve() else f" --data {shlex.quote(str(folder))}"
     typer.echo(
         f"MARLaaS is ready at {cluster.base_url}\n"
         f"  keys    {folder / 'api_key'} (yours), {folder / 'admin_key'} (tenants, /metrics)\n"
         f"  openai  base_url={cluster.base_url}/v1 api_key=$(cat {folder / 'api_key'})\n"
         f"  logs    {folder / 'logs'}\n"
         f"  policy  {settings.policy}, training queue {settings.training_queue}\n"
-        f"  next    in another terminal: .venv/bin/python -m examples.quickstart, or\n"
-        f"          .venv/bin/marlaas submit ITEMS.jsonl --grader string_check:answer --watch\n"
+        f"  next    in another terminal: .venv/bin/python -m examples.quickstart{option}, or\n"
+        f"          .venv/bin/marlaas submit ITEMS.jsonl --grader string_check:answer --watch{option}\n"
         f"          docs of the API: {cluster.base_url}/docs\n"
         "Ctrl-C stops everything."
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.table import Table
 
 from manager_service.cli.client import Record
 from manager_service.cli.output import cells, status, table
@@ -19,20 +19,21 @@ def jobs_view(jobs: Iterable[JobProgress], now: float) -> RenderableType:
     shown = table("job", "status", "step", "reward", "curve", "tokens/s", "eval", right=["step", "reward", "tokens/s"])
     for job in jobs:
         row = cells(_steps(job), _reward(job.reward), sparkline(job.rewards, CURVE_WIDTH), _rate(job, now), evals(job))
-        shown.add_row(escape(name(job)), status(job.status), *row)
+        shown.add_row(*cells(name(job)), status(job.status), *row)
     return shown
 
 
-def workers_view(workers: Iterable[Record]) -> RenderableType:
+def workers_view(workers: Iterable[Record]) -> Table:
     shown = table("worker", "state", "busy", "works for")
     for worker in sorted(workers, key=lambda w: (str(w["service"]), str(w["id"]))):
-        row = cells(worker["state"], busy_bar(worker.get("busy") or 0.0), _work(worker))
-        shown.add_row(escape(f"{worker['service']} {worker['pid']}"), *row)
+        row = cells(_state(worker), busy_bar(worker.get("busy") or 0.0), _work(worker))
+        shown.add_row(*cells(f"{worker['service']} {worker['pid']}"), *row)
     return shown
 
 
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:
-    return Group(jobs_view(jobs, now), workers_view(workers))
+    """Without the table of workers where none are told."""
+    return Group(jobs_view(jobs, now), *([workers_view(workers)] if workers else []))
 
 
 def plain_line(job: JobProgress, now: float) -> str:
@@ -58,6 +59,11 @@ def busy_bar(share: float) -> str:
     """`███░░░░░  38 %`"""
     full = round(share * BUSY_WIDTH)
     return f"{'█' * full}{'░' * (BUSY_WIDTH - full)} {share:4.0%}"
+
+
+def _state(worker: Record) -> str:
+    """`busy` also for a worker that paused just when it told its state."""
+    return "busy" if worker["state"] == "idle" and (worker.get("busy") or 0.0) >= 0.01 else str(worker["state"])
 
 
 def _work(worker: Record) -> str:

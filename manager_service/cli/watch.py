@@ -9,8 +9,8 @@ from rich.live import Live
 
 from common.errors import MarlaasError
 from manager_service.cli.client import FINAL, JOBS, Client, Record
-from manager_service.cli.options import Data, Json, Url, connect
-from manager_service.cli.output import console, print_json
+from manager_service.cli.options import Data, Json, Url, connect, connect_operator
+from manager_service.cli.output import console, print_json, say
 from manager_service.cli.progress import JobProgress
 from manager_service.cli.view import live_view, plain_line
 
@@ -30,18 +30,18 @@ def watch(
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """Show jobs and workers live, until all of the jobs have ended. Fails if one of them failed."""
-    with connect(url, data) as client:
-        watch_jobs(client, job or unfinished(client), as_json=as_json)
+    """Show jobs, and to operators the workers, live until all of the jobs have ended. Fails if one of them failed."""
+    with connect(url, data) as client, connect_operator(url, data) as operator:
+        watch_jobs(client, job or unfinished(client), operator=operator, as_json=as_json)
 
 
-def watch_jobs(client: Client, ids: list[str], *, as_json: bool = False) -> None:
-    """Returns when all have ended. Raises JobFailed if one failed."""
+def watch_jobs(client: Client, ids: list[str], *, operator: Client | None = None, as_json: bool = False) -> None:
+    """Returns when all have ended. `operator`: shows the workers too. Raises JobFailed if one failed."""
     jobs = [Watched(client, job) for job in ids]
     if as_json:
         _print_events(jobs)
     elif console.is_terminal:
-        _show_live(client, jobs)
+        _show_live(jobs, operator)
     else:
         _print_lines(jobs)
     failed = [job.progress for job in jobs if job.progress.status == "failed"]
@@ -104,11 +104,11 @@ def _print_events(jobs: list[Watched]) -> None:
 def _print_lines(jobs: list[Watched]) -> None:
     for _ in _rounds(jobs, PLAIN_PERIOD_S):
         for job in jobs:
-            typer.echo(plain_line(job.progress, time.monotonic()))
+            say(plain_line(job.progress, time.monotonic()))
 
 
-def _show_live(client: Client, jobs: list[Watched]) -> None:
+def _show_live(jobs: list[Watched], operator: Client | None) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for _ in _rounds(jobs, PERIOD_S):
-            workers = client.get("/v1/cluster/workers")["data"]
+            workers = operator.get("/v1/cluster/workers")["data"] if operator else []
             live.update(live_view([job.progress for job in jobs], workers, time.monotonic()), refresh=True)

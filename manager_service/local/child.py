@@ -1,5 +1,7 @@
 """Runs a command that dies with the process that started it: `python -IS child.py <parent pid> <command…>`.
 
+Whatever the command writes, this user alone can read.
+
 A program of its own with nothing but the standard library, because code between fork and exec (`preexec_fn`) can deadlock
 in a process with threads. The exec keeps the process id.
 """
@@ -15,6 +17,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Does not return. Outside Linux the command outlives a parent that is killed with SIGKILL."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
+    os.umask(0o077)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above took effect

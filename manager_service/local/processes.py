@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from common.errors import REFUSED
 
@@ -94,7 +95,7 @@ class KeptProcess:
 
     async def _run_once(self) -> int:
         """Runs the command to its end. Returns its exit status, or minus the signal that ended it."""
-        with self.command.log.open("ab") as log:
+        with open_log(self.command.log) as log:
             self._process = process = await asyncio.create_subprocess_exec(
                 *_tied_to_this_process(self.command.argv),
                 env=dict(self.command.environment),
@@ -110,6 +111,11 @@ class KeptProcess:
         finally:
             _kill_session(process.pid)  # what it started itself and left behind
             self._process = None
+
+
+def open_log(log: Path) -> BinaryIO:
+    """Opened to append; only this user can read it."""
+    return os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def _next_delay(before_s: float, *, lived_s: float) -> float:

@@ -31,7 +31,7 @@ from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
 from common.settings import parse_base_models
 from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
-from manager_service.local.embedded_redis import EmbeddedRedis, new_password, write_private
+from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.processes import Command, KeptProcess, Notify, rotate, tail
 from manager_service.records import GLOBAL
 
@@ -81,6 +81,7 @@ class LocalCluster:
         self._counts = {"rollout": rollout, "env": env, "trainer": trainer}
         self._environment = {**inherited(), **(environment or {})}
         self._notify = notify
+        self._is_up = False
         self._commands = services or service_commands
         self._redis: KeptProcess | None = None
         self._services: dict[str, KeptProcess] = {}
@@ -145,13 +146,14 @@ class LocalCluster:
 
         Raises StartError: the folder is in use, the port is taken, or a child does not come up.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = lock_folder(self.data_dir)
         try:
             self.port = choose_port(self.host, self.port)
             self._prepare()
             self._running = asyncio.create_task(self._run())
             await _unless_ended(self._running, self.wait_ready())
+            self._is_up = True
             self._write_cluster_file()
         except BaseException:
             await self.stop()
@@ -182,7 +184,8 @@ class LocalCluster:
 
     def _prepare(self) -> None:
         """Makes the commands of all children."""
-        self.log_file("redis").parent.mkdir(exist_ok=True)
+        for folder in (self.log_file("redis").parent, self.data_dir / "store"):
+            make_private(folder)  # `data_dir` itself may be a folder of the user's, for more than this
         self.redis_url = self._environment.get("MARLAAS_REDIS_URL", "")
         if not self.redis_url:
             server = EmbeddedRedis(
@@ -207,7 +210,12 @@ class LocalCluster:
             "MARLAAS_PORT": str(self.port),
         }
         command = Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
-        return KeptProcess(command, self._notify)
+        return KeptProcess(command, self._hear)
+
+    def _hear(self, line: str) -> None:
+        """Passes on what a child's keeper tells. A child that refuses its settings ends the start, whose error says why."""
+        if self._is_up or not any(process.refused for process in self._processes.values()):
+            self._notify(line)
 
     async def _run(self) -> None:
         """Starts and keeps all children, from the first to the last. Ends when `stop` is called, or with StartError."""
@@ -307,7 +315,7 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
 
 def lock_folder(data_dir: Path) -> TextIO:
     """The lock is held as long as the file is open; the kernel drops it with the process. Raises StartError."""
-    file = (data_dir / "lock").open("a+")
+    file = os.fdopen(os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -49,6 +49,20 @@ def manifest(adapter: AdapterRef = V1, *, seed: int = 0) -> Manifest:
 async def replace(storage: Objects, path: str, data: bytes) -> None:
     await storage.delete(path)
     await storage.create(path, data)
+
+
+async def some(num_bytes: int, size: int) -> AsyncIterator[bytes]:
+    for at in range(0, num_bytes, size):
+        yield bytes([at // size % 256]) * min(size, num_bytes - at)
+
+
+async def test_an_object_is_written_and_read_in_parts(storage: Objects) -> None:
+    await storage.write_parts("a", some(20_000_001, 1_000_000))
+    assert len(await storage.get("a")) == 20_000_001
+    assert await storage.get_part("a", 4_999_999, 3) == b"\4\5\5"
+    assert await storage.get_part("a", 20_000_000, 1) == b"\x14"
+    with pytest.raises(NotFound):
+        await storage.get_part("b", 0, 1)
 
 
 # ---- objects --------------------------------------------------------------------------------------------------------

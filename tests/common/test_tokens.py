@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from common.skills import SKILLS, generate, is_held_out
+from common.text.special_tokens import Specials
 from common.text.tokens import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,6 +300,39 @@ def test_the_pieces_of_a_stream_join_to_the_decoding_of_the_whole(
     decoder = tiny.stream_decoder(skip_special=skip_special)
     pieces = [decoder.feed(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "".join([*pieces, decoder.finish()]) == tiny.decode(ids, skip_special=skip_special)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ["\xff", "\x80", "\xf0\x9f", "\xf0\x9f\x9f\xc3"])
+def test_bytes_that_are_no_text_are_not_held_back_for_ever(tiny: ChatTokenizer, text: str) -> None:
+    ids = [ord(c) for c in text] * 5000 + tiny.encode("中")
+    decoder = tiny.stream_decoder()
+    pieces = [decoder.feed([token]) for token in ids]
+    assert max(map(len, pieces)) <= 16
+    assert "".join([*pieces, decoder.finish()]) == tiny.decode(ids)
+
+
+SPACED = [("<mask>", True, False), ("<sep>", False, True), ("<both>", True, True)]
+
+
+@pytest.fixture
+def spaced() -> Specials:
+    """Special tokens that swallow the white space on their left, on their right, on both sides."""
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(name, lstrip=left, rstrip=right) for name, left, right in SPACED])
+    return Specials(tokenizer)
+
+
+def test_a_special_token_swallows_the_space_beside_it(spaced: Specials) -> None:
+    text = " a  <mask> b <sep> \n <both>  c <mask><both> "
+    found = [piece.strip() if special else piece for special, piece in spaced.split(text)]
+    assert found == [" a", "<mask>", " b ", "<sep>", "<both>", "c", "<mask>", "<both>"]
+
+
+@pytest.mark.timeout(20)
+def test_white_space_before_no_special_token_is_read_once(spaced: Specials) -> None:
+    text = " " * 300_000
+    assert list(spaced.split(text)) == [(None, text)]
 
 
 # Loading ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The arithmetic of the calculator tool and of multi graders."""
 
+import contextlib
 import math
 
 import pytest
@@ -19,6 +20,17 @@ def expressions() -> st.SearchStrategy[str]:
         lambda inner: st.tuples(inner, st.sampled_from("+-*/%"), inner).map(lambda t: f"({''.join(t)})"),
         max_leaves=12,
     )
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "unit", ["(", "[", "{", "a(", "-", "not ", "lambda:", "*", "**", "9", "a if ", "{a:a if ", "f'{", "a.", "~", "\\\n"]
+)
+def test_no_text_takes_long_to_refuse(unit: str) -> None:
+    text = (unit * 1000)[:1000]
+    for hostile in (text, text[:-1] + "1", text[:950] + ")" * 50, text * 100_000):
+        with contextlib.suppress(InvalidInput):
+            formula.evaluate(hostile)
 
 
 @given(a=INTEGERS, b=INTEGERS)

@@ -544,6 +544,16 @@ class Args(BaseModel):
     mode: str = ""
 
 
+class Plain:
+    def __init__(self, target, level=1):
+        self.target = target
+
+
+class Open:
+    def __init__(self, **options):
+        self.options = options
+
+
 class Countdown:
     Args = Args
 
@@ -585,7 +595,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: countdown-env\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[marlaas.environments]\ncountdown = countdown_env:Countdown\nmissing = none:X\n"
+        "[marlaas.environments]\ncountdown = countdown_env:Countdown\nplain = countdown_env:Plain\n"
+        "open = countdown_env:Open\nmissing = none:X\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
@@ -635,6 +646,16 @@ def test_installed_environments_are_validated_by_their_own_model() -> None:
         validate_environment(EnvSpec("countdwn"))
     with pytest.raises(InvalidInput, match="cannot be loaded"):
         validate_environment(EnvSpec("missing"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_environment_without_a_model_is_validated_by_its_arguments() -> None:
+    validate_environment(EnvSpec("plain", {"target": 2}))
+    with pytest.raises(InvalidInput, match=r"unknown field 'levl' in environment.args; did you mean 'level'"):
+        validate_environment(EnvSpec("plain", {"target": 2, "levl": 1}))
+    with pytest.raises(InvalidInput, match=r"environment\.args\.target is missing"):
+        validate_environment(EnvSpec("plain", {"level": 2}))
+    validate_environment(EnvSpec("open", {"anything": 2}))
 
 
 @pytest.mark.parametrize(

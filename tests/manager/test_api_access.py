@@ -1,6 +1,7 @@
 """Rights of the API's users: keys, tenants, first start, errors in OpenAI's shape, Redis away."""
 
 import asyncio
+import re
 import stat
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -130,6 +131,16 @@ async def test_a_huge_body_is_refused_unread(server: ApiServer) -> None:
             "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 413, answer.text
+
+
+async def test_the_docs_need_no_other_server(server: ApiServer) -> None:
+    answer = await server.http.get("/docs", headers={"Authorization": ""})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    document = (await server.http.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        assert all(f"{method.upper()} {path}" in answer.text for method in methods)
+    assert not re.search(r"<script|<link|@import|url\(|src=", answer.text)
+    assert {link for link in re.findall(r'href="([^"]*)"', answer.text) if not link.startswith("#")} == {"openapi.json"}
 
 
 async def test_readiness_says_what_is_missing(server: ApiServer) -> None:

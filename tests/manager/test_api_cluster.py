@@ -61,23 +61,24 @@ async def test_old_reports_count_for_the_timeline_but_not_as_alive(bus: Bus) -> 
     assert cluster.timeline(now_s) == []
 
 
-async def test_other_tenants_share_reads_other(server: ApiServer) -> None:
-    file = await upload(server.openai)
-    job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
+async def test_workers_and_timeline_are_for_the_operator(server: ApiServer) -> None:
     now_s = time.time()
-    spans = (Span(now_s, now_s + 1, "default", job.id, "rollout"), Span(now_s, now_s + 2, "acme", "ftjob-x", "rollout"))
-    await tell(server.bus, report("r", "rollout", resident=(f"{job.id}@1", "ftjob-x@2", "base"), spans=spans))
+    spans = (
+        Span(now_s, now_s + 1, "default", "ftjob-y", "rollout"),
+        Span(now_s, now_s + 2, "acme", "ftjob-x", "rollout"),
+    )
+    await tell(server.bus, report("r", "rollout", resident=("ftjob-y@1", "ftjob-x@2", "base"), spans=spans))
     await until(server, 1)
-    (mine,) = (await server.http.get("/v1/cluster/workers")).json()["data"]
-    assert mine["resident"] == [f"{job.id}@1", "other", "base"]
-    assert {(work["tenant"], work["job"]) for work in mine["working_for"]} == {("default", job.id), ("other", "other")}
-    timeline = (await server.http.get("/v1/cluster/timeline")).json()["data"]
-    assert {(span["tenant"], span["job"]) for span in timeline} == {("default", job.id), ("other", "other")}
-    assert (await server.http.get("/v1/cluster/timeline", params={"since": now_s + 9})).json()["data"] == []
-    (everything,) = (await server.http.get("/v1/cluster/workers", headers=server.as_admin())).json()["data"]
-    assert everything["resident"][1] == "ftjob-x@2"
+    for path in ("workers", "timeline", "dead"):
+        answer = await server.http.get(f"/v1/cluster/{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_needed")
+    (worker,) = (await server.http.get("/v1/cluster/workers", headers=server.as_admin())).json()["data"]
+    assert worker["resident"] == ["ftjob-y@1", "ftjob-x@2", "base"]
+    assert {work["tenant"] for work in worker["working_for"]} == {"default", "acme"}
     timeline = (await server.http.get("/v1/cluster/timeline", headers=server.as_admin())).json()["data"]
-    assert {span["tenant"] for span in timeline} == {"default", "acme"}
+    assert {(span["tenant"], span["job"]) for span in timeline} == {("default", "ftjob-y"), ("acme", "ftjob-x")}
+    later = await server.http.get("/v1/cluster/timeline", params={"since": now_s + 9}, headers=server.as_admin())
+    assert later.json()["data"] == []
 
 
 async def test_with_a_worker_of_each_service_the_cluster_is_ready(server: ApiServer) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
-from manager_service.api.file_store import check_content
+from manager_service.api.reading.items import FoundItems, check_lines
 from tests.support.api_server import ITEMS, ApiServer, item, jsonl, running_api, upload
 
 CHATTY = ChatTokenizer.load(TINY)
@@ -137,11 +137,11 @@ VALUES = st.recursive(
 @settings(max_examples=300)
 def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, Any]) -> None:
     try:
-        num_items, longest = check_content(jsonl(row), 10_000, {"tiny": CHATTY})
+        found = check_lines(jsonl(row), before=0, max_line_bytes=10_000, tokenizers={"tiny": CHATTY})
     except InvalidInput as error:
         assert str(error).startswith("line 1: ")
         return
     msgspec.msgpack.encode(row)
     assert msgspec.json.decode(jsonl(row)) == row
-    assert (num_items, longest) == (1, {"tiny": len(CHATTY.render(row["messages"]))})
-    assert longest["tiny"]
+    assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(row["messages"]))})
+    assert found.longest["tiny"]

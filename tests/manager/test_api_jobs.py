@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 import zipfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -15,6 +16,7 @@ from openai.types.fine_tuning import FineTuningJob
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, EnvSpec
 from common.streams import partition_of
+from manager_service.api.results import with_base
 from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
@@ -285,6 +287,16 @@ async def test_with_the_real_owner_a_job_is_paused_resumed_cancelled_and_another
             assert counts["issued"] == sum(counts[name] for name in names)
 
 
+async def test_a_running_job_says_when_it_will_end(server: ApiServer) -> None:
+    job, now = (await create(server, method=method(max_steps=10))).id, int(time.time())
+    for state, after_s in (({"version": 0}, None), ({"version": 4}, 150), ({"version": 10}, 0)):
+        await write_state(server, job, status="running", started_at=now - 100, **state)
+        estimate = (await server.openai.fine_tuning.jobs.retrieve(job)).estimated_finish
+        assert estimate == (None if after_s is None else pytest.approx(now + after_s, abs=5))
+    await write_state(server, job, status="succeeded", started_at=now - 100, version=10)
+    assert (await server.openai.fine_tuning.jobs.retrieve(job)).estimated_finish is None
+
+
 # Events --------------------------------------------------------------------------------------------------------------
 
 
@@ -428,3 +440,9 @@ async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer
     (sample,) = (await server.http.get(url, params={"version": 0})).json()["data"]
     assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 0)
     assert (await server.http.get(url, params={"version": 7})).json()["data"] == []
+
+
+def test_an_adapter_of_a_hubs_model_names_it(tmp_path: Path) -> None:
+    config = b'{"r": 8, "base_model_name_or_path": "qwen"}'
+    assert json.loads(with_base(config, "Qwen/Qwen3-0.6B")) == {"r": 8, "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    assert with_base(config, str(tmp_path)) == config, "a folder of the service is no business of its users"

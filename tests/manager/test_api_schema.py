@@ -29,7 +29,7 @@ CHECKS = [
     checks.ignored_auth,
 ]
 ALL_HEALTH_CHECKS: Any = list(HealthCheck)
-ADMIN = ("/v1/admin", "/v1/cluster/dead", "/metrics")
+ADMIN = ("/v1/admin", "/v1/cluster", "/metrics")
 
 
 @pytest.mark.slow

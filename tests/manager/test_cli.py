@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import unicodedata
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from common.errors import InvalidInput, MarlaasError
+from common.settings import TINY
+from manager_service.cli import account, output
 from manager_service.cli.client import Client, error_message, server_sent_events
 from manager_service.cli.jobs import event_line
 from manager_service.cli.main import app
@@ -24,6 +27,7 @@ from manager_service.cli.progress import JobProgress, shortened, sparkline
 from manager_service.cli.pull import unpack
 from manager_service.cli.submit import parse_environment, parse_grader, parse_hyper
 
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-test"
 JOB = {
     "id": "ftjob-1",
@@ -120,6 +124,12 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeAp
         thread.join()
 
 
+def marlaas(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "manager_service.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": ""}, cwd=ROOT)
+
+
 def run(*arguments: str) -> str:
     """Standard output. Raises what the command raised."""
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -191,19 +201,66 @@ def test_watch_fails_with_the_reason_of_a_failed_job(api: type[FakeApi]) -> None
         run("watch")
 
 
+HOSTILE = "\x1b[31m\x9b2J\rred\u202eder :x: [bold]b[/] \U000e0041 é中🙂"
+SHOWN = r"\u001b[31m\u009b2J\rred\u202eder :x: [bold]b[/] \udb40\udc41 é中🙂"
+"""Commands of a terminal, text that runs backwards, and what a table could take for markup or for emoji."""
+
+
+def test_what_people_wrote_is_shown_and_never_sent_to_the_terminal(api: type[FakeApi]) -> None:
+    failed = {**JOB, "status": "failed", "error": {"message": HOSTILE}, "user_provided_suffix": "s"}
+    api.answers["GET", "/v1/fine_tuning/jobs"] = [failed]
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = failed
+    event = {"id": "1", "created_at": 0, "level": "error", "type": "message", "message": HOSTILE, "data": {}}
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = [event]
+    assert SHOWN in run("events", "ftjob-1")
+    assert json.loads(run("events", "ftjob-1", "--json"))["message"] == HOSTILE
+    for arguments in (("events", "ftjob-1", "--json"), ("jobs",), ("jobs", "--json")):
+        printed = run(*arguments).replace("\n", "")
+        assert not {unicodedata.category(c) for c in printed} & output.UNSEEN
+        assert "\u274c" not in printed, "the emoji of that name"
+
+
+def test_an_errors_line_is_shown_and_not_sent(tmp_path: Path) -> None:
+    result = marlaas("submit", "\x1b[2J:x:\u202e.jsonl", "--grader", "math:answer", "--data", str(tmp_path))
+    assert result.returncode == 1
+    (tmp_path / "api_key").write_text(KEY)
+    result = marlaas("submit", "\x1b[2J:x:\u202e.jsonl", "--grader", "math:answer", "--data", str(tmp_path))
+    assert (result.returncode, result.stderr) == (1, "error: \\u001b[2J:x:\\u202e.jsonl: No such file or directory\n")
+
+
+def test_names_in_a_narrow_terminal_can_be_copied(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.console, "width", 60)
+    name = f"ft:a-base-model-of-a-long-name:acme:{'x' * 60}:ftjob-1"
+    why = {"message": "because " * 40}
+    api.answers["GET", "/v1/fine_tuning/jobs"] = [{**JOB, "fine_tuned_model": name}, {**JOB, "error": why, "id": "2"}]
+    printed = run("jobs")
+    assert name in printed
+    assert max(map(len, printed.splitlines())) < len(name) + 140
+
+
 def test_pull_unpacks_the_newest_version(api: type[FakeApi], tmp_path: Path) -> None:
     path = "/v1/fine_tuning/jobs/ftjob-1/checkpoints"
     api.answers["GET", path] = [{"id": "c2", "step_number": 2}, {"id": "c1", "step_number": 1}]
     api.answers["GET", f"{path}/2/content"] = archive("adapter_config.json")
     printed = json.loads(run("pull", "ftjob-1", "--to", str(tmp_path / "adapter"), "--json"))
     assert printed["version"] == 2
-    assert (tmp_path / "adapter" / "adapter_config.json").read_text() == "content"
+    assert (tmp_path / "adapter" / "adapter_config.json").read_text() == "{}"
 
 
-def archive(name: str) -> bytes:
+def test_a_pulled_adapter_names_a_base_model_that_lies_here(api: type[FakeApi], tmp_path: Path) -> None:
+    path = "/v1/fine_tuning/jobs/ftjob-1/checkpoints/2/content"
+    for name, named in (("tiny", str(TINY)), ("org/hub-model", "org/hub-model"), ("other", "other")):
+        config = json.dumps({"r": 8, "base_model_name_or_path": name})
+        api.answers["GET", path] = archive("adapter_config.json", config)
+        run("pull", "ftjob-1", "--version", "2", "--to", str(tmp_path / "adapter"))
+        told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert told == {"r": 8, "base_model_name_or_path": named}
+
+
+def archive(name: str, content: str = "{}") -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr(name, "content")
+        file.writestr(name, content)
     return buffer.getvalue()
 
 
@@ -213,6 +270,26 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "stolen").exists()
     with pytest.raises(InvalidInput):
         unpack(b"no zip", tmp_path / "adapter")
+
+
+def test_usage_ledger_and_samples(api: type[FakeApi]) -> None:
+    counters = dict.fromkeys(account.COUNTERS, 7)
+    report = {"data": [{"job": "ftjob-1", **counters}], "total": {"job": None, **counters}}
+    report |= {"tokens_today": 12_345, "max_tokens_per_day": 20_000}
+    sample = {"version": 3, "group": 1, "sample": 0, "prompt": "add 1+2", "text": "3\x1b[2J", "reward": None}
+    api.answers = {
+        ("GET", "/v1/usage"): report,
+        ("GET", "/v1/fine_tuning/jobs/ftjob-1/ledger"): dict.fromkeys(account.FATES, 5) | {"issued": 30},
+        ("GET", "/v1/fine_tuning/jobs/ftjob-1/samples"): [sample | {"id": "s", "stop_reason": "failed"}],
+    }
+    assert "12,345 tokens today of 20,000" in (printed := run("usage"))
+    assert "ftjob-1" in printed and "total" in printed
+    assert json.loads(run("usage", "--json")) == report
+    assert run("ledger", "ftjob-1").split()[-7:] == ["30", *["5"] * 6]
+    assert run("samples", "ftjob-1").split() == [
+        *("reward", "-", "group", "1", "failed", "'add", "1+2'", "→", r"'3\x1b[2J'")
+    ]
+    assert json.loads(run("samples", "ftjob-1", "--version", "3", "--json"))["text"] == "3\x1b[2J"
 
 
 def test_chat_answers_once(api: type[FakeApi]) -> None:
@@ -251,13 +328,14 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
         "working_for": [{"tenant": "me"}],
     }
     letter = {"id": "d", "job": "ftjob-1", "stream": "env", "deliveries": 10, "reason": "poison"}
-    api.answers = {("GET", "/v1/cluster/workers"): [worker], ("GET", "/v1/cluster/dead"): [letter]}
-    assert "rollout 7" in (printed := run("workers"))
-    assert "50%" in printed
-    assert "me" in printed
-    # dead letters need the admin key, which lies in the data folder
+    paused = {**worker, "id": "v", "pid": 8, "state": "idle", "busy": 0.47}
+    api.answers = {("GET", "/v1/cluster/workers"): [worker, paused], ("GET", "/v1/cluster/dead"): [letter]}
+    # both need the admin key, which lies in the data folder
     monkeypatch.delenv("MARLAAS_API_KEY")
     (tmp_path / "admin_key").write_text(f"{KEY}\n")
+    assert "rollout 7" in (printed := run("workers"))
+    assert "50%" in printed and "47%" in printed and "idle" not in printed
+    assert "me" in printed
     assert "poison" in run("dead")
     assert json.loads(run("dead", "--json")) == [letter]
 
@@ -280,9 +358,7 @@ def test_without_a_server_or_a_key_it_says_what_to_do(monkeypatch: pytest.Monkey
 
 
 def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
-    code = "from manager_service.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": ""})
+    result = marlaas("jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9")
     assert result.returncode == 1
     assert result.stderr.startswith("error: no API key")
     assert "Traceback" not in result.stderr

@@ -126,13 +126,13 @@ async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, 
 
 
 async def test_pause_frees_the_workers_and_resume_goes_on_where_it_was(tmp_path: Path) -> None:
-    async with running(tmp_path) as (_, api):
+    async with running(tmp_path) as (cluster, api):
         job = await api.submit("calc", max_steps=12, batch_size=8)
         while not await api.steps(job):
             await asyncio.sleep(0.05)
         assert (await api.post(f"/fine_tuning/jobs/{job}/pause"))["status"] == "paused"
         await asyncio.sleep(1.5)
-        workers = (await api.get("/cluster/workers"))["data"]
+        workers = (await Api(cluster.base_url, cluster.admin_key).get("/cluster/workers"))["data"]
         assert {w["state"] for w in workers} == {"idle"}, workers
         before = await api.steps(job)
         assert is_balanced(await api.ledger(job))

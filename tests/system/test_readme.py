@@ -1,8 +1,9 @@
 """Does what the README tells a new user to do."""
 
+import asyncio
 import re
-import subprocess
 import sys
+from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,38 @@ def test_the_code_is_ten_lines() -> None:
 
 @pytest.mark.slow
 async def test_the_code_trains_an_adapter_and_chats_with_it(tmp_path: Path) -> None:
-    async with running(tmp_path / ".marlaas") as (cluster, _):
+    async with running(tmp_path / ".marlaas") as (cluster, api):
         script = code().replace("http://127.0.0.1:8000", cluster.base_url)
-        run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
+        command = [sys.executable, "-u", "-c", script]
+        run = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stdout=PIPE, stderr=PIPE)
+        assert run.stdout is not None
+        first = await run.stdout.readline()
+        (job,) = (await api.get("/fine_tuning/jobs"))["data"]
+        assert job["status"] in ("validating_files", "queued", "running"), "its lines come as they are sent"
+        rest, errors = await asyncio.wait_for(run.communicate(), 200)
+    assert run.returncode == 0, errors.decode()
+    lines = (first + rest).decode().splitlines()
     assert any(line.startswith("Step 15/15: reward") for line in lines)
     assert lines[-2] == "The job has successfully completed"
     assert lines[-1].isdigit(), "an answer to a sum; which one is the model's business"
+
+
+@pytest.mark.slow
+async def test_the_quickstart_runs_on_any_folder(tmp_path: Path) -> None:
+    async with running(tmp_path / "elsewhere"):
+        lines = await quickstart(tmp_path / "elsewhere")
+    assert lines[-1].startswith("add 37+58 = ")
+
+
+async def test_the_quickstart_says_where_no_cluster_runs(tmp_path: Path) -> None:
+    (line,) = await quickstart(tmp_path, status=1)
+    assert line == f"no cluster runs on {tmp_path}: start one with `make up`, or name its folder with --data"
+
+
+async def quickstart(folder: Path, status: int = 0) -> list[str]:
+    """The lines that it prints."""
+    command = [sys.executable, "-m", "examples.quickstart", "--data", str(folder)]
+    run = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=PIPE, stderr=STDOUT)
+    printed, _ = await asyncio.wait_for(run.communicate(), 200)
+    assert run.returncode == status, printed.decode()
+    return printed.decode().splitlines()

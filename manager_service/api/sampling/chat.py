@@ -8,9 +8,9 @@ from pydantic import Field, field_validator
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
-from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
+from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.sampling.replies import (
     AnswerText,
     finish_reason,
@@ -19,21 +19,21 @@ from manager_service.api.sampling.replies import (
     token_logprobs,
     with_malformed,
 )
-from manager_service.api.sampling.requests import SamplingGiven, Wanted
+from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted
 from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
 from manager_service.api.sampling.shares import Fresh
 
-router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
+router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
 class ChatGiven(SamplingGiven):
     """OpenAI's parameters; unknown ones are refused by name."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=10_000)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None  # the model decides how many it makes
     response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}')
@@ -69,14 +69,12 @@ async def chat_completions(request: Request, api: Parts, tenant: Tenant, body: C
     return await serve(request, api, tenant, body, DIALECT)
 
 
-def _read(body: ChatGiven, tokenizer: ChatTokenizer) -> Wanted:
+async def _read(body: ChatGiven, reader: PromptReader) -> Wanted:
     tools = None if body.tool_choice == "none" else body.tools or None
-    try:
-        prompt = tokenizer.render(body.messages, tools or [])
-    except ValueError as error:
-        raise InvalidInput(str(error), param="messages") from error
+    prompt = await reader.render(body.messages, tools or [])
     limit = body.max_completion_tokens or body.max_tokens
-    return Wanted(prompts=[prompt], limit=limit, num_top=body.top_logprobs or 0, tools=tools)
+    num_top, told = body.top_logprobs or 0, bool(body.logprobs)
+    return Wanted(prompts=[prompt], limit=limit, num_top=num_top, with_logprobs=told, tools=tools)
 
 
 def _choice(chat: Chat, index: int) -> Json:

@@ -10,23 +10,26 @@ from common.errors import InvalidInput
 from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
+from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.sampling.replies import AnswerText, finish_reason, token_logprobs
-from manager_service.api.sampling.requests import SamplingGiven, Wanted
+from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, check_num_choices
 from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
 from manager_service.api.sampling.shares import Fresh
 
-router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON)
+router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this call."""
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class CompletionGiven(SamplingGiven):
     """OpenAI's parameters; unknown ones are refused by name."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Texts | ManyTokenIds
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, description="Only 1")
     echo: bool | None = Field(None, description="Only false")
@@ -56,27 +59,22 @@ async def completions(request: Request, api: Parts, tenant: Tenant, body: Comple
     return await serve(request, api, tenant, body, DIALECT)
 
 
-def _read(body: CompletionGiven, tokenizer: ChatTokenizer) -> Wanted:
-    prompts = prompt_tokens(body.prompt, tokenizer)
-    return Wanted(prompts=prompts, limit=body.max_tokens or DEFAULT_MAX_TOKENS, num_top=body.logprobs or 0)
+async def _read(body: CompletionGiven, reader: PromptReader) -> Wanted:
+    prompts, told = await _prompts(body, reader), body.logprobs is not None
+    limit = body.max_tokens or DEFAULT_MAX_TOKENS
+    return Wanted(prompts=prompts, limit=limit, num_top=body.logprobs or 0, with_logprobs=told)
 
 
-def prompt_tokens(prompt: str | list[int] | list[str] | list[list[int]], tokenizer: ChatTokenizer) -> list[list[int]]:
-    """Makes a list of token ids of each prompt. Raises InvalidInput for ids outside the vocabulary."""
-    if isinstance(prompt, str):
-        return [_encoded(prompt, tokenizer)]
+async def _prompts(body: CompletionGiven, reader: PromptReader) -> list[list[int]]:
+    """The token ids of each prompt. Raises InvalidInput for none, for too many, and for ids outside the vocabulary."""
+    prompt: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not prompt:
         raise InvalidInput("the prompt is empty", param="prompt")
-    if isinstance(prompt[0], int):
-        return [_valid_ids(prompt, tokenizer)]
-    return [_encoded(p, tokenizer) if isinstance(p, str) else _valid_ids(p, tokenizer) for p in prompt]
-
-
-def _encoded(text: str, tokenizer: ChatTokenizer) -> list[int]:
-    try:
-        return tokenizer.encode(text)
-    except ValueError as error:
-        raise InvalidInput(str(error), param="prompt") from error
+    prompts: list[Any] = [prompt] if isinstance(prompt[0], int) else prompt
+    check_num_choices(len(prompts), body)
+    if isinstance(prompts[0], str):
+        return await reader.encode(prompts)
+    return [_valid_ids(ids, reader.base.tokenizer) for ids in prompts]
 
 
 def _valid_ids(ids: Any, tokenizer: ChatTokenizer) -> list[int]:

@@ -9,11 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.errors import InvalidInput
 from common.messages import TEMPERATURE, Sampling
+from manager_service.api.context import Base
 from manager_service.api.model_names import Named
+from manager_service.api.reading.helpers import Helpers
+from manager_service.api.reading.tasks import Encode, Render, Task, with_room
 from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.records import TenantRecord
 
 MAX_CHOICES = 64
 """Choices of one request, over all its prompts."""
+
+MAX_LOGPROBS = 1_000_000
+"""Log-probs of one answer, over all its choices, their tokens and the alternatives to them."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -65,37 +72,68 @@ class Wanted:
     prompts: Sequence[Sequence[int]]  # token ids
     limit: int | None  # tokens of an answer; None: as many as the context has room for
     num_top: int  # how many alternatives to each token are told with their log-probs
+    with_logprobs: bool = False  # whether log-probs are told at all
     tools: Sequence[Any] | None = None  # None: tool calls are text like any other
 
 
-def inference_request(tenant: str, named: Named, body: SamplingGiven, wanted: Wanted) -> InferenceRequest:
-    """Raises InvalidInput for a prompt that leaves no room for an answer."""
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Makes token ids of the text in one body, in a helper process if the body is large."""
+
+    helpers: Helpers
+    tenant: TenantRecord
+    base: Base
+    num_bytes: int  # of the body
+
+    async def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
+        """The ids of a conversation. Raises InvalidInput."""
+        return await self._read(Render(self.base.name, messages, tools))
+
+    async def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text. Raises InvalidInput."""
+        return await self._read(Encode(self.base.name, texts))
+
+    async def _read(self, task: Task) -> Any:
+        return await self.helpers.do(self.tenant, task, num_bytes=self.num_bytes)
+
+
+def check_num_choices(num_prompts: int, body: SamplingGiven) -> int:
+    """The number of choices of each prompt. Raises InvalidInput for too many in all."""
     num_choices = body.n or 1
-    if len(wanted.prompts) * num_choices > MAX_CHOICES:
+    if num_prompts * num_choices > MAX_CHOICES:
         raise InvalidInput(f"a request gives at most {MAX_CHOICES} choices", param="n")
-    context = named.base.tokenizer.context
+    return num_choices
+
+
+def inference_request(tenant: TenantRecord, named: Named, body: SamplingGiven, wanted: Wanted) -> InferenceRequest:
+    """Raises InvalidInput for a prompt that leaves no room for an answer."""
+    tokenizer = named.base.tokenizer
+    num_choices = check_num_choices(len(wanted.prompts), body)
+    rooms = [tokenizer.context - len(with_room(prompt, tokenizer)) for prompt in wanted.prompts]
+    sampling = [_sampling(body, wanted, room) for room in rooms]
+    _check_num_logprobs(num_choices * sum(one.max_tokens for one in sampling), wanted)
     return InferenceRequest(
         tenant=tenant,
         adapter=named.adapter,
         prompts=wanted.prompts,
         num_choices=num_choices,
-        sampling=[_sampling(body, wanted, len(prompt), context) for prompt in wanted.prompts],
+        sampling=sampling,
         seed=secrets.randbits(53) if body.seed is None else body.seed % 2**53,
         stream=bool(body.stream) and not wanted.num_top,
     )
 
 
-def _sampling(body: SamplingGiven, wanted: Wanted, num_prompt: int, context: int) -> Sampling:
-    room = context - num_prompt
-    if room < 1:
+def _check_num_logprobs(num_tokens: int, wanted: Wanted) -> None:
+    num = num_tokens * (1 + wanted.num_top) if wanted.with_logprobs else 0
+    if num > MAX_LOGPROBS:
         raise InvalidInput(
-            f"the prompt has {num_prompt} tokens and the model's context {context}: there is no room for an answer;"
-            " shorten the messages",
-            param="messages",
-            code="context_length_exceeded",
+            f"this request could give {num} log-probs: at most {MAX_LOGPROBS}; lower max_tokens, n or the number of"
+            " alternatives",
+            param="max_tokens",
         )
-    if num_prompt < 1:
-        raise InvalidInput("the prompt is empty", param="prompt")
+
+
+def _sampling(body: SamplingGiven, wanted: Wanted, room: int) -> Sampling:
     return Sampling(
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
         max_tokens=min(room, wanted.limit or room),

@@ -11,18 +11,18 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from common.messages import Usage
-from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api
 from manager_service.api.errors import declared
 from manager_service.api.event_stream import DONE, data, event_stream
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.sampling.replies import AnswerText
-from manager_service.api.sampling.requests import SamplingGiven, Wanted, inference_request
+from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, inference_request
 from manager_service.api.sampling.shares import Fresh, InferenceRequest
 from manager_service.records import TenantRecord
 
@@ -44,7 +44,7 @@ Json = dict[str, Any]
 class Completion(Generic[Body]):
     """One request under way."""
 
-    tenant: str
+    tenant: TenantRecord
     named: Named
     body: Body
     ask: InferenceRequest
@@ -80,7 +80,7 @@ class Dialect(Generic[Body]):
     id_prefix: str
     kind: str  # `object` of a whole answer
     chunk_kind: str  # `object` of a chunk
-    read: Callable[[Body, ChatTokenizer], Wanted]  # in a thread; raises InvalidInput
+    read: Callable[[Body, PromptReader], Awaitable[Wanted]]  # raises InvalidInput
     choice: Callable[[Completion[Body], int], Json]  # a finished choice, by its index
     chunks: Callable[[Completion[Body], Fresh, str], Iterable[Json]]  # new tokens and text -> a choice for each chunk
     opening: Callable[[int], Json] | None = None  # index -> the choice of a first chunk without tokens
@@ -90,32 +90,37 @@ async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, di
     """Answers a request; its header and `system_fingerprint` say which version of the adapter did."""
     named = await find_model(api, tenant, body.model)
     await check_quota(named.base.redis, named.base.cell, tenant)
-    completion = await _begun(tenant.id, named, body, dialect)
+    reader = PromptReader(api.helpers, tenant, named.base, num_bytes=len(await request.body()))
+    completion = _begun(reader, named, body, await dialect.read(body, reader), dialect)
     headers = {VERSION_HEADER: str(named.adapter)}
     if body.stream:
         return event_stream(_streamed(completion, dialect), headers)
     try:
-        return JSONResponse(await _unless_gone(request, _whole(completion, dialect)), headers=headers)
+        answer = await _unless_gone(request, _whole(completion, dialect))
+        return Response(answer, media_type="application/json", headers=headers)
     except _Gone:
         return Response(status_code=499)
 
 
-async def _begun(tenant: str, named: Named, body: Body, dialect: Dialect[Body]) -> Completion[Body]:
-    tokenizer = named.base.tokenizer
-    wanted = await asyncio.to_thread(dialect.read, body, tokenizer)
-    ask = inference_request(tenant, named, body, wanted)
+def _begun(reader: PromptReader, named: Named, body: Body, wanted: Wanted, dialect: Dialect[Body]) -> Completion[Body]:
+    ask = inference_request(reader.tenant, named, body, wanted)
     num_choices = len(ask.prompts) * ask.num_choices
-    answers = [AnswerText(tokenizer, body.stops(), wanted.tools) for _ in range(num_choices)]
+    answers = [AnswerText(named.base.tokenizer, body.stops(), wanted.tools) for _ in range(num_choices)]
     name = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
-    return Completion(tenant, named, body, ask, answers, name, int(time.time()))
+    return Completion(reader.tenant, named, body, ask, answers, name, int(time.time()))
 
 
-async def _whole(completion: Completion[Body], dialect: Dialect[Body]) -> Json:
+async def _whole(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
     async with aclosing(_texts(completion)) as texts:
         async for _ in texts:
             pass
+    return await asyncio.to_thread(_shown, completion, dialect)
+
+
+def _shown(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
+    """In a thread: an answer may have a million log-probs."""
     choices = [dialect.choice(completion, index) for index in range(len(completion.answers))]
-    return completion.shown(dialect.kind, choices, usage=completion.usage())
+    return msgspec.json.encode(completion.shown(dialect.kind, choices, usage=completion.usage()))
 
 
 async def _streamed(completion: Completion[Body], dialect: Dialect[Body]) -> AsyncIterator[str]:
@@ -125,13 +130,16 @@ async def _streamed(completion: Completion[Body], dialect: Dialect[Body]) -> Asy
     def chunk(choice: Json) -> str:
         return data(completion.shown(dialect.chunk_kind, [choice], **no_usage))
 
+    def chunks(fresh: Fresh, text: str) -> list[str]:
+        return [chunk(choice) for choice in dialect.chunks(completion, fresh, text)]
+
     if dialect.opening is not None:
         for index in range(len(completion.answers)):
             yield chunk(dialect.opening(index))
     async with aclosing(_texts(completion)) as texts:
         async for fresh, text in texts:
-            for choice in dialect.chunks(completion, fresh, text):
-                yield chunk(choice)
+            for made in await asyncio.to_thread(chunks, fresh, text) if fresh.result else chunks(fresh, text):
+                yield made
     if with_usage:
         yield data(completion.shown(dialect.chunk_kind, [], usage=completion.usage()))
     yield DONE
@@ -151,7 +159,7 @@ async def _texts(completion: Completion[Any]) -> AsyncGenerator[tuple[Fresh, str
                 answer.result = fresh.result
                 yield fresh, text + (answer.finish() if fresh.result else "")
     finally:
-        await asyncio.shield(count_inference(base.redis, base.cell, completion.tenant, completion.cost()))
+        await asyncio.shield(count_inference(base.redis, base.cell, completion.tenant.id, completion.cost()))
 
 
 # ---- clients that leave ---------------------------------------------------------------------------------------------

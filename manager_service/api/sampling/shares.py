@@ -11,12 +11,13 @@ Messages of an older attempt are not used, unless one of them is the whole answe
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import structlog
 from redis.exceptions import ResponseError
 
@@ -39,7 +40,9 @@ from common.messages import (
     u8,
 )
 from common.streams import GROUP_ROLLOUT, partition_of
-from common.tasks import running
+from common.tasks import cancel_all, running
+from manager_service.api.places import FairPlaces, Place
+from manager_service.records import TenantRecord
 
 REPLY_TTL_S = 60
 REFRESH_S = 5.0
@@ -110,7 +113,7 @@ class Replies:
 class InferenceRequest:
     """One completion request: every prompt is answered `num_choices` times."""
 
-    tenant: str
+    tenant: TenantRecord
     adapter: AdapterRef
     prompts: Sequence[Sequence[int]]
     num_choices: int
@@ -133,7 +136,8 @@ class Fresh:
 class _Choice:
     request: TurnRequest  # the newest attempt
     prompt: Sequence[int]
-    entry: str = ""  # where the request stands in the stream
+    place: Place | None = None  # held from the request to its result
+    entry: str = ""  # where the request stands in the stream; empty before it has a place
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     heard_s: float = 0.0  # monotonic: last sign of life, and last token
@@ -141,41 +145,22 @@ class _Choice:
     result: TurnResult | None = None
 
 
-class Share:
-    """The part of the rollout slots that completions may take. Completions beyond it wait here, not in a worker."""
-
-    def __init__(self, limit: Callable[[], int]) -> None:
-        self._limit = limit
-        self._in_use = 0
-        self._freed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def of(self, num: int, timeout_s: float) -> AsyncGenerator[None]:
-        """Holds `num` slots while the block runs. A request for more slots than there are waits until it is alone.
-
-        Raises Unavailable when others held them for `timeout_s`.
-        """
-        try:
-            async with asyncio.timeout(timeout_s), self._freed:
-                await self._freed.wait_for(lambda: not self._in_use or self._in_use + num <= self._limit())
-                self._in_use += num
-        except TimeoutError as error:
-            raise Unavailable("all slots for completions are taken; try again in a moment") from error
-        try:
-            yield
-        finally:
-            self._in_use -= num
-            async with self._freed:
-                self._freed.notify_all()
-
-
 class Inference:
     """The completions and grader runs that one API replica asks of one cell."""
 
-    def __init__(self, bus: Bus, api_id: str, *, silence_s: float, timeout_s: float, slots: Callable[[], int]) -> None:
-        """`slots`: the number of turns that this replica may have under way at once."""
+    def __init__(
+        self,
+        bus: Bus,
+        api_id: str,
+        *,
+        silence_s: float,
+        timeout_s: float,
+        slots: Callable[[str], int],
+    ) -> None:
+        """`slots`: the number of turns (`rollout`) and of grader runs (`env`) that this replica may have under way at once."""
         self._bus = bus
-        self._share = Share(slots)
+        self._turns = FairPlaces("slots for completions", lambda: slots("rollout"))
+        self._grades = FairPlaces("slots for graders", lambda: slots("env"))
         self._replies = Replies(bus, api_id)
         self._silence_s = silence_s
         self._timeout_s = timeout_s
@@ -200,27 +185,38 @@ class Inference:
         InvalidInput when the workers refuse the request.
         """
         job = f"chat-{secrets.token_hex(12)}"
-        choices = {(c.request.trajectory.group, c.request.trajectory.sample): c for c in self._choices(job, ask)}
-        async with (
-            self._share.of(len(choices), self._timeout_s),
-            aclosing(self._answers(job, choices, ask.num_choices)) as answers,
-        ):
-            async for fresh in answers:
-                yield fresh
-
-    async def _answers(
-        self, job: str, choices: "dict[tuple[int, int], _Choice]", num_choices: int
-    ) -> AsyncGenerator[Fresh]:
+        made = await asyncio.to_thread(self._choices, job, ask)
+        choices = {(c.request.trajectory.group, c.request.trajectory.sample): c for c in made}
         with self._replies.of(job) as queue:
+            asking = asyncio.create_task(self._ask_for(made, ask.tenant))
             try:
-                for choice in choices.values():
-                    await self._publish(choice)
                 while any(choice.result is None for choice in choices.values()):
-                    for fresh in await self._next(queue, choices, num_choices):
+                    if asking.done():
+                        asking.result()
+                    for fresh in await self._next(queue, choices, ask.num_choices):
                         yield fresh
             finally:
-                if any(choice.result is None for choice in choices.values()):
-                    self._cancel(next(iter(choices.values())).request, epoch=2**31)
+                asking.cancel()  # first what needs no await: whoever left is cancelled at each
+                self._end(made)
+                await asyncio.shield(cancel_all([asking]))
+
+    async def _ask_for(self, choices: "list[_Choice]", tenant: TenantRecord) -> None:
+        """Publishes each request as soon as it has a place. Raises Unavailable."""
+        for choice in choices:
+            choice.place = await self._turns.take(tenant, self._timeout_s)
+            await self._publish(choice)
+
+    def _end(self, choices: "list[_Choice]") -> None:
+        """Gives back the places, and has the workers drop what has no result."""
+        for choice in choices:
+            self._give_back(choice)
+        if any(choice.result is None for choice in choices):
+            self._cancel(choices[0].request, epoch=2**31)
+
+    def _give_back(self, choice: _Choice) -> None:
+        place, choice.place = choice.place, None
+        if place is not None:
+            self._turns.give_back(place)
 
     async def _next(
         self, queue: "asyncio.Queue[Reply]", choices: dict[tuple[int, int], _Choice], num_choices: int
@@ -237,33 +233,36 @@ class Inference:
         if choice is None or choice.result is not None:
             return []
         fresh = _take(choice, message, key[0] * num_choices + key[1] if key else 0)
+        if choice.result is not None:
+            self._give_back(choice)
         return [] if fresh is None else [fresh]
 
     def _choices(self, job: str, ask: InferenceRequest) -> list[_Choice]:
-        return [
-            _Choice(self._request(job, ask, group, sample), ask.prompts[group])
-            for group in range(len(ask.prompts))
-            for sample in range(ask.num_choices)
-        ]
+        return [choice for group in range(len(ask.prompts)) for choice in self._choices_of(job, ask, group)]
 
-    def _request(self, job: str, ask: InferenceRequest, group: int, sample: int) -> TurnRequest:
+    def _choices_of(self, job: str, ask: InferenceRequest, group: int) -> Iterator[_Choice]:
+        """All choices of one prompt, which share its arrays."""
         prompt = ask.prompts[group]
-        trajectory = TrajectoryRef("chat", ask.seed, group, sample)
-        return TurnRequest(
-            id=turn_id(job, trajectory, ask.adapter.version, 0),
-            tenant=ask.tenant,
-            job=job,
-            partition=partition_of(ask.tenant),
-            adapter=ask.adapter,
-            trajectory=trajectory,
-            turn=0,
-            tokens=i32(prompt),
-            logprobs=f32([0.0] * len(prompt)),
-            written=u8([0] * len(prompt)),
-            sampling=ask.sampling[group],
-            reply_to=self._replies.stream,
-            stream=ask.stream,
-        )
+        tokens, zeros = i32(prompt), np.zeros(len(prompt))
+        logprobs, written = f32(zeros), u8(zeros)
+        for sample in range(ask.num_choices):
+            trajectory = TrajectoryRef("chat", ask.seed, group, sample)
+            request = TurnRequest(
+                id=turn_id(job, trajectory, ask.adapter.version, 0),
+                tenant=ask.tenant.id,
+                job=job,
+                partition=partition_of(ask.tenant.id),
+                adapter=ask.adapter,
+                trajectory=trajectory,
+                turn=0,
+                tokens=tokens,
+                logprobs=logprobs,
+                written=written,
+                sampling=ask.sampling[group],
+                reply_to=self._replies.stream,
+                stream=ask.stream,
+            )
+            yield _Choice(request, prompt)
 
     async def _publish(self, choice: _Choice) -> None:
         """Appends the request, and remembers its entry. Raises Unavailable when Redis is away."""
@@ -281,7 +280,7 @@ class Inference:
     async def _look_after(self, choice: _Choice) -> None:
         """Asks again for a turn that nobody works on any more."""
         now = time.monotonic()
-        if choice.result is not None or now - choice.heard_s < self._silence_s:
+        if not choice.entry or choice.result is not None or now - choice.heard_s < self._silence_s:
             return
         if now - choice.advanced_s > self._timeout_s:
             raise Unavailable(f"no rollout worker answered within {self._timeout_s:g} seconds")
@@ -322,21 +321,24 @@ class Inference:
 
     # ---- graders ----------------------------------------------------------------------------------------------------
 
-    async def grade(self, make: Callable[[str, str], GradeRequest], *, timeout_s: float) -> GradeResult:
+    async def grade(
+        self, tenant: TenantRecord, make: Callable[[str, str], GradeRequest], *, timeout_s: float
+    ) -> GradeResult:
         """Runs a grader once. `make(id, reply_to)` gives the request. Raises Unavailable if nobody answers."""
         job = f"grade-{secrets.token_hex(12)}"
         request = make(job, self._replies.stream)
-        with self._replies.of(job) as queue:
-            async with _within(PUBLISH_S):
-                await self._bus.publish([(self._bus.cell.env, request)])
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while True:
-                        message = await queue.get()
-                        if isinstance(message, GradeResult):
-                            return message
-            except TimeoutError as error:
-                raise Unavailable(f"no environment worker answered within {timeout_s:g} seconds") from error
+        async with self._grades.one(tenant, timeout_s):
+            with self._replies.of(job) as queue:
+                async with _within(PUBLISH_S):
+                    await self._bus.publish([(self._bus.cell.env, request)])
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        while True:
+                            message = await queue.get()
+                            if isinstance(message, GradeResult):
+                                return message
+                except TimeoutError as error:
+                    raise Unavailable(f"no environment worker answered within {timeout_s:g} seconds") from error
 
 
 class _within:

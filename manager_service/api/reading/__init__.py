@@ -1,0 +1,14 @@
+"""Reads what tenants send: bytes come in; checked values, token ids and counts go out, and the event loop never stops for long.
+
+    bodies, file_store, submission, sampling ─ a task ─► helpers ─┬─ small ─► here
+                                                                  └─ large ─► process (two, fair between tenants)
+
+Its files:
+
+    bodies.py     reads the JSON bodies of requests
+    helpers.py    does small tasks here, and large ones in helper processes
+    process.py    the loop of a helper process
+    tasks.py      the tasks, and what each does
+    items.py      checks lines of items
+    values.py     parses JSON strictly
+"""

@@ -1,0 +1,129 @@
+"""Lines of items: what a file must hold, and what a job needs of it. Pure functions, which raise InvalidInput with the line."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidInput
+from common.graders import check_fields
+from common.text.tokens import ChatTokenizer, check_messages
+from manager_service.api.reading.values import parse_json
+
+ENDING_ROLES = ("user", "system", "developer", "tool")
+NAMED_LINES = 5
+"""Line numbers that an error lists at most."""
+
+
+class FoundItems(msgspec.Struct, frozen=True):
+    """What is in some lines of a file."""
+
+    num_lines: int  # blank ones included
+    num_items: int
+    longest: dict[str, int]  # base model -> tokens of the longest prompt; not for bases whose template refuses one
+
+    def __add__(self, more: "FoundItems") -> "FoundItems":
+        longest = {
+            base: max(tokens, more.longest[base]) for base, tokens in self.longest.items() if base in more.longest
+        }
+        return FoundItems(self.num_lines + more.num_lines, self.num_items + more.num_items, longest)
+
+
+class LongPrompts(msgspec.Struct, frozen=True):
+    """What is too long in some lines of a file."""
+
+    num_lines: int = 0  # blank ones included
+    num_long: int = 0
+    first_long: list[int] = []  # numbers of the first lines whose prompts are too long
+    longest: int = 0  # tokens
+
+    def __add__(self, more: "LongPrompts") -> "LongPrompts":
+        return LongPrompts(
+            self.num_lines + more.num_lines,
+            self.num_long + more.num_long,
+            [*self.first_long, *more.first_long][:NAMED_LINES],
+            max(self.longest, more.longest),
+        )
+
+
+def check_lines(
+    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
+) -> FoundItems:
+    """`before`: the number of lines above these."""
+    num_items, longest, number = 0, dict.fromkeys(tokenizers, 0), before
+    for number, line in _numbered(lines, before):
+        if not line.strip():
+            continue
+        try:
+            if len(line) > max_line_bytes:
+                raise ValueError(f"{len(line)} bytes; a line has at most {max_line_bytes}")
+            item = parse_json(line)
+            check_item(item)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
+        num_items += 1
+        longest = _with_prompt(longest, item["messages"], tokenizers)
+    return FoundItems(number - before, num_items, longest)
+
+
+def check_rows(lines: bytes, *, before: int, fields: Collection[str], param: str) -> int:
+    """The number of lines, all of whose items have these fields, as `common.graders.item_fields` finds them."""
+    number = before
+    for number, line in _numbered(lines, before):
+        try:
+            if line.strip():
+                check_fields(fields, msgspec.json.decode(line))
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"{param}, line {number}: the grader needs what is not there: {error}", param=param
+            ) from error
+    return number - before
+
+
+def check_lengths(lines: bytes, *, before: int, most: int, tokenizer: ChatTokenizer, param: str) -> LongPrompts:
+    """Finds the prompts of more than `most` tokens."""
+    found, longest, number = list[int](), 0, before
+    for number, line in _numbered(lines, before):
+        if not line.strip():
+            continue
+        try:
+            length = len(tokenizer.render(msgspec.json.decode(line)["messages"]))
+        except ValueError as error:
+            raise InvalidInput(f"{param}, line {number}: {error}", param=param) from error
+        longest = max(longest, length)
+        found += [number] if length > most else []
+    return LongPrompts(number - before, len(found), found[:NAMED_LINES], longest)
+
+
+def _numbered(lines: bytes, before: int) -> Iterator[tuple[int, bytes]]:
+    return enumerate(lines.splitlines(), before + 1)
+
+
+def _with_prompt(longest: Mapping[str, int], messages: Any, tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
+    """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
+    found: dict[str, int] = {}
+    for base, tokens in longest.items():
+        with contextlib.suppress(ValueError):
+            found[base] = max(tokens, len(tokenizers[base].render(messages)))
+    return found
+
+
+def check_item(item: Any) -> None:
+    """Raises ValueError unless it is an object with a conversation that a model can answer."""
+    if not isinstance(item, dict):
+        raise ValueError(f"must be a JSON object, not {_kind(item)}")
+    messages: Any = item.get("messages")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if "messages" not in item:
+        raise ValueError('the field "messages" is missing: a list of chat messages')
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one chat message")
+    check_messages(messages)  # pyright: ignore[reportUnknownArgumentType]
+    last: Any = messages[-1]  # pyright: ignore[reportUnknownVariableType]
+    if last["role"] not in ENDING_ROLES:
+        raise ValueError(f"the last message must be one that the model answers, not one of role {last['role']!r}")
+
+
+def _kind(value: Any) -> str:
+    names: dict[type, str] = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

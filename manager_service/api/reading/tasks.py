@@ -1,0 +1,133 @@
+"""What a helper process is asked to do, and its answers. All are data, so that they travel as msgpack."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.errors import InvalidInput
+from common.text.tokens import ChatTokenizer
+from manager_service.api.reading.items import check_lengths, check_lines, check_rows
+from manager_service.api.reading.values import parse_json
+
+Ids = TypeVar("Ids", bound=Sequence[int])
+
+
+class ParseBody(msgspec.Struct, tag=True, frozen=True):
+    """Gives the value of a JSON text."""
+
+    text: bytes
+
+
+class Render(msgspec.Struct, tag=True, frozen=True):
+    """Gives the token ids of a conversation."""
+
+    base: str
+    messages: list[Any]
+    tools: list[Any]
+
+
+class Encode(msgspec.Struct, tag=True, frozen=True):
+    """Gives the token ids of each text."""
+
+    base: str
+    texts: list[str]
+
+
+class CheckLines(msgspec.Struct, tag=True, frozen=True):
+    """Gives FoundItems, of lines of a new file."""
+
+    lines: bytes
+    before: int  # number of lines above these
+    max_line_bytes: int
+
+
+class CheckRows(msgspec.Struct, tag=True, frozen=True):
+    """Gives the number of lines, all of which have the fields."""
+
+    lines: bytes
+    before: int
+    fields: list[str]
+    param: str
+
+
+class CheckLengths(msgspec.Struct, tag=True, frozen=True):
+    """Gives LongPrompts."""
+
+    lines: bytes
+    before: int
+    base: str
+    most: int  # tokens of a prompt
+    param: str
+
+
+Task = ParseBody | Render | Encode | CheckLines | CheckRows | CheckLengths
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a task."""
+
+    value: Any
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """An InvalidInput, in parts."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
+    """The answer to a task. Raises InvalidInput."""
+    match task:
+        case ParseBody():
+            return _body(task.text)
+        case Render():
+            return _render(task, tokenizers[task.base])
+        case Encode():
+            return [_encode(text, tokenizers[task.base]) for text in task.texts]
+        case CheckLines():
+            return check_lines(
+                task.lines, before=task.before, max_line_bytes=task.max_line_bytes, tokenizers=tokenizers
+            )
+        case CheckRows():
+            return check_rows(task.lines, before=task.before, fields=task.fields, param=task.param)
+        case CheckLengths():
+            tokenizer = tokenizers[task.base]
+            return check_lengths(task.lines, before=task.before, most=task.most, tokenizer=tokenizer, param=task.param)
+
+
+def _body(text: bytes) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise InvalidInput(f"the body: {error}", code="invalid_json") from error
+
+
+def _render(task: Render, tokenizer: ChatTokenizer) -> list[int]:
+    try:
+        return with_room(tokenizer.render(task.messages, task.tools), tokenizer)
+    except ValueError as error:
+        raise InvalidInput(str(error), param="messages") from error
+
+
+def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
+    try:
+        return with_room(tokenizer.encode(text), tokenizer)
+    except ValueError as error:
+        raise InvalidInput(str(error), param="prompt") from error
+
+
+def with_room(ids: Ids, tokenizer: ChatTokenizer) -> Ids:
+    """The ids of a prompt. Raises InvalidInput if there are none, or if they leave no room for an answer."""
+    if not ids:
+        raise InvalidInput("the prompt is empty", param="prompt")
+    if len(ids) < tokenizer.context:
+        return ids
+    raise InvalidInput(
+        f"the prompt has {len(ids)} tokens and the model's context {tokenizer.context}: there is no room for an answer;"
+        " shorten the messages",
+        param="messages",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,57 @@
+"""`usage`, `ledger`, `samples`: what a tenant used, and what became of a job's trajectories."""
+
+from typing import Annotated
+
+import typer
+
+from manager_service.cli.client import JOBS
+from manager_service.cli.options import Data, JobId, Json, Url, connect
+from manager_service.cli.output import cells, print_json, print_table, say, table
+
+COUNTERS = ("prompt_tokens", "sampled_tokens", "trained_tokens", "wasted_tokens", "rollout_s", "env_s", "train_s")
+FATES = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
+
+
+def usage(url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """Tokens and busy seconds of your jobs, and of your completions and grader runs (`inference`)."""
+    with connect(url, data) as client:
+        report = client.get("/v1/usage")
+    if as_json:
+        return print_json(report)
+    shown = table("job", *COUNTERS, right=COUNTERS)
+    for row in [*report["data"], report["total"] | {"job": "total"}]:
+        shown.add_row(*cells(row["job"], *(row[counter] for counter in COUNTERS)))
+    print_table(shown)
+    limit = report["max_tokens_per_day"]
+    say(f"{report['tokens_today']:,} tokens today" + ("" if limit is None else f" of {limit:,}"))
+
+
+def ledger(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """The fate of each of a job's trajectories: issued is the sum of all others."""
+    with connect(url, data) as client:
+        counts = client.get(f"{JOBS}/{job}/ledger")
+    if as_json:
+        return print_json(counts)
+    shown = table(*FATES, right=FATES)
+    shown.add_row(*cells(*(counts[fate] for fate in FATES)))
+    print_table(shown)
+
+
+def samples(
+    job: JobId,
+    version: Annotated[int | None, typer.Option(help="That sampled them; the newest if not given.")] = None,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Answers of two groups of a step, with their rewards."""
+    with connect(url, data) as client:
+        found = client.get(f"{JOBS}/{job}/samples", **({} if version is None else {"version": version}))["data"]
+    for sample in found:
+        if as_json:
+            print_json(sample)
+        else:
+            reward = "-" if sample["reward"] is None else f"{sample['reward']:.3g}"
+            say(
+                f"reward {reward}  group {sample['group']}  {sample['stop_reason']}  {sample['prompt']!r} → {sample['text']!r}"
+            )

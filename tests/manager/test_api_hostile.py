@@ -1,0 +1,264 @@
+"""What a hostile tenant sends: it is refused or waits its turn, and meanwhile others are answered."""
+
+import asyncio
+import gc
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+import pytest
+from fastapi.routing import APIRoute
+
+from common.messages import GradeRequest, GradeResult
+from manager_service.api import connections
+from manager_service.api.app import ROUTERS
+from manager_service.api.reading.bodies import JsonRoute
+from manager_service.api.reading.values import MAX_VALUES
+from manager_service.api.sampling import requests
+from tests.support.api_server import GRADER, ApiServer, Script, item, jsonl, played, played_grader, running_api, upload
+
+T = TypeVar("T")
+
+LONGEST_STOP_S = 0.25
+"""Of this process's CPU time, which other processes do not lengthen. The measured stops are 5 to 60 ms."""
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", inference_timeout_s=60.0) as running:
+        gc.freeze()  # as the manager's `main` does
+        yield running
+        gc.unfreeze()
+
+
+async def longest_stop(work: Awaitable[T]) -> tuple[T, float]:
+    """The result of some work, and the most CPU time that went by while the event loop answered nobody else."""
+    longest_s, task = 0.0, asyncio.ensure_future(work)
+    while not task.done():
+        before = time.process_time()
+        await asyncio.sleep(0.005)
+        longest_s = max(longest_s, time.process_time() - before)
+    return task.result(), longest_s
+
+
+def chat(content: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+
+
+def graded(**fields: Any) -> dict[str, Any]:
+    return {"grader": GRADER | fields, "model_sample": "x", "item": {"answer": "x"}}
+
+
+CHAT, COMPLETIONS, RUN = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run"
+FOUR_MB = 4_000_000
+HOSTILE: dict[str, tuple[str, bytes]] = {
+    "a long prompt": (COMPLETIONS, json.dumps({"model": "tiny", "prompt": "x" * FOUR_MB}).encode()),
+    "a long message": (CHAT, json.dumps(chat("<|end|>" * (FOUR_MB // 7))).encode()),
+    "a long message of quotes": (CHAT, json.dumps(chat('"' * (FOUR_MB // 2))).encode()),
+    "many parts": (CHAT, json.dumps(chat([{"type": "text", "text": "x"}] * 100_000)).encode()),
+    "many lists": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"[]"] * 1_300_000) + b"]}"),
+    "many ids": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 1_900_000) + b"]}"),
+    "nearly too many ids": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 99_000) + b"]}"),
+    "nearly too many lists": (COMPLETIONS, b'{"model": "tiny", "prompt": [' + b",".join([b"[]"] * 99_000) + b"]}"),
+    "many objects": (CHAT, b'{"model": "tiny", "messages": [' + b",".join([b"{}"] * 1_300_000) + b"]}"),
+    "braces": (RUN, json.dumps(graded(input="{{" * 100_000)).encode()),
+    "braces at the limit": (RUN, json.dumps(graded(input="{{" * 32_000 + "{{item.answers}}")).encode()),
+    "a path of many steps": (RUN, json.dumps(graded(input="{{item" + ".a" * 30_000 + "}}")).encode()),
+    "likely names": (
+        RUN,
+        json.dumps(
+            graded(input="{{item." + "ab" * 100 + "}}") | {"item": {"ab" * 100 + str(i): 1 for i in range(9000)}}
+        ).encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_the_api_answers_others_while_it_refuses(server: ApiServer, name: str) -> None:
+    path, body = HOSTILE[name]
+    sending = server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    answer, stop_s = await longest_stop(sending)
+    assert answer.status_code == 400, answer.text[:300]
+    assert len(answer.text) < 2000
+    assert stop_s < LONGEST_STOP_S
+
+
+async def test_the_api_answers_others_while_it_checks_a_large_file(server: ApiServer) -> None:
+    content = jsonl(*(item("x" * 200, "y" * 20_000) for _ in range(1500)))
+    answer, stop_s = await longest_stop(
+        server.http.post("/v1/files", files={"file": ("f.jsonl", content)}, data={"purpose": "fine-tune"}, timeout=60)
+    )
+    assert (answer.status_code, answer.json()["num_items"]) == (200, 1500)
+    assert stop_s < LONGEST_STOP_S
+
+
+async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> None:
+    rows = [item("x" * 100, "y" * 20_000) for _ in range(200)]
+    content = jsonl(*rows[:170]) + b"\r\n\r\n{\r\n" + jsonl(*rows[170:])
+    with pytest.raises(openai.BadRequestError, match="line 173: not JSON"):
+        await server.openai.files.create(file=("f.jsonl", content), purpose="fine-tune")
+    file = await server.openai.files.create(file=("f.jsonl", jsonl(*rows)), purpose="fine-tune")
+    wanted = GRADER | {"reference": "{{item.missing}}"}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": wanted}}
+    with pytest.raises(openai.BadRequestError, match="training_file, line 1: the grader needs"):
+        await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file.id, method=method)
+
+
+async def test_a_large_body_that_is_good_is_answered(server: ApiServer) -> None:
+    async with played(Script(server.bus, text="95")) as script:
+        told = {"model": "tiny", "prompt": "add 37+58", "user": "x" * 100_000}
+        answer = await server.http.post(COMPLETIONS, json=told)
+        assert answer.json()["choices"][0]["text"] == "95"
+        assert bytes(script.seen[0].tokens.numpy().astype("uint8")) == b"add 37+58"
+
+
+async def test_a_body_of_too_many_values_says_how_many_it_may_have(server: ApiServer) -> None:
+    answer = await server.http.post(COMPLETIONS, json={"model": "tiny", "prompt": [1] * MAX_VALUES})
+    assert answer.status_code == 400
+    assert f"more than {MAX_VALUES} values" in answer.json()["error"]["message"]
+
+
+async def test_a_method_that_every_message_would_carry_is_bounded(server: ApiServer) -> None:
+    grader = {"type": "python", "source": "def grade(sample, item): return 1\n" + "#" * 200_000}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": {
+        "type": "multi", "graders": {"a": grader, "b": grader}, "calculate_output": "a + b"}}}  # fmt: skip
+    file = await upload(server.openai)
+    with pytest.raises(openai.BadRequestError, match=r"method has 40\d{4} bytes; at most 393216"):
+        await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, method=method)
+
+
+def test_every_route_reads_its_json_strictly() -> None:
+    routes = [route for noun in ROUTERS for route in noun.router.routes if isinstance(route, APIRoute)]
+    loose = [r.path for r in routes if r.body_field and not isinstance(r, JsonRoute) and r.path != "/v1/files"]
+    assert loose == []
+
+
+async def test_log_probs_beyond_all_measure_are_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_LOGPROBS", 1000)
+    body = chat("x") | {"logprobs": True, "top_logprobs": 9, "n": 2, "max_tokens": 51}
+    answer = await server.http.post(CHAT, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+    assert "could give 1020 log-probs: at most 1000" in answer.json()["error"]["message"]
+    async with played(Script(server.bus)):
+        assert (await server.http.post(CHAT, json=body | {"max_tokens": 50})).status_code == 200
+
+
+# Shares --------------------------------------------------------------------------------------------------------------
+
+
+async def test_grader_runs_are_charged(server: ApiServer) -> None:
+    def reward(request: GradeRequest) -> GradeResult:
+        return GradeResult(**request.about(), id=request.id, reward=1.0, seconds=2.5)
+
+    async with played_grader(server.bus, reward):
+        for _ in range(2):
+            assert (await server.http.post(RUN, json=graded())).status_code == 200
+    report = (await server.http.get("/v1/usage")).json()
+    assert (report["data"][0]["job"], report["data"][0]["env_s"]) == ("inference", 5.0)
+
+
+async def test_a_victims_chat_and_grader_go_before_the_queue_of_another_tenant(server: ApiServer) -> None:
+    # Given one slot of each kind, and a tenant with a long queue for both
+    victim, finished = await server.new_tenant("victim"), list[str]()
+
+    def reward(request: GradeRequest) -> GradeResult:
+        return GradeResult(**request.about(), id=request.id, reward=1.0)
+
+    async def ask(who: str, client: openai.AsyncOpenAI) -> None:
+        await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+        finished.append(f"{who} chat")
+
+    async def grade(who: str, client: openai.AsyncOpenAI) -> None:
+        await client.post("/fine_tuning/alpha/graders/run", body=graded(), cast_to=object)
+        finished.append(f"{who} grade")
+
+    hog = [asyncio.create_task(call("hog", server.openai)) for call in (ask, grade) for _ in range(30)]
+    await asyncio.sleep(0.3)
+    own = [asyncio.create_task(call("victim", victim)) for call in (ask, grade)]
+    await asyncio.sleep(0.3)
+    # When workers come
+    async with played(Script(server.bus)), played_grader(server.bus, reward):
+        await asyncio.gather(*hog, *own)
+    # Then the victim is not the last
+    assert finished.index("victim chat") < 10 and finished.index("victim grade") < 10, finished
+
+
+async def test_many_choices_of_one_request_leave_room_for_others(server: ApiServer) -> None:
+    victim = await server.new_tenant("victim")
+    messages: Any = [{"role": "user", "content": "x"}]
+    large = [
+        asyncio.create_task(server.openai.completions.create(model="tiny", prompt=["x"] * 4, n=16)) for _ in range(2)
+    ]
+    await asyncio.sleep(0.3)
+    small = asyncio.create_task(victim.chat.completions.create(model="tiny", messages=messages))
+    await asyncio.sleep(0.3)
+    async with played(Script(server.bus, text="5")) as script:
+        await small
+        assert sum(not task.done() for task in large) == 2
+        assert [len((await task).choices) for task in large] == [64, 64]
+        assert len(script.seen) == 129
+
+
+# Connections ---------------------------------------------------------------------------------------------------------
+
+
+async def half_open(server: ApiServer, head: bytes) -> socket.socket:
+    port = server.api.settings.port
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_sendall(connection, head)
+    return connection
+
+
+async def is_closed(connection: socket.socket) -> bool:
+    """True once the server has closed it; whatever it says before that is read."""
+    try:
+        while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+HALF_OPEN = {
+    "nothing": b"",
+    "half a line": b"GET /v1/mo",
+    "half a head": b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: ",
+    "no body": b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\nab",
+    "a second half": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /v1/mo",
+}
+
+
+@pytest.mark.parametrize("name", HALF_OPEN)
+async def test_a_connection_without_a_key_does_not_stay_half_open(
+    server: ApiServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    with await half_open(server, HALF_OPEN[name]) as connection:
+        assert await is_closed(connection)
+
+
+async def test_the_oldest_of_too_many_silent_connections_is_closed(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_SILENT", 20)
+    opened = [await half_open(server, b"") for _ in range(30)]
+    try:
+        assert all([await is_closed(connection) for connection in opened[:10]])
+        assert (await server.http.get("/v1/models")).status_code == 200
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+async def test_a_body_without_a_key_is_refused_unread(server: ApiServer) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
+    with await half_open(server, head) as connection:
+        answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5)
+    assert b"401 " in answer and b"no API key" in answer
