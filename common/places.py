@@ -25,11 +25,12 @@ class Claim:
 
 
 class Places:
-    """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places. What one
-    tenant asks for waits in its own order. Safe to use from many tasks."""
+    """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places, and among
+    equals to the one that holds the fewest. What one tenant asks for waits in its own order. Safe to use from many tasks."""
 
     def __init__(self, num: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num = num
+        self.num = num
+        """How many places there are; whoever changes it is heard when the next call begins or ends."""
         self._clock = clock
         self._held: list[Claim] = []
         self._waiting: list[Claim] = []
@@ -38,16 +39,25 @@ class Places:
     @asynccontextmanager
     async def one(self, tenant: str, weight: float, advanced: Callable[[], None]) -> AsyncGenerator[None]:
         """Holds a place while the block runs. Calls `advanced` while it waits, whenever another's place becomes free."""
+        claim = await self.take(tenant, weight, advanced)
+        try:
+            yield
+        finally:
+            self.end(claim)
+
+    async def take(self, tenant: str, weight: float, advanced: Callable[[], None] = lambda: None) -> Claim:
+        """Waits for a place, which is held until `end`."""
         claim = Claim(tenant, weight, advanced)
         self._waiting.append(claim)
         try:
             self._serve()
             await claim.given.wait()
-            yield
-        finally:
-            self._end(claim)
+        except asyncio.CancelledError:
+            self.end(claim)
+            raise
+        return claim
 
-    def _end(self, claim: Claim) -> None:
+    def end(self, claim: Claim) -> None:
         """Takes back a place, or a claim that was cancelled while it waited."""
         if claim in self._waiting:
             self._waiting.remove(claim)
@@ -72,10 +82,10 @@ class Places:
         held = Counter(claim.tenant for claim in self._held)
         allowed = [claim for claim in self._waiting if self._may_have(held.total(), held[claim.tenant])]
         served = self._served()
-        return min(allowed, key=lambda claim: served[claim.tenant], default=None)
+        return min(allowed, key=lambda one: (served[one.tenant], held[one.tenant] / one.weight), default=None)
 
     def _may_have(self, num_held: int, num_own: int) -> bool:
-        return num_held < self._num + (0 if num_own else KEPT)
+        return num_held < self.num + (0 if num_own else KEPT)
 
     def _served(self) -> dict[str, float]:
         """Seconds over weight of each tenant, with those of the places that it holds now."""

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import Unavailable
 from manager_service.api.errors import ApiError
-from manager_service.api.places import MAX_WAITING, FairPlaces
+from manager_service.api.places import MAX_WAITING, SharedPlaces
 from manager_service.records import TenantRecord
 
 
@@ -16,7 +16,7 @@ def tenant(name: str, weight: float = 1.0) -> TenantRecord:
 
 
 async def test_what_exceeds_the_places_waits_until_one_is_given_back() -> None:
-    places, running, most = FairPlaces("places", lambda: 4), 0, 0
+    places, running, most = SharedPlaces("places", lambda: 4), 0, 0  # and one that is kept for who holds none
 
     async def ask(name: str) -> None:
         nonlocal running, most
@@ -27,18 +27,18 @@ async def test_what_exceeds_the_places_waits_until_one_is_given_back() -> None:
             running -= 1
 
     await asyncio.gather(*(ask(name) for name in "abcd" * 5))
-    assert (most, running) == (4, 0)
+    assert 4 <= most <= 5 and not running
 
 
 async def test_there_is_always_one_place() -> None:
-    places = FairPlaces("places", lambda: 0)
+    places = SharedPlaces("places", lambda: 0)
     async with places.one(tenant("a"), 1):
         with pytest.raises(Unavailable, match="all places are taken; try again"):
-            await places.take(tenant("b"), 0.05)
+            await places.take(tenant("a"), 0.05)
 
 
 async def test_a_request_that_gives_up_waiting_takes_nothing() -> None:
-    places = FairPlaces("places", lambda: 1)
+    places = SharedPlaces("places", lambda: 1)
     async with places.one(tenant("a"), 1):
         waiting = asyncio.create_task(places.take(tenant("a"), 5))
         await asyncio.sleep(0.01)
@@ -48,21 +48,21 @@ async def test_a_request_that_gives_up_waiting_takes_nothing() -> None:
 
 
 async def test_a_request_that_is_cancelled_when_it_is_served_gives_its_place_back() -> None:
-    places = FairPlaces("places", lambda: 1)
+    places = SharedPlaces("places", lambda: 1)
     place = await places.take(tenant("a"), 1)
-    waiting = asyncio.create_task(places.take(tenant("b"), 5))
+    waiting = asyncio.create_task(places.take(tenant("a"), 5))
     await asyncio.sleep(0.01)
     places.give_back(place)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with places.one(tenant("c"), 1):
+    async with places.one(tenant("a"), 1):
         pass
 
 
 async def served(num_places: int, asked: dict[TenantRecord, int], num: int) -> Counter[str]:
     """Who has the first `num` places that are given, if each asks for so many at once, one after another."""
-    places, order, enough = FairPlaces("places", lambda: num_places), list[str](), asyncio.Event()
+    places, order, enough = SharedPlaces("places", lambda: num_places), list[str](), asyncio.Event()
 
     async def ask(record: TenantRecord) -> None:
         async with places.one(record, 60):
@@ -86,13 +86,12 @@ async def test_a_tenant_that_asks_for_much_first_leaves_others_their_share() -> 
 
 
 async def test_places_are_shared_by_weight() -> None:
-    for num_places in (1, 8):
-        shares = await served(num_places, {tenant("light"): 100, tenant("heavy", 3.0): 100}, 80)
-        assert shares["heavy"] == pytest.approx(60, abs=8), shares
+    shares = await served(8, {tenant("light"): 100, tenant("heavy", 3.0): 100}, 80)
+    assert shares["heavy"] == pytest.approx(60, abs=8), shares
 
 
 async def test_too_many_waiting_requests_of_one_tenant_are_refused() -> None:
-    places = FairPlaces("places", lambda: 1)
+    places = SharedPlaces("places", lambda: 1)
     async with places.one(tenant("a"), 1):
         tasks = [asyncio.create_task(places.take(tenant("a"), 60)) for _ in range(MAX_WAITING)]
         await asyncio.sleep(0.05)

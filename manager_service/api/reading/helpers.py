@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidInput, Unavailable
+from common.places import KEPT
 from common.text.tokens import ChatTokenizer
-from manager_service.api.places import FairPlaces
+from manager_service.api.places import SharedPlaces
 from manager_service.api.reading.process import LENGTH_BYTES
 from manager_service.api.reading.tasks import Done, Refused, Task, do
 from manager_service.records import TenantRecord
@@ -39,9 +40,9 @@ class Helpers:
     def __init__(self, folders: Mapping[str, Path], tokenizers: Mapping[str, ChatTokenizer]) -> None:
         """`folders`, `tokenizers`: of the base models."""
         self._tokenizers = tokenizers
-        self._idle = [Helper(folders) for _ in range(NUM_HELPERS)]
+        self._idle = [Helper(folders) for _ in range(NUM_HELPERS + KEPT)]
         self._all = list(self._idle)
-        self._places = FairPlaces("helpers that read large texts", lambda: NUM_HELPERS)
+        self._places = SharedPlaces("helpers that read large texts", lambda: NUM_HELPERS)
 
     async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
         """The answer to a task about a text of this size. Raises InvalidInput, also if it takes too long."""

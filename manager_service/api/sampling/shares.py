@@ -39,9 +39,10 @@ from common.messages import (
     turn_id,
     u8,
 )
+from common.places import Claim
 from common.streams import GROUP_ROLLOUT, partition_of
 from common.tasks import cancel_all, running
-from manager_service.api.places import FairPlaces, Place
+from manager_service.api.places import SharedPlaces
 from manager_service.records import TenantRecord
 
 REPLY_TTL_S = 60
@@ -136,7 +137,7 @@ class Fresh:
 class _Choice:
     request: TurnRequest  # the newest attempt
     prompt: Sequence[int]
-    place: Place | None = None  # held from the request to its result
+    place: Claim | None = None  # held from the request to its result
     entry: str = ""  # where the request stands in the stream; empty before it has a place
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -159,8 +160,8 @@ class Inference:
     ) -> None:
         """`slots`: the number of turns (`rollout`) and of grader runs (`env`) that this replica may have under way at once."""
         self._bus = bus
-        self._turns = FairPlaces("slots for completions", lambda: slots("rollout"))
-        self._grades = FairPlaces("slots for graders", lambda: slots("env"))
+        self._turns = SharedPlaces("slots for completions", lambda: slots("rollout"))
+        self._grades = SharedPlaces("slots for graders", lambda: slots("env"))
         self._replies = Replies(bus, api_id)
         self._silence_s = silence_s
         self._timeout_s = timeout_s
