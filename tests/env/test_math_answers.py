@@ -13,6 +13,7 @@ from env_service.graders.answers.final import final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS
 
 TEXTS = Path(__file__).resolve().parents[1] / "data" / "math_texts_dev.jsonl"
+HELD_OUT = Path(__file__).resolve().parents[1] / "data" / "math_texts_heldout.jsonl"
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
 
@@ -23,11 +24,12 @@ def rewarded(text: str, reference: str = "18") -> bool:
     return equal
 
 
-def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles() -> None:
-    results = asyncio.run(graded(TEXTS))
-    assert len(results) == len(TEXTS.read_text().splitlines())
+@pytest.mark.parametrize("texts,least", [(TEXTS, 99.5), (HELD_OUT, 99.0)], ids=["known", "held out"])
+def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path, least: float) -> None:
+    results = asyncio.run(graded(texts))
+    assert len(results) == len(texts.read_text().splitlines())
     wrong = [f"{r.style}: {r.text[-100:]!r} and {r.reference!r}" for r in results if not r.agrees]
-    assert percent(results) >= 99.5, "\n".join(wrong)
+    assert percent(results) >= least, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
