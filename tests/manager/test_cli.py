@@ -357,6 +357,19 @@ def test_without_a_server_or_a_key_it_says_what_to_do(monkeypatch: pytest.Monkey
         run("jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://a:b/", "http://a:99999", "http://a..b", "host:8000"])
+def test_what_is_no_url_is_refused_with_the_reason(url: str) -> None:
+    with pytest.raises(InvalidInput, match=r"the API's URL .* (is not a URL|must be|the port)"):
+        run("jobs", "--url", url)
+
+
+def test_the_key_of_this_machines_cluster_is_sent_nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MARLAAS_API_KEY", raising=False)
+    (tmp_path / "api_key").write_text(KEY)
+    with pytest.raises(InvalidInput, match=r"set MARLAAS_API_KEY to one of http://elsewhere\.example"):
+        run("jobs", "--data", str(tmp_path), "--url", "http://elsewhere.example/v1")
+
+
 def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
     result = marlaas("jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9")
     assert result.returncode == 1
