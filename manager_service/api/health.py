@@ -35,7 +35,9 @@ async def readyz(api: Parts) -> Response:
         working = {worker.service for worker in base.cluster.working() if worker.state != "starting"}
         waiting += [f"{service} ({base.name})" for service in SERVICES if service not in working]
         refused += [
-            f"{worker.service} ({base.name}): {worker.reason}" for worker in base.cluster.workers() if worker.reason
+            f"{worker.service} ({base.name}): {worker.reason}"
+            for worker in base.cluster.workers()
+            if worker.state == "refused"
         ]
     answer = Readiness(status="not_ready" if waiting else "ready", waiting_for=waiting, refused=refused)
     return JSONResponse(answer.model_dump(), 503 if waiting else 200)
