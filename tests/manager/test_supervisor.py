@@ -209,9 +209,10 @@ async def test_cancelling_the_start_leaves_no_process(tmp_path: Path) -> None:
 
 
 SUPERVISOR = """
-import asyncio, json, sys
+import asyncio, json, signal, sys
 from pathlib import Path
 from tests.manager.test_supervisor import cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
 async def main():
     async with cluster(Path(sys.argv[1])) as running:
         print(json.dumps(running.pids), flush=True)
