@@ -75,9 +75,18 @@ def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[An
     log.configure(name, level=settings.log_level)
     try:
         asyncio.run(main(settings))
-    except (MarlaasError, ValueError) as error:
+    except* (MarlaasError, ValueError) as group:  # a service's loops run in task groups
+        error = _first(group)
         leave(f"{name}: {explained(error)}", REFUSED if isinstance(error, InvalidInput) else 1)
     leave()
+
+
+def _first(error: BaseException) -> Exception:
+    """The first error in a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error
 
 
 def leave(error: str = "", status: int = 0) -> NoReturn:
