@@ -1,0 +1,104 @@
+"""Measures how soon the work of a killed worker goes on, beside workers that have no slot free.
+
+    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--json FILE]
+
+A consumer reads entries and is never heard again. Three workers take over, each with all of its slots taken by work that lasts two
+to six leases, and with more of it waiting. An orphan goes on when its handler begins. Redis is the one of `marlaas up`.
+"""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks._report import Goal, Report, make_table, run
+from common.bus import Bus, Out
+from common.messages import BASE, EnvSpec, Sampling, Start
+from common.streams import GROUP_ENV, Cell
+from common.telemetry import Reporter
+from common.worker import Beat, Inbox, Worker
+from harness.redis_server import embedded_redis
+from harness.standin import StandIn
+
+CELL = Cell("tiny")
+NUM_WORKERS, SLOTS = 3, 32
+GIVE_UP_LEASES = 20
+BEAT_S = 0.1
+
+
+@dataclass
+class LongWork(StandIn):
+    """Beats for two to six leases, as its group's number says."""
+
+    lease_s: float
+    begun_s: dict[int, float] = field(default_factory=dict[int, float])  # group -> monotonic
+
+    async def __call__(self, message: Start, beat: Beat) -> list[Out]:
+        self.begun_s.setdefault(message.group, time.monotonic())
+        end = time.monotonic() + random.Random(message.group).uniform(2, 6) * self.lease_s
+        while time.monotonic() < end:
+            beat()
+            await asyncio.sleep(BEAT_S)
+        return []
+
+
+def start(group: int) -> Start:
+    return Start(
+        id=f"job/{group}/0",
+        tenant="acme",
+        job="job",
+        partition=0,
+        adapter=BASE,
+        purpose="train",
+        seed=1,
+        group=group,
+        samples=(0,),
+        item=None,
+        env=EnvSpec("single_turn"),
+        sampling=Sampling(),
+    )
+
+
+async def waits(url: str, lease_s: float, num_orphans: int) -> list[float]:
+    """Seconds from the last renewal of each orphan that went on to its beginning elsewhere, sorted."""
+    buses = [Bus.connect(url, CELL) for _ in range(NUM_WORKERS)]
+    await buses[0].ensure_group(CELL.env, GROUP_ENV)
+    await buses[0].publish([(CELL.env, start(group)) for group in range(num_orphans)])
+    await buses[0].read([CELL.env], GROUP_ENV, "killed", count=num_orphans)
+    since = time.monotonic()
+    await buses[0].publish([(CELL.env, start(num_orphans + n)) for n in range(GIVE_UP_LEASES * NUM_WORKERS * SLOTS)])
+    handlers, stop = [LongWork(lease_s) for _ in buses], asyncio.Event()
+    workers = [_worker(bus, handler, lease_s) for bus, handler in zip(buses, handlers, strict=True)]
+    tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
+    found: list[float] = []
+    while time.monotonic() - since < GIVE_UP_LEASES * lease_s and len(found) < num_orphans:
+        await asyncio.sleep(BEAT_S)
+        begun = [at for handler in handlers for group, at in handler.begun_s.items() if group < num_orphans]
+        found = sorted(at - since for at in begun)
+    stop.set()
+    await asyncio.wait(tasks)
+    for bus in buses:
+        await bus.close()
+    return found
+
+
+def _worker(bus: Bus, handler: LongWork, lease_s: float) -> Worker:
+    reporter = Reporter(f"worker-{id(handler)}", "env", CELL.base_model, slots=SLOTS)
+    return Worker(bus, handler, inboxes=[Inbox(CELL.env, GROUP_ENV)], reporter=reporter, lease_s=lease_s)
+
+
+def measure(options: Any) -> Report:
+    lease_s, num_orphans = float(options.lease_s), int(options.orphans)
+    with embedded_redis() as server:
+        found = asyncio.run(waits(server.url, lease_s, num_orphans))
+    in_time = sum(wait <= lease_s + 2 for wait in found)
+    last = found[-1] if found else float("nan")
+    row = (num_orphans, len(found), in_time, last - lease_s)
+    table = make_table("Take-over", ("orphans", "went on", "within lease + 2 s", "last: lease + s"), [row])
+    figures = {"orphans": num_orphans, "went_on": len(found), "in_time": in_time, "last_s": last, "lease_s": lease_s}
+    return Report([table], figures, [Goal("orphans that go on in time", 100 * in_time / num_orphans, 100, " %")])
+
+
+if __name__ == "__main__":
+    run(__doc__, measure, lease_s=2, orphans=20)
