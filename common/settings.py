@@ -17,7 +17,7 @@ _KNOWN = (
     "redis_url data_dir store_url base_models base_model lease_s max_deliveries deterministic log_level heartbeat_file "
     # the manager
     "host port max_file_bytes max_line_bytes max_body_bytes inference_share inference_silence_s inference_timeout_s "
-    "command_wait_s keep_alive_s idempotency_s grader_run_timeout_s policy training_queue "
+    "command_wait_s keep_alive_s archive_after_s idempotency_s grader_run_timeout_s policy training_queue "
     # env workers
     "env_slots sandbox_processes sandbox_memory_mb weak_sandbox grader_timeout_s step_timeout_s endpoint_hosts endpoint_proxy "
     "collections_dir "

@@ -25,6 +25,8 @@
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
     tenant-jobs:<tenant>       zset     job id by creation time
     jobs-all                   zset     job id by creation time
+    finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
+    num-archived               string   number of jobs whose records are in object storage
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
@@ -163,6 +165,18 @@ class Cell:
     @property
     def jobs_all(self) -> str:
         return self.key("jobs-all")
+
+    def finished(self, partition: int) -> str:
+        return self.key(f"finished:{partition}")
+
+    @property
+    def num_archived(self) -> str:
+        return self.key("num-archived")
+
+    def records(self, job: str) -> tuple[str, ...]:
+        """All keys of one job."""
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.samples)
+        return tuple(key(job) for key in keys)
 
     @property
     def work(self) -> tuple[tuple[str, str], ...]:

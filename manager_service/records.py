@@ -1,14 +1,17 @@
 """Names the manager's records in Redis: of jobs, tenants, keys and files. All records are JSON.
 
 in the cell (see common.streams)
-job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone
+job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone;
+                                    `deleted`: the user deleted its model; `moving`: it is being archived, and must not change
+finished:<p>               zset     jobs to be archived (manager_service/archive) by when they finished, seconds since 1970
+num-archived               string   how many jobs are in the archive
 ledger:<job>               hash     issued, trained, filtered, stale, failed, cancelled
 open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_trajectories); its size is in_flight
 evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
 checkpoints:<job>          hash     version -> CheckpointRecord
 samples:<job>              hash     version -> list of SampleRecord
 events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
-usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference
+usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference, `archived` all archived jobs together
 
 outside the cells, prefix `marlaas:{@}:`
 tenants                    hash     tenant -> TenantRecord
@@ -23,13 +26,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.messages import MAX_TOKENS, TEMPERATURE, EnvSpec, LoraSpec, LossSpec, OptimSpec
+from common.messages import MAX_TOKENS, TEMPERATURE, EnvSpec, LoraSpec, LossSpec, OptimSpec, Usage
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
 GLOBAL = "marlaas:{@}:"
 """Prefix of the records outside the cells, all on one shard of a Redis Cluster. No base model can have this name."""
+
+
+def tuned_model(base_model: str, tenant: str, suffix: str, job: str) -> str:
+    """The name of a job's model."""
+    return f"ft:{base_model}:{tenant}:{suffix}:{job}"
 
 
 class Hyper(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +82,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tuned_model(self) -> str:
-        return f"ft:{self.base_model}:{self.tenant}:{self.suffix}:{self.id}"
+        return tuned_model(self.base_model, self.tenant, self.suffix, self.id)
 
     @property
     def urgency(self) -> tuple[float, float]:
@@ -206,6 +214,12 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
 
 
+DELETED, MOVING = "deleted", "moving"
+"""Fields of `job:<job>` that stand there only if they are true."""
+INFERENCE, ARCHIVED = "-", "archived"
+"""Stand for the job in counters of completions, which have none, and of all archived jobs together."""
+USAGE_COUNTERS = (*Usage.__struct_fields__, "wasted_tokens")
+"""Counters of a job in `usage:<tenant>`."""
 QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})
 """Counters of `Usage` that count towards a tenant's daily quota."""
 

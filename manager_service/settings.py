@@ -38,6 +38,8 @@ class ManagerSettings(Settings):
     """Cancel, pause and resume wait this long for the job's owner before they answer."""
     keep_alive_s: float = Field(default=10.0, gt=0)
     """Seconds between comments on a silent stream of events."""
+    archive_after_s: float = Field(default=3600.0, ge=0)
+    """Seconds after a job's end at which its records move from Redis to object storage."""
     idempotency_s: int = Field(default=86_400, ge=1)
     """An Idempotency-Key is remembered this long."""
 

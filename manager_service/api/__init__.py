@@ -20,6 +20,7 @@ Its files:
     submission.py        checks a new job, and makes its JobSpec
     hyperparameters.py   checks a job's hyperparameters, and makes them what the job uses
     job_store.py         reads jobs, and creates them by one script
+    job_records.py       reads what a job has written, from Redis or the archive
     events.py            serves a job's events, also as a stream
     event_stream.py      sends server-sent events
     results.py           serves what a job has made: checkpoints, metrics, adapters

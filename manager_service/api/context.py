@@ -26,6 +26,7 @@ from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.shares import Inference
+from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
 from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
@@ -47,6 +48,7 @@ class Base:
     tokenizer: ChatTokenizer
     inference: Inference
     feed: Feed
+    archive: Archive
     linear_layers: frozenset[str]  # leaf names that `lora_targets` may name; empty: not known
     created_at: int
 

@@ -1,8 +1,8 @@
 """/v1/fine_tuning/jobs/{id}/events: a list, newest first; or with `stream=true` server-sent events, oldest first."""
 
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any
+from collections.abc import AsyncIterator
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Header, Query
@@ -19,6 +19,8 @@ from manager_service.records import FINAL, EventRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON)
 
+ANY = 2**64 - 1
+"""The second half of the id behind all entries with the same first half."""
 LOOK_EVERY_S = 2.0
 """How often a silent stream looks whether its job has ended."""
 
@@ -38,18 +40,14 @@ async def events(
     last_event_id: Annotated[str | None, Header(description="Where to resume a stream", max_length=64)] = None,
 ) -> Page[EventObject] | Response:
     """An event's id is the job's own sequence number; streams resume after `Last-Event-ID`."""
-    row = await JobStore(api).find(tenant.id, job_id)
+    store = JobStore(api)
+    row = await store.find(tenant.id, job_id)
     if stream:
         last = _sequence(last_event_id, "Last-Event-ID")
         return event_stream(_follow(api, row, -1 if last is None else last))
     before = _sequence(after, "after")
-    highest = "+" if before is None else f"({before}-0"
-    if before == 0:
-        return page(list[EventObject](), has_more=False)
-    key = row.base.cell.events(job_id)
-    found = await row.base.redis.xrevrange(key, max=highest, count=limit + 1)
-    shown = [shown_event(fields) for _, fields in found]
-    return page(shown[:limit], has_more=len(shown) > limit)
+    found = await store.read(row, lambda records: records.events(before=before, limit=limit + 1))
+    return page([shown_event(record) for record in found[:limit]], has_more=len(found) > limit)
 
 
 def _sequence(text: str | None, param: str) -> int | None:
@@ -63,40 +61,32 @@ def _sequence(text: str | None, param: str) -> int | None:
 
 async def _follow(api: Api, row: JobRow, last: int) -> AsyncIterator[str]:
     """Events after `last` as they come; ends behind the last event of a job that has ended."""
-    store, key = JobStore(api), row.base.cell.events(row.spec.id)
-    cursor, told_s = (last, 2**64 - 1) if last >= 0 else (0, 0), time.monotonic()
-    if last < 0 and (first := await _first(row, key)) is not None:
-        yield first  # XREAD cannot begin before 0-0, and a sequence may begin with 0
-    feed, wait_s = row.base.feed, min(LOOK_EVERY_S, api.settings.keep_alive_s)
-    while True:
-        ended = (await row.base.bus.retrying(lambda: store.state(row))).status in FINAL
+    store, key, feed = JobStore(api), row.base.cell.events(row.spec.id), row.base.feed
+    wait_s, told_s = min(LOOK_EVERY_S, api.settings.keep_alive_s), time.monotonic()
+    while row.archived is None:
+        ended, cursor = row.state.status in FINAL, (last, ANY) if last >= 0 else (0, 0)
         entries = await (feed.now(key, cursor) if ended else feed.after(key, cursor, wait_s))
         for entry, fields in entries:
-            cursor = entry
-            yield _sent(fields)
+            last = entry[0]
+            yield _sent(msgspec.json.decode(fields[b"event"], type=EventRecord))
+        row = await row.base.bus.retrying(lambda spec=row.spec: store.find(spec.tenant, spec.id))
         if entries:
             told_s = time.monotonic()
-        elif ended:
+        elif ended and row.archived is None:
             return
         elif time.monotonic() - told_s >= api.settings.keep_alive_s:
             told_s = time.monotonic()
             yield ": keep-alive\n\n"
+    async for record in row.base.archive.events_after(row.archived, last):
+        yield _sent(record)
 
 
-async def _first(row: JobRow, key: str) -> str | None:
-    """The event number 0, if the job's numbers begin with it."""
-    bus = row.base.bus
-    found: Any = await bus.retrying(lambda: bus.client.xrange(key, "0-0", "0-0"))
-    return _sent(found[0][1]) if found else None
-
-
-def _sent(fields: Mapping[bytes, bytes]) -> str:
-    shown = shown_event(fields)
+def _sent(record: EventRecord) -> str:
+    shown = shown_event(record)
     return f"id: {shown.id}\nevent: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
 
 
-def shown_event(fields: Mapping[bytes, bytes]) -> EventObject:
-    record = msgspec.json.decode(fields[b"event"], type=EventRecord)
+def shown_event(record: EventRecord) -> EventObject:
     return EventObject(
         id=str(record.sequence),
         created_at=record.created_at,

@@ -1,16 +1,22 @@
-"""Reads jobs, and creates them by one script. Only owners write a job's state."""
+"""Reads jobs, from Redis or the archive, and creates them by one script. Only owners write a job's state."""
 
+import asyncio
 import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from common.errors import NotFound
+from common.errors import NotFound, Unavailable
 from common.messages import JobCommand
 from common.streams import partition_of
-from manager_service.api.context import Api, Base
-from manager_service.records import FINAL, JSON, JobSpec, JobState
+from manager_service.api.context import ANSWER_S, Api, Base
+from manager_service.api.job_records import ArchivedRecords, JobRecords, LiveRecords
+from manager_service.archive.store import Archived
+from manager_service.records import DELETED, FINAL, JSON, MOVING, JobSpec, JobState
 
 # KEYS: job, tenant-jobs, jobs-all, active, jobs stream, idempotency record (or the job again: none).
 # ARGV: job id, score, spec, state, fingerprint, seconds to remember, then the fields of the stream entry.
@@ -29,18 +35,41 @@ if remembers then redis.call('SET', KEYS[6], ARGV[1] .. ' ' .. ARGV[5], 'EX', AR
 return false
 """
 
-DELETED = "deleted"
-"""Field of `job:<job>`, set when the user deleted the tuned model."""
+# KEYS: job. ARGV: the fields `deleted` and `moving`.
+DELETE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'archived' end
+if redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1 then return 'moving' end
+redis.call('HSET', KEYS[1], ARGV[1], '1')
+return 'done'
+"""
+POLL_S = 0.05
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """A job in the list of a tenant's jobs."""
+
+    created_ms: int
+    job: str
+    base: Base
 
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """One job as it stands in Redis."""
+    """One job as it stands in Redis, or in the archive."""
 
     base: Base
     spec: JobSpec
     state: JobState
     deleted: bool = False
+    archived: Archived | None = None
+
+    @property
+    def records(self) -> JobRecords:
+        if self.archived is not None:
+            return ArchivedRecords(self.base, self.archived)
+        return LiveRecords(self.base, self.spec.tenant, self.spec.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +91,74 @@ class JobStore:
 
     async def find(self, tenant: str, job: str) -> JobRow:
         """Raises NotFound, also for another tenant's job."""
-        for base in self._api.bases.values():
-            row = await self._row(base, job)
-            if row is not None and row.spec.tenant == tenant:
+        found = await asyncio.gather(*(self._row(base, tenant, job) for base in self._api.bases.values()))
+        for row in found:
+            if row is not None:
                 return row
         raise NotFound(f"there is no fine-tuning job {job!r}")
 
-    async def _row(self, base: Base, job: str) -> JobRow | None:
-        return _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
+    async def _row(self, base: Base, tenant: str, job: str) -> JobRow | None:
+        live = _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
+        if live is not None:
+            return live if live.spec.tenant == tenant else None
+        archived = await base.archive.find(tenant, job)
+        return archived and JobRow(base, archived.spec, archived.state, archived.deleted, archived)
 
-    async def state(self, row: JobRow) -> JobState:
-        found = await row.base.redis.hget(row.base.cell.job(row.spec.id), "state")
-        return row.state if found is None else msgspec.json.decode(found, type=JobState)
+    async def read(self, row: JobRow, call: Callable[[JobRecords], Awaitable[T]]) -> T:
+        """Reads of a job's records; once more from the archive if the job moved there meanwhile."""
+        found = await call(row.records)
+        if row.archived is None and not await row.base.redis.exists(row.base.cell.job(row.spec.id)):
+            return await call((await self.find(row.spec.tenant, row.spec.id)).records)
+        return found
 
-    async def ids(self, tenant: str) -> list[tuple[Base, str]]:
-        """All jobs of a tenant, newest first."""
-        found: list[tuple[float, str, Base]] = []
-        for base in self._api.bases.values():
-            rows = await base.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
-            found += [(score, job.decode(), base) for job, score in rows]
-        found.sort(key=lambda row: row[:2], reverse=True)
-        return [(base, job) for _, job, base in found]
+    async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[Entry]:
+        """All jobs of a tenant, in Redis and the archive. `after`: begins behind this one. Raises NotFound if there is none such."""
+        first = None if after is None else await self._place(await self.find(tenant, after))
+        before_ms = None if first is None else first[0]
+        sources = [self._live(base, tenant) for base in self._api.bases.values()]
+        sources += [_archived(base, tenant, before_ms) for base in self._api.bases.values()]
+        last = first
+        async for entry in _merged(sources):
+            if last is None or entry[:2] < last:  # one that moves meanwhile is in both
+                last = entry[:2]
+                yield entry
 
-    async def several(self, ids: list[tuple[Base, str]]) -> list[JobRow]:
-        """Existing jobs, in the order of the ids."""
-        found: dict[str, JobRow | None] = {}
-        for base in self._api.bases.values():
-            jobs = [job for cell, job in ids if cell is base]
-            pipe = base.redis.pipeline(transaction=False)
-            for job in jobs:
-                pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
-            values = await pipe.execute() if jobs else []
-            found.update({job: _decoded(base, record) for job, record in zip(jobs, values, strict=True)})
-        rows = (found[job] for _, job in ids)
+    async def _place(self, row: JobRow) -> tuple[int, str]:
+        """A job's place in the order."""
+        if row.archived is not None:
+            return row.archived.created_ms, row.spec.id
+        score = await row.base.redis.zscore(row.base.cell.tenant_jobs(row.spec.tenant), row.spec.id)
+        return _ms(score or row.spec.created_at), row.spec.id
+
+    async def live(self, base: Base, tenant: str) -> list[Entry]:
+        """A tenant's jobs in Redis, newest first."""
+        rows = await base.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
+        return [
+            Entry(*place, base) for place in sorted(((_ms(score), job.decode()) for job, score in rows), reverse=True)
+        ]
+
+    async def _live(self, base: Base, tenant: str) -> AsyncIterator[Entry]:
+        for entry in await self.live(base, tenant):
+            yield entry
+
+    async def several(self, tenant: str, entries: Sequence[Entry]) -> list[JobRow]:
+        """Those of the jobs that exist, in their order."""
+        rows = await asyncio.gather(*(self._row(entry.base, tenant, entry.job) for entry in entries))
+        return [row for row in rows if row is not None]
+
+    async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
+        """Those of the jobs that are in Redis, whosever they are."""
+        pipe = base.redis.pipeline(transaction=False)
+        for job in jobs:
+            pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
+        rows = (_decoded(base, record) for record in await pipe.execute())
         return [row for row in rows if row is not None]
 
     async def unfinished_user(self, tenant: str, file: str) -> str | None:
         """An unfinished job that reads this file."""
         for base in self._api.bases.values():
             active = await base.redis.smembers(base.cell.active(partition_of(tenant)))
-            for row in await self.several([(base, job.decode()) for job in active]):
+            for row in await self.present(base, [job.decode() for job in active]):
                 used = (row.spec.training_file, row.spec.validation_file)
                 if row.spec.tenant == tenant and file in used and row.state.status not in FINAL:
                     return row.spec.id
@@ -140,7 +197,15 @@ class JobStore:
         await row.base.redis.xadd(row.base.cell.jobs(message.partition), entry)
 
     async def mark_deleted(self, row: JobRow) -> None:
-        await row.base.redis.hset(row.base.cell.job(row.spec.id), DELETED, "1")
+        """Notes that the user deleted the tuned model. Raises Unavailable if the job is being archived, and the store is away."""
+        deadline = time.monotonic() + ANSWER_S
+        key, mark = row.base.cell.job(row.spec.id), row.base.redis.register_script(DELETE)
+        while (answer := await mark(keys=[key], args=[DELETED, MOVING])) == b"moving":
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{row.spec.id} is being archived: try again")
+            await asyncio.sleep(POLL_S)
+        if answer == b"archived" and (archived := await row.base.archive.find(row.spec.tenant, row.spec.id)):
+            await row.base.archive.mark_deleted(archived)
 
 
 def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:
@@ -160,3 +225,23 @@ def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:
         return None
     decoded = msgspec.json.decode(state, type=JobState)
     return JobRow(base, msgspec.json.decode(spec, type=JobSpec), decoded, deleted is not None)
+
+
+async def _archived(base: Base, tenant: str, before_ms: int | None) -> AsyncIterator[Entry]:
+    async for created_ms, job in base.archive.newest_first(tenant, before_ms):
+        yield Entry(created_ms, job, base)
+
+
+async def _merged(sources: Sequence[AsyncIterator[Entry]]) -> AsyncIterator[Entry]:
+    """The entries of sources that are each sorted, newest first."""
+    heads = [(entry, source) for source in sources if (entry := await anext(source, None))]
+    while heads:
+        at = max(range(len(heads)), key=lambda i: heads[i][0][:2])
+        entry, source = heads.pop(at)
+        yield entry
+        if (following := await anext(source, None)) is not None:
+            heads.append((following, source))
+
+
+def _ms(seconds: float) -> int:
+    return math.floor(1000 * seconds)

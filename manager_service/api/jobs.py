@@ -4,15 +4,16 @@ import asyncio
 import hashlib
 import json
 import time
-from operator import itemgetter
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, Header, Request
 
+from common.errors import InvalidInput, NotFound
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore, Once
-from manager_service.api.paging import After, Limit, page, rest_after
+from manager_service.api.paging import After, Limit, page, take
 from manager_service.api.quota import check_quota
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import ErrorObject, JobObject, Page
@@ -45,8 +46,9 @@ async def create(
     once = None if idempotency_key is None else Once(idempotency_key, _fingerprint(body))
     known = await store.known(tenant.id, once) if once else None
     if known is None:
-        spec, score = await _checked(api, tenant, body), time.time()
-        known = await store.create(api.bases[spec.base_model], spec, score=score, once=once)
+        spec, now = await _checked(api, tenant, body), time.time()
+        spec = msgspec.structs.replace(spec, created_at=int(now))
+        known = await store.create(api.bases[spec.base_model], spec, score=now, once=once)
         if known is None:
             return shown(await store.find(tenant.id, spec.id))
     assert once is not None
@@ -77,14 +79,20 @@ async def list_jobs(
     request: Request, api: Parts, tenant: Tenant, after: After = None, limit: Limit = 20
 ) -> Page[JobObject]:
     """Newest first. `metadata[key]=value` lists only jobs that carry it."""
-    store, wanted = JobStore(api), _metadata_filter(request)
-    rest = list(rest_after(await store.ids(tenant.id), after, itemgetter(1)))
-    found: list[JobRow] = []
-    while rest and len(found) <= limit:
-        rows = await store.several(rest[:READ_AHEAD])
+    store, wanted, found = JobStore(api), _metadata_filter(request), list[JobRow]()
+    entries = store.newest_first(tenant.id, await _known(store, tenant, after))
+    while len(found) <= limit and (some := await take(entries, READ_AHEAD)):
+        rows = await store.several(tenant.id, some)
         found += [row for row in rows if wanted.items() <= row.spec.metadata.items()]
-        rest = rest[READ_AHEAD:]
     return page([shown(row) for row in found[:limit]], has_more=len(found) > limit)
+
+
+async def _known(store: JobStore, tenant: TenantRecord, after: str | None) -> str | None:
+    """The cursor. Raises InvalidInput if it is no job of the tenant's."""
+    try:
+        return after and (await store.find(tenant.id, after)).spec.id
+    except NotFound as error:
+        raise InvalidInput(f"after: {after!r} is not in this list", param="after", code="invalid_cursor") from error
 
 
 def _metadata_filter(request: Request) -> dict[str, str]:
@@ -124,8 +132,8 @@ async def _command(api: Api, tenant: TenantRecord, job: str, action: Action) -> 
     await store.send(row, action)
     deadline = time.monotonic() + api.settings.command_wait_s
     while time.monotonic() < deadline:
-        state = await store.state(row)
-        if state.epoch > row.state.epoch or state.status in FINAL:
+        now = await store.find(tenant.id, job)
+        if now.state.epoch > row.state.epoch or now.state.status in FINAL:
             break
         await asyncio.sleep(POLL_S)
     return shown(await store.find(tenant.id, job))

@@ -138,8 +138,9 @@ async def _jobs(api: Api, base: Base) -> Metric:
     active = [job.decode() for p in range(NUM_PARTITIONS) for job in await base.redis.smembers(base.cell.active(p))]
     counts: Counter[str] = Counter()
     for start in range(0, len(active), READ_AHEAD):
-        rows = await JobStore(api).several([(base, job) for job in active[start : start + READ_AHEAD]])
+        rows = await JobStore(api).present(base, active[start : start + READ_AHEAD])
         counts.update(row.state.status for row in rows)
-    counts["finished"] = await base.redis.zcard(base.cell.jobs_all) - len(active)
+    archived = int(await base.redis.get(base.cell.num_archived) or 0)
+    counts["finished"] = archived + await base.redis.zcard(base.cell.jobs_all) - len(active)
     samples = (([base.name, status], float(n)) for status, n in counts.items())
     return _gauge("jobs", "Jobs by status", ["base_model", "status"], samples)

@@ -8,23 +8,31 @@ from manager_service.api.errors import COMMON, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.model_names import find_model
 from manager_service.api.schemas import Deleted, ModelObject, Page
+from manager_service.archive.store import TunedModel
 from manager_service.records import FINAL
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 
 OPERATOR = "marlaas"
-READ_AHEAD = 50
 
 
 @router.get("")
 async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
     """Tuned models with at least one trained version, newest first; then the base models."""
-    store, shown = JobStore(api), list[ModelObject]()
-    ids = await store.ids(tenant.id)
-    for start in range(0, len(ids), READ_AHEAD):
-        rows = await store.several(ids[start : start + READ_AHEAD])
-        shown += [_tuned(row, row.spec.tuned_model) for row in rows if row.state.version >= 1 and not row.deleted]
-    shown += [_base(base) for base in api.bases.values()]
+    store, found = JobStore(api), dict[tuple[int, str], ModelObject]()  # by creation and job
+    for base in api.bases.values():
+        found |= {
+            (model.created_ms, model.job): _archived(base, model) for model in await base.archive.models(tenant.id)
+        }
+        live = await store.live(base, tenant.id)
+        rows = await store.present(base, [entry.job for entry in live])
+        created = {entry.job: entry[:2] for entry in live}
+        found |= {
+            created[row.spec.id]: _tuned(row, row.spec.tuned_model)
+            for row in rows
+            if row.state.version >= 1 and not row.deleted
+        }
+    shown = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
     return Page(data=shown, first_id=shown[0].id, last_id=shown[-1].id)
 
 
@@ -55,6 +63,12 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
 
 def _base(base: Base) -> ModelObject:
     return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name)
+
+
+def _archived(base: Base, model: TunedModel) -> ModelObject:
+    return ModelObject(
+        id=model.name, created=model.created_ms // 1000, owned_by=model.tenant, root=base.name, version=model.version
+    )
 
 
 def _tuned(row: JobRow, name: str) -> ModelObject:

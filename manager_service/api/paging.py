@@ -1,6 +1,6 @@
 """Cursor paging as OpenAI does it: `after` is the id of the last object seen, `limit` how many come next."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
@@ -25,6 +25,14 @@ def rest_after(ids: Sequence[T], after: str | None, key: Any = str) -> Sequence[
         if key(one) == after:
             return ids[i + 1 :]
     raise InvalidInput(f"after: {after!r} is not in this list", param="after", code="invalid_cursor")
+
+
+async def take(items: AsyncIterator[T], count: int) -> list[T]:
+    """The next items, `count` at most."""
+    found: list[T] = []
+    while len(found) < count and (item := await anext(items, None)) is not None:
+        found.append(item)
+    return found
 
 
 def page(objects: list[Object], *, has_more: bool) -> Page[Object]:

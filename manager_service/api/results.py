@@ -1,4 +1,4 @@
-"""The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /samples."""
+"""The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /usage, /samples."""
 
 import asyncio
 import io
@@ -18,8 +18,9 @@ from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
-from manager_service.api.schemas import CheckpointObject, LedgerObject, Page, SampleObject
-from manager_service.records import LEDGER, CheckpointRecord, SampleRecord
+from manager_service.api.schemas import CheckpointObject, LedgerObject, Page, SampleObject, UsageObject
+from manager_service.api.usage import shown as shown_usage
+from manager_service.records import CheckpointRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
@@ -32,14 +33,11 @@ async def checkpoints(
     api: Parts, tenant: Tenant, job_id: str, after: After = None, limit: Limit = 10
 ) -> Page[CheckpointObject]:
     """One a version, from 1; newest first."""
-    row = await JobStore(api).find(tenant.id, job_id)
-    key = row.base.cell.checkpoints(job_id)
-    versions = sorted((int(v) for v in await row.base.redis.hkeys(key)), reverse=True)
-    if after is not None:
-        versions = [version for version in versions if version < _version_of(after, job_id)]
-    values = await row.base.redis.hmget(key, versions[:limit]) if versions else []
-    records = [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
-    return page([_shown(row, record) for record in records], has_more=len(versions) > limit)
+    store = JobStore(api)
+    row = await store.find(tenant.id, job_id)
+    before = None if after is None else _version_of(after, job_id)
+    found = await store.read(row, lambda records: records.checkpoints(before=before, limit=limit + 1))
+    return page([_shown(row, record) for record in found[:limit]], has_more=len(found) > limit)
 
 
 def _version_of(checkpoint: str, job: str) -> int:
@@ -100,13 +98,16 @@ def _zipped(files: dict[str, bytes]) -> bytes:
 @router.get("/ledger")
 async def ledger(api: Parts, tenant: Tenant, job_id: str) -> LedgerObject:
     """The fate of every trajectory of the job, counted at one moment."""
-    row = await JobStore(api).find(tenant.id, job_id)
-    pipe = row.base.redis.pipeline(transaction=True)
-    pipe.hmget(row.base.cell.ledger(job_id), LEDGER)
-    pipe.hlen(row.base.cell.open(job_id))
-    counts, in_flight = await pipe.execute()
-    named = {name: int(value or 0) for name, value in zip(LEDGER, counts, strict=True)}
-    return LedgerObject.model_validate({"fine_tuning_job_id": job_id, "in_flight": in_flight, **named})
+    store = JobStore(api)
+    counts = await store.read(await store.find(tenant.id, job_id), lambda records: records.ledger())
+    return LedgerObject.model_validate({"fine_tuning_job_id": job_id, **counts})
+
+
+@router.get("/usage")
+async def usage(api: Parts, tenant: Tenant, job_id: str) -> UsageObject:
+    """What the job has used so far."""
+    store = JobStore(api)
+    return shown_usage(job_id, await store.read(await store.find(tenant.id, job_id), lambda records: records.usage()))
 
 
 @router.get("/samples")
@@ -119,10 +120,6 @@ async def samples(
     ] = None,
 ) -> Page[SampleObject]:
     """Texts and rewards of two groups a step."""
-    row = await JobStore(api).find(tenant.id, job_id)
-    key = row.base.cell.samples(job_id)
-    if version is None:
-        version = max((int(v) for v in await row.base.redis.hkeys(key)), default=0)
-    value = await row.base.redis.hget(key, str(version))
-    records = [] if value is None else msgspec.json.decode(value, type=list[SampleRecord])
-    return Page(data=[SampleObject(**msgspec.structs.asdict(record)) for record in records])
+    store = JobStore(api)
+    found = await store.read(await store.find(tenant.id, job_id), lambda records: records.samples(version))
+    return Page(data=[SampleObject(**msgspec.structs.asdict(record)) for record in found])

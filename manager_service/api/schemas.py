@@ -176,7 +176,9 @@ class UsageObject(BaseModel):
     """The use of a tenant, or of one of its jobs."""
 
     object: Literal["usage"] = "usage"
-    job: str | None  # None: the tenant's total; `inference`: completions
+    job: (
+        str | None
+    )  # None: the tenant's total; `inference`: completions; `archived`: jobs that finished long ago, together
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0

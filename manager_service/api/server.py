@@ -25,6 +25,7 @@ from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.shares import Inference
+from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
 from manager_service.data_format import check_format
 from manager_service.records import GLOBAL
@@ -84,6 +85,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
             slots=lambda service: int(settings.inference_share * cluster.slots(service)),
         ),
         feed=Feed(bus),
+        archive=Archive(objects, name),
         linear_layers=linear_layers(folder),
         created_at=int(time.time()),
     )

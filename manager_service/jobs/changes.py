@@ -13,9 +13,27 @@ import msgspec
 from common.bus import Out
 from common.messages import Usage
 from common.streams import GROUP_MANAGER, Cell
-from manager_service.records import JSON, QUOTA_COUNTERS, CheckpointRecord, EventRecord, JobState, SampleRecord
+from manager_service.records import (
+    ARCHIVED,
+    JSON,
+    MOVING,
+    QUOTA_COUNTERS,
+    CheckpointRecord,
+    EventRecord,
+    JobState,
+    SampleRecord,
+)
 
 Command = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A finished job whose records are in the archive now."""
+
+    job: str
+    tenant: str = ""  # empty: its record cannot be read, so it stays where it is
+    usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
 
 
 @dataclass(slots=True)
@@ -35,9 +53,12 @@ class Changes:
     begun: list[str] = field(default_factory=list)  # have a version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
     finished: list[str] = field(default_factory=list)  # jobs that leave the active set
+    moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
+    moved: list[Moved] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
+        parts += (self.moving, self.moved)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -78,6 +99,10 @@ def commands(
     result += [["SREM", cell.begun, job] for job in changes.ended]
     for job in changes.finished:
         result.append(["SREM", cell.active(partition), job])
+        result.append(["ZADD", cell.finished(partition), changes.states[job].finished_at or 0, job])
+    result += [["HSET", cell.job(job), MOVING, "1"] for job in changes.moving]
+    for moved in changes.moved:
+        result += _deletions(moved, cell, partition)
     for stream, entries in changes.acks.items():
         result.append(["XACK", stream, GROUP_MANAGER, *entries])
         result.append(["XDEL", stream, *entries])
@@ -105,6 +130,21 @@ def _usage(changes: Changes, cell: Cell, today: str) -> list[Command]:
         result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{job}/{counter}", repr(float(amount))])
         if counter in QUOTA_COUNTERS:
             result.append(["HINCRBY", cell.usage(tenant), today, int(amount)])
+    return result
+
+
+def _deletions(moved: Moved, cell: Cell, partition: int) -> list[Command]:
+    """Deletes what the archive has. The tenant's use stays, as that of all its archived jobs together."""
+    job, tenant = moved.job, moved.tenant
+    result: list[Command] = [["ZREM", cell.finished(partition), job]]
+    if not tenant:
+        return result
+    result.append(["DEL", *cell.records(job)])
+    result += [["ZREM", key, job] for key in (cell.tenant_jobs(tenant), cell.jobs_all)]
+    result.append(["INCR", cell.num_archived])
+    for counter, amount in moved.usage.items():
+        result.append(["HDEL", cell.usage(tenant), f"{job}/{counter}"])
+        result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{ARCHIVED}/{counter}", repr(amount)])
     return result
 
 

@@ -23,6 +23,7 @@ from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from common.telemetry import KEEP_REPORTS, KEEP_S
+from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, commands
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Partition
@@ -39,6 +40,9 @@ BLOCK_MS = 100
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 STALL_S = 30.0
+ARCHIVE_AFTER_S = 3600.0
+ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
+"""Share of Redis' memory limit above which finished jobs are archived at once."""
 STALL_REASON = "all services have live workers, so look at their logs; is the object storage reachable and not full?"
 
 log = structlog.get_logger()
@@ -58,6 +62,7 @@ class Owner:
         lease_s: float = 10.0,
         policy: Policy = MARLAAS,
         training_queue: Discipline = "fused",
+        archive_after_s: float = ARCHIVE_AFTER_S,
     ) -> None:
         self._bus = bus
         self._cell = bus.cell
@@ -72,6 +77,8 @@ class Owner:
         self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, tuple[Partition, Fence]] = {}
         self._arrived = asyncio.Event()  # new jobs are to be fetched
+        self._archiver = Archiver(bus, objects)
+        self._archive_after_s = archive_after_s
         self._untidy: asyncio.Queue[str] = asyncio.Queue()  # folders that nobody needs any more
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
@@ -84,7 +91,13 @@ class Owner:
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(
-            self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._tidy(), self._passes()
+            self._keep_leases(),
+            self._load_taken(),
+            self._watch(),
+            self._take_in_jobs(),
+            self._tidy(),
+            self._archive(),
+            self._passes(),
         ):
             await stop.wait()
         await self._leases.leave()
@@ -152,6 +165,13 @@ class Owner:
             if self._owned.get(number) is owned:  # else the next owner does it
                 await owned[0].take_in(job_id, time.time(), changes)
                 await self._commit(number, changes)
+
+    async def _commit_beside(self, number: int, owned: tuple[Partition, Fence], changes: Changes) -> bool:
+        """Commits what was done beside the passes. False: the partition was lost meanwhile."""
+        async with self._lock:
+            if self._owned.get(number) is owned:
+                await self._commit(number, changes)
+            return self._owned.get(number) is owned
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
@@ -259,6 +279,26 @@ class Owner:
                 await self._objects.delete_folder(folder)
             except Unavailable as error:
                 log.warning("not_deleted", folder=folder, reason=str(error))
+
+    async def _archive(self) -> None:
+        """Moves the records of finished jobs out of Redis: after a while, or at once when Redis fills."""
+        while True:
+            fills = self._allocator.memory_used > ARCHIVE_ALL_ABOVE
+            before_s = time.time() - (0 if fills else self._archive_after_s)
+            for number, owned in list(self._owned.items()):
+                try:
+                    while await self._archive_some(number, owned, before_s):
+                        pass
+                except Unavailable as error:
+                    log.warning("archiving_delayed", partition=number, reason=str(error))
+            await asyncio.sleep(min(self._lease_s, 1 + self._archive_after_s / 10))
+
+    async def _archive_some(self, number: int, owned: tuple[Partition, Fence], before_s: float) -> bool:
+        """False: nothing is left to be archived, or the partition is another's now."""
+        jobs = await self._archiver.due(number, before_s)
+        if not jobs or not await self._commit_beside(number, owned, Changes(moving=jobs)):
+            return False
+        return await self._commit_beside(number, owned, Changes(moved=await self._archiver.copy(jobs)))
 
     # ---- what is watched --------------------------------------------------------------------------------------------
 

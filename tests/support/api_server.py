@@ -113,7 +113,7 @@ async def _until_up(http: httpx.AsyncClient) -> None:
 
 
 @asynccontextmanager
-async def running_jobs(server: ApiServer) -> AsyncGenerator[StandInEnv]:
+async def running_jobs(server: ApiServer, **settings: Any) -> AsyncGenerator[StandInEnv]:
     """The real owner, with stand-ins for the workers."""
     from manager_service.owner.owner import Owner
 
@@ -123,7 +123,15 @@ async def running_jobs(server: ApiServer) -> AsyncGenerator[StandInEnv]:
         stand_in_worker(bus, "env", Inbox(bus.cell.env, GROUP_ENV), env),
         stand_in_worker(bus, "trainer", Inbox(bus.cell.train, GROUP_TRAINER), trainer, slots=1),
     ]
-    owner = Owner(bus=bus, cluster=FixedSlots(), store=store, objects=objects, tenants=server.api.tenants, lease_s=1.0)
+    owner = Owner(
+        bus=bus,
+        cluster=FixedSlots(),
+        store=store,
+        objects=objects,
+        tenants=server.api.tenants,
+        lease_s=1.0,
+        **settings,
+    )
     tasks = [asyncio.create_task(loop.run(stop)) for loop in (*workers, owner)]
     try:
         yield env

@@ -1,0 +1,99 @@
+"""Reads what a job has written: events, checkpoints, samples, ledger and use; from Redis, or from the archive once it is there."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from manager_service.api.context import Base
+from manager_service.archive.store import Archived
+from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, SampleRecord
+
+
+class JobRecords(Protocol):
+    """What a job has written so far."""
+
+    async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
+        """The newest with a sequence number below `before`, newest first."""
+        ...
+
+    async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
+        """The newest of a version below `before`, newest first."""
+        ...
+
+    async def samples(self, version: int | None) -> list[SampleRecord]:
+        """Those that the step to a version trained on; without one, of the newest step that has some."""
+        ...
+
+    async def ledger(self) -> dict[str, int]:
+        """Its counts and `in_flight`, of one moment."""
+        ...
+
+    async def usage(self) -> dict[str, float]:
+        """Counter -> amount."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecords:
+    """Those of a job in Redis."""
+
+    base: Base
+    tenant: str
+    job: str
+
+    async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
+        if before == 0:
+            return []
+        highest = "+" if before is None else f"({before}-0"
+        found = await self.base.redis.xrevrange(self.base.cell.events(self.job), max=highest, count=limit)
+        return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in found]
+
+    async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
+        key = self.base.cell.checkpoints(self.job)
+        versions = sorted((int(v) for v in await self.base.redis.hkeys(key)), reverse=True)
+        wanted = [version for version in versions if before is None or version < before][:limit]
+        values = await self.base.redis.hmget(key, wanted) if wanted else []
+        return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
+
+    async def samples(self, version: int | None) -> list[SampleRecord]:
+        key = self.base.cell.samples(self.job)
+        if version is None:
+            version = max((int(v) for v in await self.base.redis.hkeys(key)), default=0)
+        value = await self.base.redis.hget(key, str(version))
+        return [] if value is None else msgspec.json.decode(value, type=list[SampleRecord])
+
+    async def ledger(self) -> dict[str, int]:
+        pipe = self.base.redis.pipeline(transaction=True)
+        pipe.hmget(self.base.cell.ledger(self.job), LEDGER)
+        pipe.hlen(self.base.cell.open(self.job))
+        counts, in_flight = await pipe.execute()
+        return {name: int(value or 0) for name, value in zip(LEDGER, counts, strict=True)} | {"in_flight": in_flight}
+
+    async def usage(self) -> dict[str, float]:
+        fields = [f"{self.job}/{counter}" for counter in USAGE_COUNTERS]
+        amounts: list[Any] = await self.base.redis.hmget(self.base.cell.usage(self.tenant), fields)
+        return {name: float(amount or 0) for name, amount in zip(USAGE_COUNTERS, amounts, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedRecords:
+    """Those of a finished job in the archive."""
+
+    base: Base
+    archived: Archived
+
+    async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
+        return await self.base.archive.events(self.archived, before=before, limit=limit)
+
+    async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
+        return await self.base.archive.checkpoints(self.archived, before=before, limit=limit)
+
+    async def samples(self, version: int | None) -> list[SampleRecord]:
+        return await self.base.archive.samples(self.archived, version)
+
+    async def ledger(self) -> dict[str, int]:
+        return dict.fromkeys(LEDGER, 0) | self.archived.ledger
+
+    async def usage(self) -> dict[str, float]:
+        return dict.fromkeys(USAGE_COUNTERS, 0.0) | self.archived.usage

@@ -1,0 +1,87 @@
+"""Reads finished jobs' records in Redis and writes them to the archive. Their partition's owner then deletes them in Redis.
+
+The owner marks a job first (`moving`), so that nobody changes its record while it is copied. A crash in between leaves the
+mark and, perhaps, the copy; the next owner copies again.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from common.bus import Bus
+from common.objects import Objects
+from manager_service.archive.store import Archive, Archived, in_parts
+from manager_service.jobs.changes import Moved
+from manager_service.records import DELETED, USAGE_COUNTERS, JobSpec, JobState
+
+BATCH = 20
+"""Jobs that are moved together."""
+
+log = structlog.get_logger()
+
+
+class Archiver:
+    """Copies the finished jobs of a cell, for the owners of its partitions."""
+
+    def __init__(self, bus: Bus, objects: Objects) -> None:
+        self._bus = bus
+        self._cell = bus.cell
+        self._objects = objects
+        self._archive = Archive(objects, bus.cell.base_model)
+
+    async def due(self, partition: int, before_s: float) -> list[str]:
+        """Jobs of a partition that finished before a moment, the first of them first, a batch at most."""
+        key, client = self._cell.finished(partition), self._bus.client
+        found: Any = await self._bus.retrying(lambda: client.zrangebyscore(key, "-inf", before_s, 0, BATCH))
+        return [job.decode() for job in found]
+
+    async def copy(self, jobs: Sequence[str]) -> list[Moved]:
+        """Writes marked jobs to the archive. Raises Unavailable when the store is away: then nothing may be deleted."""
+        return await asyncio.gather(*map(self._copy, jobs))
+
+    async def _copy(self, job: str) -> Moved:
+        cell = self._cell
+        (record,) = await self._bus.read_hashes([cell.job(job)])
+        try:
+            spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
+            state = msgspec.json.decode(record[b"state"], type=JobState)
+        except (KeyError, msgspec.MsgspecError) as error:
+            log.error("record_unreadable", job_id=job, reason=str(error))
+            return Moved(job)
+        return await self._write(spec, state, deleted=DELETED.encode() in record)
+
+    async def _write(self, spec: JobSpec, state: JobState, *, deleted: bool) -> Moved:
+        cell, job = self._cell, spec.id
+        fields = [f"{job}/{counter}" for counter in USAGE_COUNTERS]
+
+        async def read() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for key in (cell.ledger(job), cell.checkpoints(job), cell.samples(job)):
+                pipe.hgetall(key)
+            pipe.xrange(cell.events(job))
+            pipe.hlen(cell.open(job))
+            pipe.hmget(cell.usage(spec.tenant), fields)
+            pipe.zscore(cell.tenant_jobs(spec.tenant), job)
+            return await pipe.execute()
+
+        ledger, checkpoints, samples, events, in_flight, amounts, created_s = await self._bus.retrying(read)
+        counters = zip(USAGE_COUNTERS, amounts, strict=True)
+        usage = {name: float(amount) for name, amount in counters if amount is not None}
+        archived = Archived(
+            spec=spec,
+            state=state,
+            deleted=deleted,
+            created_ms=math.floor(1000 * (created_s or spec.created_at)),
+            ledger={name.decode(): int(count) for name, count in ledger.items()} | {"in_flight": in_flight},
+            usage=usage,
+        )
+        parts = in_parts("events", [(int(entry.partition(b"-")[0]), fields[b"event"]) for entry, fields in events])
+        parts |= in_parts("checkpoints", sorted((int(version), value) for version, value in checkpoints.items()))
+        parts |= {f"samples/{int(version)}": value for version, value in samples.items()}
+        await self._archive.write(archived, parts)
+        await self._objects.delete_folder(f"payloads/{job}")
+        return Moved(job, spec.tenant, usage)

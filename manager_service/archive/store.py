@@ -1,0 +1,188 @@
+"""Writes and reads the records of finished jobs.
+
+    records/{tenant}/{base}/{job}/record.json                      Archived
+    records/{tenant}/{base}/{job}/parts.{sha256}                   events, checkpoints and samples, one behind the other
+    records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
+    records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted
+
+`day` and `ms` are of the job's creation: yyyymmdd, and milliseconds since 1970. All but `record.json` is immutable; that is
+replaced when the model is deleted. Whoever writes a job again writes the same.
+"""
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from common.errors import NotFound
+from common.objects import Objects
+from manager_service.records import JSON, CheckpointRecord, EventRecord, JobSpec, JobState, SampleRecord, tuned_model
+
+T = TypeVar("T")
+Row = TypeVar("Row", EventRecord, CheckpointRecord)
+ROWS_A_PART = 500
+"""Events or checkpoints that are read together."""
+
+
+class Archived(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything of a finished job but its events, checkpoints and samples, and where those are."""
+
+    spec: JobSpec
+    state: JobState
+    deleted: bool
+    created_ms: int  # since 1970, the moment by which jobs are ordered
+    ledger: dict[str, int]  # with `in_flight`
+    usage: dict[str, float]  # counter -> amount
+    parts: dict[str, tuple[int, int]] = {}  # kind/number of its first row -> first byte, bytes
+    parts_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedModel:
+    """What the list of models says of a tuned one."""
+
+    name: str  # `ft:…`
+    tenant: str
+    created_ms: int
+    job: str
+    version: int
+
+
+class Archive:
+    """The finished jobs of one base model."""
+
+    def __init__(self, objects: Objects, base_model: str) -> None:
+        self._objects = objects
+        self._base_model = base_model
+
+    def _folder(self, tenant: str) -> str:
+        return f"records/{tenant}/{self._base_model}"
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    async def write(self, job: Archived, parts: Mapping[str, bytes]) -> None:
+        """Writes a job, the record after all that it names, so that a job is there whole or not at all."""
+        folder, spec = self._folder(job.spec.tenant), job.spec
+        content = b"".join(parts.values())
+        file = f"parts.{hashlib.sha256(content).hexdigest()}"
+        if content:
+            await self._objects.write(f"{folder}/{spec.id}/{file}", content)
+        day = time.strftime("%Y%m%d", time.gmtime(job.created_ms / 1000))
+        await self._objects.write(f"{folder}/jobs/{day}/{job.created_ms}.{spec.id}", b"")
+        if job.state.version >= 1 and not job.deleted:
+            await self._objects.write(self._model(job), b"")
+        await self._write_record(msgspec.structs.replace(job, parts=_spans(parts), parts_file=file))
+
+    async def mark_deleted(self, job: Archived) -> None:
+        """Notes that the user deleted the tuned model."""
+        await self._write_record(msgspec.structs.replace(job, deleted=True))
+        await self._objects.delete(self._model(job))
+
+    def _model(self, job: Archived) -> str:
+        name = f"{job.created_ms}.{job.spec.id}.{job.state.version}.{job.spec.suffix}"
+        return f"{self._folder(job.spec.tenant)}/models/{name}"
+
+    async def _write_record(self, job: Archived) -> None:
+        await self._objects.write(f"{self._folder(job.spec.tenant)}/{job.spec.id}/record.json", JSON.encode(job))
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    async def find(self, tenant: str, job: str) -> Archived | None:
+        if not job.replace("-", "").isalnum():
+            return None  # no job has such an id
+        try:
+            record = await self._objects.get(f"{self._folder(tenant)}/{job}/record.json")
+        except NotFound:
+            return None
+        return msgspec.json.decode(record, type=Archived)
+
+    async def newest_first(self, tenant: str, before_ms: int | None = None) -> AsyncIterator[tuple[int, str]]:
+        """Creation (ms) and id of a tenant's jobs. `before_ms`: only those that were made then or before."""
+        folder = f"{self._folder(tenant)}/jobs"
+        last_day = time.strftime("%Y%m%d", time.gmtime(time.time() if before_ms is None else before_ms / 1000))
+        for day in reversed([day for day in await self._objects.folders(folder) if day <= last_day]):
+            names = (path.rpartition("/")[2].partition(".") for path in await self._objects.paths(f"{folder}/{day}"))
+            for ms, job in sorted(((int(ms), job) for ms, _, job in names), reverse=True):
+                if before_ms is None or ms <= before_ms:
+                    yield ms, job
+
+    async def models(self, tenant: str) -> list[TunedModel]:
+        """All that were not deleted, oldest first."""
+        paths = await self._objects.paths(f"{self._folder(tenant)}/models")
+        names = (path.rpartition("/")[2].split(".", 3) for path in paths)
+        return [
+            TunedModel(tuned_model(self._base_model, tenant, suffix, job), tenant, int(ms), job, int(version))
+            for ms, job, version, suffix in names
+        ]
+
+    async def events(self, job: Archived, *, before: int | None, limit: int) -> list[EventRecord]:
+        """The newest with a sequence number below `before`, newest first."""
+        return await self._newest(job, "events", EventRecord, lambda row: row.sequence, before, limit)
+
+    async def events_after(self, job: Archived, last: int) -> AsyncIterator[EventRecord]:
+        """Those with a sequence number above `last`, oldest first."""
+        starts = _starts(job, "events")
+        for start, following in zip(starts, [*starts[1:], None], strict=True):
+            if following is None or following > last + 1:
+                for row in await self._rows(job, f"events/{start}", EventRecord):
+                    if row.sequence > last:
+                        yield row
+
+    async def checkpoints(self, job: Archived, *, before: int | None, limit: int) -> list[CheckpointRecord]:
+        """The newest of a version below `before`, newest first."""
+        return await self._newest(job, "checkpoints", CheckpointRecord, lambda row: row.version, before, limit)
+
+    async def samples(self, job: Archived, version: int | None) -> list[SampleRecord]:
+        """Those of a version; without one, of the newest that has some."""
+        found = max(_starts(job, "samples"), default=0) if version is None else version
+        return await self._rows(job, f"samples/{found}", SampleRecord)
+
+    async def _newest(
+        self,
+        job: Archived,
+        kind: str,
+        of: type[Row],
+        number: Callable[[Row], int],
+        before: int | None,
+        limit: int,
+    ) -> list[Row]:
+        found: list[Row] = []
+        for start in reversed(_starts(job, kind)):
+            if len(found) < limit and (before is None or start < before):
+                rows = await self._rows(job, f"{kind}/{start}", of)
+                found += [row for row in reversed(rows) if before is None or number(row) < before]
+        return found[:limit]
+
+    async def _rows(self, job: Archived, part: str, of: type[T]) -> list[T]:
+        """The rows of a part; none if there is no such part."""
+        if part not in job.parts:
+            return []
+        path = f"{self._folder(job.spec.tenant)}/{job.spec.id}/{job.parts_file}"
+        return msgspec.json.decode(await self._objects.get_part(path, *job.parts[part]), type=list[of])
+
+
+def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:
+    """Parts of many rows each. `rows`: numbered, ascending, as JSON."""
+    parts: dict[str, bytes] = {}
+    for at in range(0, len(rows), ROWS_A_PART):
+        some = rows[at : at + ROWS_A_PART]
+        parts[f"{kind}/{some[0][0]}"] = b"[" + b",".join(row for _, row in some) + b"]"
+    return parts
+
+
+def _spans(parts: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    spans: dict[str, tuple[int, int]] = {}
+    at = 0
+    for name, content in parts.items():
+        spans[name] = (at, len(content))
+        at += len(content)
+    return spans
+
+
+def _starts(job: Archived, kind: str) -> list[int]:
+    """Numbers of the first rows of the parts of a kind, ascending."""
+    names = (name.split("/") for name in job.parts)
+    return sorted(int(start) for found, start in names if found == kind)
