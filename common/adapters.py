@@ -133,10 +133,16 @@ class AdapterStore:
             raise
 
     async def drop_optimizer(self, adapter: AdapterRef) -> None:
-        """Deletes a version's optimiser state; the adapter itself stays for ever."""
+        """Deletes a version's optimiser state; the adapter stays."""
         manifest = await self.manifest(adapter)
         if manifest is not None and OPTIMIZER_FILE in manifest.files:
             await self._objects.delete(f"{adapter.path()}/{manifest.attempt}/{OPTIMIZER_FILE}")
+
+    async def drop_files(self, adapter: AdapterRef) -> None:
+        """Deletes a version's files. Its manifest stays, so that nobody makes the version again."""
+        manifest = await self.manifest(adapter)
+        if manifest is not None:
+            await self._objects.delete_folder(f"{adapter.path()}/{manifest.attempt}")
 
     async def delete_job(self, tenant: str, job: str) -> None:
         await self._objects.delete_folder(f"adapters/{tenant}/{job}")

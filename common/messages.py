@@ -342,6 +342,7 @@ class TrainStep(Message, frozen=True, kw_only=True):
     rows: Rows  # empty: nothing to learn from, the version is committed unchanged (`no_signal`)
     trajectories: tuple[str, ...] = ()  # ids of the rows
     next_group: int  # the data cursor, kept in the manifest
+    drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
 
 
 class AdapterUpdate(Message, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     dynamic_sampling: bool = False
     tool_timeout_s: float = 10.0
     priority: int = 0  # larger first among the tenant's jobs
+    keep_versions: int | None = None  # newest versions that stay in the store, beside the best; None: all
     deadline_s: float | None = None  # after creation; earlier first among the tenant's jobs of one priority
 
 
@@ -100,6 +101,7 @@ class Training(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]  # that sampled its trajectories
     num_failed: int = 0  # trajectories that failed since the step before
     failed_reason: str = ""  # the commonest
+    drops: tuple[int, ...] = ()  # versions that go once this one is committed
 
 
 class EvalTally(msgspec.Struct):
@@ -150,6 +152,9 @@ class JobState(msgspec.Struct, kw_only=True):
     error: JobError | None = None
     first_eval: float | None = None  # eval_reward_mean at version 0, and the newest
     last_eval: float | None = None
+    best_eval: float | None = None  # the largest eval_reward_mean, and the version that had it first
+    best_version: int | None = None
+    kept: list[int] = []  # versions in the store, of a job that does not keep all
     last_reward: float | None = None  # reward_mean of the newest step
     sampling_gap: float | None = None  # of the newest step that measured one
     truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss

@@ -84,7 +84,7 @@ READS_ENVIRONMENT = {
     "rollout_service/process/vllm_engine.py",  # vLLM takes some settings from there alone
 }
 
-LONG_FILES = {"common/messages.py": 466}
+LONG_FILES = {"common/messages.py": 467}
 """The list of all messages, read as a whole."""
 MAX_FILE, MAX_FUNCTION = 450, 60
 MAX_FILES = 12

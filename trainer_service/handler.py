@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+import msgspec
 import structlog
 
 from base_model.adapter import check_fits, load_adapter, save_adapter
@@ -90,7 +91,7 @@ class TrainHandler:
             return self.failed(message, Failure(kind, str(error)))
         finally:
             self._held_tokens -= num_tokens
-        await self._drop_old_optimizer(target)
+        await self._drop_old(message, target)
         return [(self._cell.adapters(message.partition), update_of(manifest, message.about()))]
 
     def has_room(self) -> bool:
@@ -195,16 +196,22 @@ class TrainHandler:
         num_values = lora.AdapterLayout.of(adapter).num_values
         return TrainState.of(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
 
-    async def _drop_old_optimizer(self, newest: AdapterRef) -> None:
-        """Optimiser state is kept for the newest two versions. A failure here costs only space."""
-        if newest.version < 2:
+    async def _drop_old(self, message: Init | TrainStep, newest: AdapterRef) -> None:
+        """Optimiser state is kept for the newest two versions, adapters for as long as their job wants. A failure here costs
+        only space.
+        """
+        if not isinstance(message, TrainStep):
             return
-        old = AdapterRef(newest.tenant, newest.job, newest.version - 2)
-        self._cache.pop(old)
+        dropped = [msgspec.structs.replace(newest, version=version) for version in message.drops]
         try:
-            await self._store.drop_optimizer(old)
+            if newest.version >= 2:
+                old = msgspec.structs.replace(newest, version=newest.version - 2)
+                self._cache.pop(old)
+                await self._store.drop_optimizer(old)
+            for old in dropped:
+                await self._store.drop_files(old)
         except MarlaasError as error:
-            log.warning("optimizer_not_dropped", job=old.job, version=old.version, reason=str(error))
+            log.warning("old_version_not_dropped", job=newest.job, version=newest.version, reason=str(error))
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """Try again while the store is unavailable, a bounded number of times."""

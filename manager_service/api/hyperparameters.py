@@ -56,6 +56,7 @@ class Hyperparameters(BaseModel):
     grad_clip: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     tool_timeout: float = Field(10.0, gt=0, le=300, allow_inf_nan=False)  # seconds
+    keep_versions: int | None = Field(None, ge=2, le=MAX_STEPS)  # the newest so many, and the best; None: all
     priority: int = Field(0, ge=-100, le=100)  # larger first among the tenant's jobs
     deadline: float | None = Field(None, gt=0, le=366 * 86_400, allow_inf_nan=False)  # seconds after creation
 
@@ -128,6 +129,7 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
         tool_timeout_s=given.tool_timeout,
         priority=given.priority,
         deadline_s=given.deadline,
+        keep_versions=given.keep_versions,
     )
 
 

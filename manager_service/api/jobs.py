@@ -184,4 +184,5 @@ def shown(row: JobRow) -> JobObject:
         last_reward=state.last_reward,
         first_eval_reward=state.first_eval,
         last_eval_reward=state.last_eval,
+        best_version=state.best_version,
     )

@@ -7,6 +7,7 @@ from common.messages import BASE, AdapterRef
 from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobRow, JobStore
+from manager_service.jobs.retention import has_version
 from manager_service.records import TenantRecord
 
 
@@ -33,13 +34,16 @@ async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
         raise NotFound(f"there is no model {name!r}") from error
     if row.spec.tuned_model != plain or row.deleted:
         raise NotFound(f"there is no model {name!r}")
-    version = _pinned(name, pinned, row.state.version) if at else row.state.version
+    version = _pinned(name, pinned, row) if at else row.state.version
     if version < 0:
         raise NotFound(f"the model {name!r} has no version yet: its job is {row.state.status}")
     return Named(row.base, AdapterRef(tenant.id, row.spec.id, version), row)
 
 
-def _pinned(name: str, text: str, newest: int) -> int:
+def _pinned(name: str, text: str, row: JobRow) -> int:
+    newest = row.state.version
     if not (text.isascii() and text.isdecimal() and len(text) <= 8 and int(text) <= newest):
         raise NotFound(f"there is no model {name!r}: the newest version is {newest}")
+    if not has_version(row.spec, row.state, int(text)):
+        raise NotFound(f"there is no model {name!r} any more: its job keeps {row.spec.hyper.keep_versions} versions")
     return int(text)

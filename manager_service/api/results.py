@@ -20,6 +20,7 @@ from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.schemas import CheckpointObject, LedgerObject, Page, SampleObject, UsageObject
 from manager_service.api.usage import shown as shown_usage
+from manager_service.jobs.retention import has_version
 from manager_service.records import CheckpointRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
@@ -67,7 +68,7 @@ def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
 async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
     """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
     row = await JobStore(api).find(tenant.id, job_id)
-    if row.deleted or version > row.state.version:
+    if row.deleted or not has_version(row.spec, row.state, version):
         raise NotFound(f"the job has no version {version}")
     try:
         files = await api.adapters.read(AdapterRef(tenant.id, job_id, version))

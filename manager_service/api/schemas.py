@@ -76,6 +76,7 @@ class JobObject(Identified):
     last_reward: float | None  # reward_mean of the newest step
     first_eval_reward: float | None  # of version 0 on the validation file
     last_eval_reward: float | None
+    best_version: int | None  # with the largest eval_reward_mean so far
 
 
 class EventObject(Identified):

@@ -10,6 +10,7 @@ Its files:
     open_trajectories.py    holds a job's trajectories that are issued and not settled, in memory and as Redis has them
     groups.py               gathers scored trajectories into groups, and groups into a batch
     evaluation.py           counts the trajectories of an evaluation
+    retention.py            decides which versions of the adapter stay
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
     items.py                reads the rows of a training or validation file from disk

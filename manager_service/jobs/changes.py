@@ -48,6 +48,7 @@ class Changes:
     events: list[tuple[str, EventRecord]] = field(default_factory=list)
     usage: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (tenant, job, counter)
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
+    dropped: list[tuple[str, int]] = field(default_factory=list)  # versions whose files are gone
     samples: list[tuple[str, int, list[SampleRecord]]] = field(default_factory=list)
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     begun: list[str] = field(default_factory=list)  # have a version 0
@@ -119,6 +120,7 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
             result.append(["HDEL", key, *names])
     for job, record in changes.checkpoints:
         result.append(["HSET", cell.checkpoints(job), record.version, JSON.encode(record)])
+    result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped]
     for job, version, samples in changes.samples:
         result.append(["HSET", cell.samples(job), version, JSON.encode(samples)])
     return result

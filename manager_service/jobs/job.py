@@ -22,6 +22,7 @@ from manager_service.jobs.journal import Journal
 from manager_service.jobs.lengths import Lengths
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
+from manager_service.jobs.retention import droppable
 from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Training
 from manager_service.scheduling.policies import capacity
 
@@ -331,12 +332,13 @@ class Job:
         batch = [(number, self.open.take(number, changes)) for number in numbers]
         keys = tuple(scored.message.trajectory.key() for _, group in batch for scored in group.rows())
         end = numbers[-1] + 1 if numbers else state.next_group
-        step = self.orders.step(state, batch, end)
+        drops = droppable(self.spec, state, (group.version for group in self.open.groups.values()))
+        step = self.orders.step(state, batch, end, drops)
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
         failed = sum(state.reasons.values())
-        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason())
+        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason(), drops)
         state.window = end
         state.dropped = [number for number in state.dropped if number >= end]
         state.drawn = max(0, state.next_group - end)
@@ -362,6 +364,8 @@ class Job:
         self.open.settle("trained", training.keys, changes)
         self.state.training = None
         changes.add_usage(self.spec.tenant, self.id, message.usage)
+        self.state.kept = [version for version in self.state.kept if version not in training.drops]
+        changes.dropped += [(self.id, version) for version in training.drops]
         self._commit(message, now, changes)
         self.journal.trained(message, training, now, changes)
 
@@ -382,6 +386,8 @@ class Job:
     def _commit(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
         state, hyper = self.state, self.spec.hyper
         state.version = message.adapter.version
+        if hyper.keep_versions is not None:
+            state.kept.append(state.version)
         changes.published.append(self.orders.new_version(state, message.adapter))
         if state.version == 0:
             self.journal.first_version(now)

@@ -95,6 +95,8 @@ class Journal:
         if version == 0:
             self._state.first_eval = mean
         self._state.last_eval = mean
+        if mean is not None and (self._state.best_eval is None or mean > self._state.best_eval):
+            self._state.best_eval, self._state.best_version = mean, version
         shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
         self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
 

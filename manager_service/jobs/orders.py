@@ -74,8 +74,13 @@ class Orders:
         message = msgspec.structs.replace(request, id=identity, epoch=state.epoch, trajectory=trajectory)
         return self._cell.rollout_first, message
 
-    def step(self, state: JobState, batch: list[tuple[int, Group]], next_group: int) -> TrainStep:
-        """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay."""
+    def step(
+        self, state: JobState, batch: list[tuple[int, Group]], next_group: int, drops: tuple[int, ...] = ()
+    ) -> TrainStep:
+        """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay.
+
+        `drops`: versions that nobody needs after that.
+        """
         spec, hyper = self._spec, self._spec.hyper
         return TrainStep(
             id=f"{spec.id}/step{state.version + 1}/{state.attempt}",
@@ -88,6 +93,7 @@ class Orders:
             rows=pack(batch),
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),
             next_group=next_group,
+            drops=drops,
         )
 
     def cancel(self, state: JobState, *, park: bool) -> Out:

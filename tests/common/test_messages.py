@@ -112,6 +112,7 @@ EXAMPLES: list[messages.AnyMessage] = [
         rows=ROWS,
         trajectories=("a",),
         next_group=9,
+        drops=(1,),
     ),
     AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}),
     JobCommand(**PLAIN, action="pause"),
@@ -131,7 +132,7 @@ EXAMPLES: list[messages.AnyMessage] = [
         spans=(Span(1, 2, "t", "j", "env"),),
     ),
 ]
-SNAPSHOT = "ec1443ec08fe22e746be30d7a22755aaf075aa1cc0cf7af2aadb54038606ce69"
+SNAPSHOT = "11ba6d5b5c8f8c66a78fe43e07e24c3caddd36144d4231e72e1dd5b2aea86203"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -33,7 +33,8 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.open_trajectories import OpenTrajectory, TrajectoryKey
-from manager_service.records import JobState, Training
+from manager_service.jobs.retention import droppable, has_version
+from manager_service.records import EvalTally, JobState, Training
 
 CELL = Cell("tiny")
 
@@ -246,6 +247,29 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
         and "sampling_gap 0.0200 is beyond 0.001" in event.message
         and "is_clip = 2" in event.message
     )
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**9), st.integers(0, 3), st.integers(2, 4))
+def test_a_version_is_dropped_only_when_nobody_needs_it(seed: int, staleness: int, keep: int) -> None:
+    """The world of these tests has no store: a set of versions stands for it, which each committed step changes."""
+    world = run(seed, max_staleness=staleness, keep_versions=keep, num_steps=8)
+    stored = {0}
+    for step in sorted(world.steps, key=lambda step: step.adapter.version):
+        assert {step.adapter.version, *map(int, step.rows.versions.numpy())} <= stored
+        stored = stored - set(step.drops) | {step.adapter.version + 1}
+        assert len(stored) <= keep + staleness
+    assert world.job.state.kept == sorted(stored)
+    assert {8, 7} <= stored
+
+
+def test_the_best_version_by_evaluation_stays_and_one_that_is_evaluated() -> None:
+    spec = job_spec(num_steps=20, keep_versions=2)
+    state = JobState(status="running", version=6, kept=[1, 2, 3, 4, 5, 6], best_version=2)
+    state.evals["4"] = EvalTally(units=1)
+    assert droppable(spec, state, in_use=[3]) == (1, 5)
+    assert droppable(job_spec(), state, in_use=[]) == (), "unless the job says otherwise, all stay"
+    assert [v for v in range(-1, 9) if has_version(spec, state, v)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_open_trajectories_read_back_as_they_were_written() -> None:

@@ -217,6 +217,16 @@ async def test_optimiser_state_is_kept_for_the_newest_two_versions(system: Syste
     assert all((path / PEFT_FILES[0]).exists() for version in range(4) for path in system.attempts(version))
 
 
+async def test_versions_that_a_step_drops_lose_their_files_and_are_not_made_again(system: System) -> None:
+    first, *later = steps(3)
+    drops = [replace(step, drops=(step.adapter.version - 1,)) for step in later]
+    await system.run(make_init(), first, *drops)
+
+    assert [len(system.attempts(version)) for version in range(4)] == [0, 0, 1, 1]
+    again = await system.run(first, handler=system.handler())
+    assert again.failure is None and system.trainer.num_steps == 0, "answered from the manifest"
+
+
 async def test_a_full_disk_loses_nothing(system: System) -> None:
     await system.run(make_init())
     system.objects.num_failures = 3

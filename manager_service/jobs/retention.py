@@ -1,0 +1,22 @@
+"""Decides which versions of a job's adapter stay: the newest `keep_versions`, the best by evaluation, and those in use."""
+
+from collections.abc import Iterable
+
+from manager_service.records import JobSpec, JobState
+
+
+def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[int, ...]:
+    """Versions that nobody needs once the next one is committed; none if the job keeps all.
+
+    `in_use`: versions that open groups were sampled by.
+    """
+    keep = spec.hyper.keep_versions
+    if keep is None:
+        return ()
+    needed = {state.best_version, *in_use, *map(int, state.evals)}
+    return tuple(v for v in state.kept if v <= state.version + 1 - keep and v not in needed)
+
+
+def has_version(spec: JobSpec, state: JobState, version: int) -> bool:
+    """Is a version in the store?"""
+    return 0 <= version <= state.version and (spec.hyper.keep_versions is None or version in state.kept)
