@@ -40,6 +40,8 @@ BLOCK_MS = 100
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 STALL_S = 30.0
+KEEP_CANCELS, KEEP_HINTS = 10_000, 1_000
+"""Messages that the streams `control` and `adapters:new` keep at most."""
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
 """Share of Redis' memory limit above which finished jobs are archived at once."""
@@ -333,13 +335,18 @@ class Owner:
         return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
 
     async def _trim_broadcasts(self) -> None:
-        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away."""
+        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away and to
+        what is worth reading then.
+        """
         seconds, _ = await self._bus.retrying(self._bus.client.time)
         oldest = int((seconds - KEEP_S) * 1000)
-        for stream in (self._cell.control, self._cell.adapters_new):
+        for stream, most in {
+            self._cell.control: KEEP_CANCELS,
+            self._cell.adapters_new: KEEP_HINTS,
+            self._cell.telemetry: KEEP_REPORTS,
+        }.items():
             await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
-        telemetry = self._cell.telemetry
-        await self._bus.retrying(lambda: self._bus.client.xtrim(telemetry, KEEP_REPORTS, approximate=True))
+            await self._bus.retrying(lambda s=stream, n=most: self._bus.client.xtrim(s, n, approximate=True))
 
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""

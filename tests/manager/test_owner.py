@@ -29,7 +29,7 @@ from harness.standin import (
     until_status,
 )
 from manager_service.owner.leases import Held, Leases
-from manager_service.owner.owner import Owner
+from manager_service.owner.owner import KEEP_HINTS, Owner
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import EventRecord, TenantRecord
 from manager_service.scheduling.policies import MARLAAS
@@ -474,3 +474,17 @@ async def test_a_full_redis_costs_time_and_nothing_else(system: System) -> None:
 @pytest.fixture(autouse=True)
 def _uses(redis_server: RedisServer) -> Iterator[None]:
     yield
+
+
+async def test_hints_and_cancels_are_trimmed_to_what_is_worth_reading(system: System) -> None:
+    client, cell = system.bus.client, system.bus.cell
+    async with client.pipeline(transaction=False) as pipe:
+        for _ in range(KEEP_HINTS + 500):
+            pipe.xadd(cell.adapters_new, {"payload": b"x"})
+        await pipe.execute()
+    await until(lambda: has_at_most(system.bus, cell.adapters_new, KEEP_HINTS + 100))  # Redis trims whole nodes
+    assert await client.xlen(cell.adapters_new) >= KEEP_HINTS
+
+
+async def has_at_most(bus: Bus, stream: str, count: int) -> bool:
+    return await bus.client.xlen(stream) <= count
