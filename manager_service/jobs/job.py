@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, Usage
+from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, TrainStep, Usage
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import count, new_tally, next_unit
@@ -325,21 +325,25 @@ class Job:
             return sorted(self.open.groups)
         return None
 
+    def next_step(self, numbers: list[int]) -> TrainStep:
+        """The message that hands these groups to the trainers."""
+        end = numbers[-1] + 1 if numbers else self.state.next_group
+        return self.orders.step(self.state, [(number, self.open.groups[number]) for number in numbers], end)
+
     def publish_step(self, numbers: list[int], changes: Changes) -> None:
         """Hands a batch to the trainers. The same script acknowledges its scored entries."""
         state = self.state
+        step = self.next_step(numbers)
         batch = [(number, self.open.take(number, changes)) for number in numbers]
         keys = tuple(scored.message.trajectory.key() for _, group in batch for scored in group.rows())
-        end = numbers[-1] + 1 if numbers else state.next_group
-        step = self.orders.step(state, batch, end)
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
         failed = sum(state.reasons.values())
         state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason())
-        state.window = end
-        state.dropped = [number for number in state.dropped if number >= end]
-        state.drawn = max(0, state.next_group - end)
+        state.window = step.next_group
+        state.dropped = [number for number in state.dropped if number >= state.window]
+        state.drawn = max(0, state.next_group - state.window)
         state.failed_groups, state.reasons = 0, {}
         self._dirty(changes)
 
