@@ -42,6 +42,7 @@ def make_owner(api: Api, base: Base) -> Owner:
         lease_s=settings.lease_s,
         policy=settings.scheduling,
         training_queue=settings.training_queue,
+        limits=settings.limits,
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.messages import MAX_TOKENS, TEMPERATURE, EnvSpec, LoraSpec, LossSpec, OptimSpec
+from manager_service.jobs.kept import Kept
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
@@ -136,6 +137,7 @@ class JobState(msgspec.Struct, kw_only=True):
     training: Training | None = None
     evals: dict[str, EvalTally] = {}  # version -> running evaluation
     num_events: int = 0
+    kept: dict[str, Kept] = {}  # `events` and `samples`: what is kept of them, and how many were dropped
     trained_tokens: int = 0
     started_at: int | None = None
     finished_at: int | None = None

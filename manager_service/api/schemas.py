@@ -76,6 +76,8 @@ class JobObject(Identified):
     last_reward: float | None  # reward_mean of the newest step
     first_eval_reward: float | None  # of version 0 on the validation file
     last_eval_reward: float | None
+    dropped_events: int = 0  # the oldest, because there were too many bytes
+    dropped_samples: int = 0  # versions whose samples are gone, for the same reason
 
 
 class EventObject(Identified):

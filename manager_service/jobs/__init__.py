@@ -11,6 +11,7 @@ Its files:
     groups.py               gathers scored trajectories into groups, and groups into a batch
     evaluation.py           counts the trajectories of an evaluation
     journal.py              writes what the user reads of a job: events, figures of steps, samples
+    kept.py                 bounds what is kept for people to read
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
     items.py                reads the rows of a training or validation file from disk
     lengths.py              estimates how long the trajectories under way will be, from those that ended

@@ -19,6 +19,7 @@ from manager_service.jobs.evaluation import count, new_tally, next_unit
 from manager_service.jobs.groups import is_sound, next_batch
 from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
+from manager_service.jobs.kept import LIMITS, Limits
 from manager_service.jobs.lengths import Lengths
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
@@ -35,14 +36,16 @@ OTHER_REASONS = "other: reasons beyond the first"
 class Job:
     """One unfinished job, in the memory of its partition's owner."""
 
-    def __init__(self, cell: Cell, spec: JobSpec, state: JobState, items: Items, eval_items: Items) -> None:
+    def __init__(
+        self, cell: Cell, spec: JobSpec, state: JobState, items: Items, eval_items: Items, limits: Limits = LIMITS
+    ) -> None:
         self.cell = cell
         self.spec = spec
         self.state = state
         self.orders = Orders(cell, spec, items, eval_items)
         self.partition = partition_of(spec.tenant)
         self.open = OpenTrajectories(cell, spec)
-        self.journal = Journal(spec, state)
+        self.journal = Journal(spec, state, limits)
         self.lengths = Lengths(spec.hyper.max_tokens)
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""

@@ -27,8 +27,10 @@ from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.jobs.changes import Changes, commands
+from manager_service.jobs.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
+from manager_service.owner.memory import RedisMemory, bound
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import day_field
@@ -64,6 +66,7 @@ class Owner:
         lease_s: float = 10.0,
         policy: Policy = MARLAAS,
         training_queue: Discipline = "fused",
+        limits: Limits = LIMITS,
     ) -> None:
         self._bus = bus
         self._cell = bus.cell
@@ -71,6 +74,7 @@ class Owner:
         self._objects = objects
         self._tenants = tenants
         self._lease_s = lease_s
+        self._limits = limits
         self._token = secrets.token_hex(16)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus = 0  # partitions to give back
@@ -86,6 +90,7 @@ class Owner:
         """Held while jobs change. Nothing waits for object storage under it, as that would stop every tenant."""
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
+        self._memory = RedisMemory(bus)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -136,7 +141,7 @@ class Owner:
 
     async def _take_over(self, number: int) -> None:
         fence = Fence(self._bus, number, self._token)
-        partition, changes = Partition(number, self._bus, self._objects, self._store), Changes()
+        partition, changes = Partition(number, self._bus, self._objects, self._store, self._limits), Changes()
         await fence.read_stamp()
         await partition.load(time.time(), changes)
         async with self._lock:
@@ -341,6 +346,7 @@ class Owner:
         limit = int(memory.get("maxmemory", 0))
         self._allocator.tenants = tenants
         self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
+        await self._memory.look(measures=0 in self._owned)
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))
 
@@ -358,13 +364,16 @@ class Owner:
         return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
 
     async def _trim_broadcasts(self) -> None:
-        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away."""
+        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away,
+        and what is kept for operators to its bytes."""
         seconds, _ = await self._bus.retrying(self._bus.client.time)
         oldest = int((seconds - KEEP_S) * 1000)
         for stream in (self._cell.control, self._cell.adapters_new):
             await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
         telemetry = self._cell.telemetry
         await self._bus.retrying(lambda: self._bus.client.xtrim(telemetry, KEEP_REPORTS, approximate=True))
+        await bound(self._bus, telemetry, self._limits.telemetry)
+        await bound(self._bus, self._cell.dead, self._limits.dead)
 
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""
@@ -383,7 +392,8 @@ class Owner:
         if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
             return f"no {' and no '.join(missing)} worker is alive"
         if used > MAX_MEMORY_USED:
-            return f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
+            full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
+            return f"{full} (most of it: {largest})" if (largest := self._memory.largest()) else full
         waits_for = cluster.waits_for()
         return f"workers wait: {waits_for}" if waits_for else STALL_REASON
 

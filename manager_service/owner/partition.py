@@ -25,6 +25,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items, LinesOnDisk
 from manager_service.jobs.job import Job
 from manager_service.jobs.job_table import JobTable
+from manager_service.jobs.kept import LIMITS, Limits
 from manager_service.records import JobError, JobSpec, JobState
 
 LOAD_COUNT = 200
@@ -48,13 +49,14 @@ class Searched:
 class Partition:
     """The state machine of one partition's jobs. All its methods fill `changes`; the owner commits them."""
 
-    def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore) -> None:
+    def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore, limits: Limits = LIMITS) -> None:
         self.number = number
         self.jobs = JobTable()
         self._bus = bus
         self._cell = bus.cell
         self._objects = objects
         self._store = store
+        self._limits = limits
         self._arriving: dict[str, dict[str, Delivery]] = {}  # job -> entry -> a command that waits for it
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
@@ -135,7 +137,7 @@ class Partition:
             missing = ""
         except NotFound as error:
             files, missing = [Items(), Items()], str(error)
-        job = Job(self._cell, spec, state, *files)
+        job = Job(self._cell, spec, state, *files, limits=self._limits)
         job.changed_at = now
         self.jobs.add(job)
         job.open.load(state, unsettled, evals)
