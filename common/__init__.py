@@ -11,7 +11,7 @@ It imports no service and no torch.
     streams.py            names every key of a cell
     bus.py                publishes, and acknowledges by one script
     scripts.py            what Redis does for the bus in one go
-    redis_connection.py   connects to Redis, and packs commands in C
+    redis_connection.py   connects to Redis, packs commands in C, and tells errors that pass
     worker.py             runs a worker: reads messages, works on them, tries again, gives up, hands back
     underway.py           keeps the deliveries that a worker works on
     takeover.py           takes over the entries that other workers left behind

@@ -29,7 +29,7 @@ from redis import exceptions as redis_errors
 from common.errors import InvalidInput, NotFound
 from common.messages import AnyMessage, Message, decode, encode
 from common.objects import Objects, patiently
-from common.redis_connection import make_client
+from common.redis_connection import make_client, passes
 from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 
@@ -41,6 +41,8 @@ PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
 """Fields of an entry that stand beside its payload."""
 
 T = TypeVar("T")
+Aside = Callable[[str, str, Callable[[], Awaitable["Delivery"]]], None]
+"""Takes a claim check that was read: its stream, its entry, and the call that fetches it."""
 Out = tuple[str, Message]  # stream key, message
 log = structlog.get_logger()
 
@@ -123,11 +125,21 @@ class Bus:
         await self._unless("BUSYGROUP", lambda: self.client.xgroup_create(stream, group, id="0", mkstream=True))
 
     async def read(
-        self, streams: Sequence[str], group: str, consumer: str, *, count: int, block_ms: int | None = None
+        self,
+        streams: Sequence[str],
+        group: str,
+        consumer: str,
+        *,
+        count: int,
+        block_ms: int | None = None,
+        aside: Aside | None = None,
     ) -> list[Delivery]:
-        """New entries, at most `count` a stream, in stream order. `block_ms` None: return at once."""
+        """New entries, at most `count` a stream, in stream order. `block_ms` None: return at once.
+
+        Those whose payload is in object storage go to `aside`, if it is given, so that no other waits for the storage.
+        """
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
-        return await self._read_group(wanted, group, consumer, count, block_ms)
+        return await self._read_group(wanted, group, consumer, count, block_ms, aside)
 
     async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
         """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait."""
@@ -142,15 +154,15 @@ class Bus:
         self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256
     ) -> list[Delivery]:
         """Entries that this consumer was given before and has not settled, after an entry id."""
-        return await self._read_group({stream: after}, group, consumer, count, None)
+        return await self._read_group({stream: after}, group, consumer, count, None, None)
 
     async def _read_group(
-        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None
+        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, aside: Aside | None
     ) -> list[Delivery]:
         async def call() -> Any:
             return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or ()
 
-        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms)
+        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, aside=aside)
 
     async def _delivered(
         self,
@@ -160,18 +172,28 @@ class Bus:
         consumer: str,
         *,
         block_ms: int | None = None,
+        aside: Aside | None = None,
     ) -> list[Delivery]:
         found = await self._unless("NOGROUP", call, block_ms=block_ms)
         if found is None:
             for stream in streams:
                 await self.ensure_group(stream, group)
             return []
-        return [
-            await self._delivery(_text(stream), group, entry, fields, consumer=consumer)
-            for stream, entries in _pairs(found)
-            for entry, fields in entries
-            if fields  # a pending entry that was deleted has none
-        ]
+        rows = [(_text(stream), entry, fields) for stream, entries in _pairs(found) for entry, fields in entries]
+        return await self._opened(rows, group, consumer, aside)
+
+    async def _opened(
+        self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, aside: Aside | None
+    ) -> list[Delivery]:
+        """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out."""
+        deliveries: list[Delivery] = []
+        for stream, entry, fields in rows:
+            opening = partial(self._delivery, stream, group, entry, fields, consumer=consumer)
+            if aside is not None and fields and b"payload" not in fields:
+                aside(stream, _text(entry), opening)
+            elif fields:
+                deliveries.append(await opening())
+        return deliveries
 
     async def find_idle(
         self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, count: int = 256
@@ -206,14 +228,17 @@ class Bus:
         call = partial(self.client.xpending_range, stream, group, f"({after}", "+", count)
         return [_text(row["message_id"]) for row in await self.retrying(call)]
 
-    async def reread(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> list[Delivery]:
-        """Reads pending entries again, whoever has them, and makes them this consumer's. Leaves out those that are gone."""
+    async def reread(
+        self, stream: str, group: str, consumer: str, entries: Sequence[str], *, aside: Aside | None = None
+    ) -> list[Delivery]:
+        """Reads pending entries again, whoever has them, and makes them this consumer's. Leaves out those that are gone.
+
+        `aside`: as for `read`.
+        """
         if not entries:
             return []
         found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
-        return [
-            await self._delivery(stream, group, entry, fields, consumer=consumer) for entry, fields in found if fields
-        ]
+        return await self._opened([(stream, entry, fields) for entry, fields in found], group, consumer, aside)
 
     async def renew(
         self,
@@ -321,16 +346,20 @@ class Bus:
     # ---- encoding ---------------------------------------------------------------------------------------------------
 
     async def fields(self, message: Message) -> list[Any]:
-        """Names and values, flat, as XADD takes them."""
-        body = await self._body(message)
-        kind = type(message).__name__
-        plain = ["id", message.id, "job", message.job, "partition", message.partition, "epoch", message.epoch]
-        return [*plain, "kind", kind, *body]
-
-    async def _body(self, message: Message) -> list[Any]:
+        """Names and values, flat, as XADD takes them. Writes a large payload to object storage."""
         payload = encode(message)
-        if len(payload) <= CLAIM_CHECK_BYTES:
-            return ["payload", payload]
+        path = await self._write(message, payload) if len(payload) > CLAIM_CHECK_BYTES else ""
+        return [*_plain(message), *(["ref", path] if path else ["payload", payload])]
+
+    def fields_at(self, message: Message, path: str) -> list[Any]:
+        """Does what `fields` does, and waits for nothing. `path`: from `write_payload`; empty: the payload travels itself."""
+        return [*_plain(message), *(["ref", path] if path else ["payload", encode(message)])]
+
+    async def write_payload(self, message: Message) -> str:
+        """Writes a payload to object storage, however long that takes. Returns its path."""
+        return await self._write(message, encode(message))
+
+    async def _write(self, message: Message, payload: bytes) -> str:
         if self._objects is None:
             raise InvalidInput(f"a message of {len(payload)} bytes needs an object store to travel")
         step = getattr(message, "adapter", None)
@@ -338,7 +367,7 @@ class Bus:
         path = f"payloads/{message.job}/{version:08d}/{message.id.replace('/', '.')}.{uuid4().hex}"
         objects = self._objects
         await patiently(lambda: objects.write(path, payload))
-        return ["ref", path]
+        return path
 
     async def _delivery(self, stream: str, group: str, entry: Any, fields: Any, *, consumer: str = "") -> Delivery:
         payload = fields.get(b"payload")
@@ -399,24 +428,10 @@ def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
     return make_client(redis_url, cell.key(""), socket_connect_timeout=5, socket_timeout=None)
 
 
-_LATER = ("OOM", "LOADING", "NOSCRIPT", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF")
-_LATER_CLASSES = (
-    redis_errors.OutOfMemoryError,
-    redis_errors.BusyLoadingError,
-    redis_errors.NoScriptError,
-    redis_errors.ReadOnlyError,
-    redis_errors.MasterDownError,
-    redis_errors.ClusterDownError,
-    redis_errors.TryAgainError,
-)
-
-
-def passes(error: redis_errors.RedisError) -> bool:
-    """True for an error that says `later`, not `never`. redis-py makes classes of some codes; a script's error quotes the code."""
-    if not isinstance(error, redis_errors.ResponseError) or isinstance(error, _LATER_CLASSES):
-        return True
-    text = str(error)
-    return any(text.startswith(f"{code} ") or f" -{code} " in text for code in _LATER)
+def _plain(message: Message) -> list[Any]:
+    """Fields that stand beside the payload, as PLAIN names them."""
+    known = [message.id, message.job, message.partition, message.epoch, type(message).__name__]
+    return [part for pair in zip(PLAIN, known, strict=True) for part in pair]
 
 
 def _text(value: Any) -> str:

@@ -10,6 +10,9 @@ MAX_PAYLOAD = 64 << 10
 """Bytes of the original that a dead letter keeps."""
 
 
+MAX_REASON = 4096
+
+
 def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
     """Makes the letter that keeps the original and the reason. One for an unreadable entry has what its plain fields say."""
     message = delivery.message
@@ -28,7 +31,7 @@ def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
         **about,
         stream=delivery.stream,
         entry=delivery.entry,
-        reason=reason,
+        reason=reason[:MAX_REASON],
         deliveries=delivery.deliveries,
         payload=payload[:MAX_PAYLOAD],
     )

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import hiredis
 import redis.asyncio as aioredis
+from redis import exceptions as redis_errors
 from redis.asyncio import Connection, SSLConnection
 from redis.asyncio.connection import parse_url
 from redis.crc import key_slot
@@ -135,3 +136,23 @@ def _nodes(rest: str) -> tuple[list[tuple[str, int]], str]:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+_LATER = ("OOM", "LOADING", "NOSCRIPT", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF")
+_LATER_CLASSES = (
+    redis_errors.OutOfMemoryError,
+    redis_errors.BusyLoadingError,
+    redis_errors.NoScriptError,
+    redis_errors.ReadOnlyError,
+    redis_errors.MasterDownError,
+    redis_errors.ClusterDownError,
+    redis_errors.TryAgainError,
+)
+
+
+def passes(error: redis_errors.RedisError) -> bool:
+    """True for an error that says `later`, not `never`. redis-py makes classes of some codes; a script's error quotes the code."""
+    if not isinstance(error, redis_errors.ResponseError) or isinstance(error, _LATER_CLASSES):
+        return True
+    text = str(error)
+    return any(text.startswith(f"{code} ") or f" -{code} " in text for code in _LATER)

@@ -18,6 +18,8 @@
     rev:<p>                    string   number of the owner's last write
     bits                       hash     `mode`, and service -> fingerprint: what workers must compute to join
     bits:live                  zset     services that have live workers, by when they count as gone, ms
+    memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
+    dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
@@ -94,6 +96,14 @@ class Cell:
     @property
     def bits(self) -> str:
         return self.key("bits")
+
+    @property
+    def memory(self) -> str:
+        return self.key("memory")
+
+    @property
+    def dropped(self) -> str:
+        return self.key("dropped")
 
     @property
     def begun(self) -> str:

@@ -26,6 +26,8 @@ class Timeline:
     _closed: list[Span] = field(default_factory=list)
     _busy_since: float | None = None
     _busy_s: float = 0.0
+    dropped: int = 0
+    """Spans beyond MAX_SPANS that no report told."""
 
     def begin(self, tenant: str, job: str, phase: str) -> None:
         now = time.time()
@@ -54,8 +56,9 @@ class Timeline:
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
             self._busy_since = now
-        longest = sorted(merged(self._closed), key=lambda s: s.start_s - s.end_s)[:MAX_SPANS]
-        spans, busy = tuple(sorted(longest, key=lambda s: s.start_s)), self._busy_s
+        longest = sorted(merged(self._closed), key=lambda s: s.start_s - s.end_s)
+        self.dropped += max(0, len(longest) - MAX_SPANS)
+        spans, busy = tuple(sorted(longest[:MAX_SPANS], key=lambda s: s.start_s)), self._busy_s
         self._closed, self._busy_s = [], 0.0
         return spans, busy
 
@@ -133,5 +136,10 @@ class Reporter:
             fingerprint=self.fingerprint,
             reason=reason or (waited if now - at_s < WAITED_S else ""),
             spans=spans,
-            counters={**self.counters, **self.measured(), "cpu_s": time.process_time()},
+            counters={
+                **self.counters,
+                **self.measured(),
+                "cpu_s": time.process_time(),
+                "spans_dropped": float(self.timeline.dropped),
+            },
         )

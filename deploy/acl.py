@@ -32,7 +32,8 @@ _WORKER = """
     exists del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
 _MANAGER = """
-    multi exec info xlen xrange xrevrange xtrim del exists expire get mget set hdel hget hgetall hincrby hincrbyfloat
+    multi exec info dbsize randomkey memory|usage
+    xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat
     hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zmscore zrange zrem zremrangebyscore
 """
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -92,10 +93,8 @@ class MeasuredBus(Bus):
         super().__init__(connect(redis_url, Cell(BASE_MODEL)), Cell(BASE_MODEL))
         self.ages_ms: list[float] = []
 
-    async def read(
-        self, streams: Sequence[str], group: str, consumer: str, *, count: int, block_ms: int | None = None
-    ) -> list[Delivery]:
-        return self._noted(await super().read(streams, group, consumer, count=count, block_ms=block_ms))
+    async def read(self, *args: Any, **options: Any) -> list[Delivery]:
+        return self._noted(await super().read(*args, **options))
 
     async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
         return self._noted(await super().read_in_order(streams, group, consumer, count=count))

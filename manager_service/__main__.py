@@ -43,6 +43,7 @@ def make_owner(api: Api, base: Base) -> Owner:
         policy=settings.scheduling,
         training_queue=settings.training_queue,
         archive_after_s=settings.archive_after_s,
+        limits=settings.limits,
     )
 
 

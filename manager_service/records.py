@@ -27,6 +27,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.messages import MAX_TOKENS, TEMPERATURE, EnvSpec, LoraSpec, LossSpec, OptimSpec, Usage
+from manager_service.kept import Kept
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
@@ -146,6 +147,7 @@ class JobState(msgspec.Struct, kw_only=True):
     training: Training | None = None
     evals: dict[str, EvalTally] = {}  # version -> running evaluation
     num_events: int = 0
+    kept: dict[str, Kept] = {}  # `events` and `samples`: what is kept of them, and how many were dropped
     trained_tokens: int = 0
     started_at: int | None = None
     finished_at: int | None = None
@@ -154,7 +156,7 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval: float | None = None
     best_eval: float | None = None  # the largest eval_reward_mean, and the version that had it first
     best_version: int | None = None
-    kept: list[int] = []  # versions in the store, of a job that does not keep all
+    stored: list[int] = []  # versions in the store, of a job that does not keep all
     last_reward: float | None = None  # reward_mean of the newest step
     sampling_gap: float | None = None  # of the newest step that measured one
     truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss

@@ -4,6 +4,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from common.settings import Settings
+from manager_service.kept import Limits
 from manager_service.scheduling.policies import Policy, parse_policy
 from manager_service.scheduling.training_queue import Discipline
 
@@ -43,11 +44,26 @@ class ManagerSettings(Settings):
     idempotency_s: int = Field(default=86_400, ge=1)
     """An Idempotency-Key is remembered this long."""
 
+    max_events_bytes: int = Field(default=Limits().events, ge=1 << 16)
+    """What is kept of a job's events; the oldest go first. The job says how many were dropped."""
+    max_samples_bytes: int = Field(default=Limits().samples, ge=1 << 16)
+    """What is kept of a job's samples; the oldest versions go first. The job says how many were dropped."""
+    max_dead_bytes: int = Field(default=Limits().dead, ge=1 << 16)
+    """What is kept of a base model's dead letters; the oldest go first. `/metrics` says how many were dropped."""
+    max_telemetry_bytes: int = Field(default=Limits().telemetry, ge=1 << 16)
+    """What is kept of the workers' reports; the oldest go first. `/metrics` says how many were dropped."""
+
     @field_validator("policy")
     @classmethod
     def _is_known(cls, value: str) -> str:
         parse_policy(value)
         return value
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            self.max_events_bytes, self.max_samples_bytes, dead=self.max_dead_bytes, telemetry=self.max_telemetry_bytes
+        )
 
     @property
     def scheduling(self) -> Policy:

@@ -12,8 +12,8 @@ from redis import exceptions as redis_errors
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from common.bus import passes
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
+from common.redis_connection import passes
 from common.spelling import did_you_mean
 
 RETRY_AFTER_S = 2

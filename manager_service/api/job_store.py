@@ -38,7 +38,7 @@ return false
 # KEYS: job. ARGV: the fields `deleted` and `moving`.
 DELETE = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'archived' end
-if redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1 then return 'moving' end
+if redis.call('HGET', KEYS[1], ARGV[2]) then return 'moving' end
 redis.call('HSET', KEYS[1], ARGV[1], '1')
 return 'done'
 """

@@ -18,6 +18,7 @@ from manager_service.api.quota import check_quota
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import ErrorObject, JobObject, Page
 from manager_service.api.submission import JobGiven, build_spec, find_base
+from manager_service.kept import Kept
 from manager_service.records import FINAL, Status, TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
@@ -185,4 +186,6 @@ def shown(row: JobRow) -> JobObject:
         first_eval_reward=state.first_eval,
         last_eval_reward=state.last_eval,
         best_version=state.best_version,
+        dropped_events=state.kept.get("events", Kept()).dropped,
+        dropped_samples=state.kept.get("samples", Kept()).dropped,
     )

@@ -29,10 +29,10 @@ READ_AHEAD = 500
     responses={200: {"content": {"text/plain": {}}, "description": "Prometheus' text format"}},
 )
 async def metrics(api: Parts, admin: Admin) -> Response:
-    """Open work and its age, dead letters, workers, jobs."""
+    """Open work and its age, dead letters, what fills Redis, workers, jobs."""
     families: list[Metric] = []
     for base in api.bases.values():
-        families += [*await _streams(base), *_workers(base), await _jobs(api, base)]
+        families += [*await _streams(base), *await _memory(base), *_workers(base), await _jobs(api, base)]
     registry = CollectorRegistry()
     registry.register(_Collected(_joined(families)))
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -102,6 +102,16 @@ async def _stream(base: Base, stream: str, group: str, now_s: float) -> tuple[fl
     first: Any = await base.redis.xrange(stream, count=1) if length else []
     age_s = now_s - int(first[0][0].split(b"-")[0]) / 1000 if first else 0.0
     return length, pending, max(0, length - pending), max(0.0, age_s)
+
+
+async def _memory(base: Base) -> list[Metric]:
+    labels = ["base_model", "kind"]
+    dropped = CounterMetricFamily("marlaas_dropped", "Entries dropped because there were too many bytes", labels=labels)
+    for kind, num in (await base.redis.hgetall(base.cell.dropped)).items():
+        dropped.add_metric([base.name, kind.decode()], float(num))
+    found = await base.redis.hgetall(base.cell.memory)
+    samples = (([base.name, kind.decode()], float(num)) for kind, num in found.items())
+    return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), dropped]
 
 
 # ---- workers and jobs -----------------------------------------------------------------------------------------------

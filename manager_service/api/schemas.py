@@ -77,6 +77,8 @@ class JobObject(Identified):
     first_eval_reward: float | None  # of version 0 on the validation file
     last_eval_reward: float | None
     best_version: int | None  # with the largest eval_reward_mean so far
+    dropped_events: int = 0  # the oldest, because there were too many bytes
+    dropped_samples: int = 0  # versions whose samples are gone, for the same reason
 
 
 class EventObject(Identified):

@@ -6,16 +6,17 @@ mark and, perhaps, the copy; the next owner copies again.
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import structlog
 
 from common.bus import Bus
+from common.errors import Unavailable
 from common.objects import Objects
 from manager_service.archive.store import Archive, Archived, in_parts
-from manager_service.jobs.changes import Moved
+from manager_service.jobs.changes import Changes, Moved
 from manager_service.records import DELETED, USAGE_COUNTERS, JobSpec, JobState
 
 BATCH = 20
@@ -27,16 +28,42 @@ log = structlog.get_logger()
 class Archiver:
     """Copies the finished jobs of a cell, for the owners of its partitions."""
 
-    def __init__(self, bus: Bus, objects: Objects) -> None:
+    def __init__(self, bus: Bus, objects: Objects, *, every_s: float = 1.0) -> None:
+        """`every_s`: how often it looks for jobs that are due."""
         self._bus = bus
         self._cell = bus.cell
         self._objects = objects
         self._archive = Archive(objects, bus.cell.base_model)
+        self._every_s = every_s
+
+    async def run(
+        self, due: Callable[[], tuple[list[int], float]], commit: Callable[[int, Changes], Awaitable[bool]]
+    ) -> None:
+        """Archives until cancelled. `due`: of which partitions the jobs, and before when they must have finished. `commit`: writes
+        changes of a partition to Redis, unless it is another owner's by now."""
+        while True:
+            partitions, before_s = due()
+            for partition in partitions:
+                try:
+                    while await self._some(partition, before_s, commit):
+                        pass
+                except Unavailable as error:
+                    log.warning("archiving_delayed", partition=partition, reason=str(error))
+            await asyncio.sleep(self._every_s)
+
+    async def _some(self, partition: int, before_s: float, commit: Callable[[int, Changes], Awaitable[bool]]) -> bool:
+        """False: nothing is left to be archived, or the partition is another's now."""
+        jobs = await self.due(partition, before_s)
+        if not jobs or not await commit(partition, Changes(moving=jobs)):
+            return False
+        return await commit(partition, Changes(moved=await self.copy(jobs)))
 
     async def due(self, partition: int, before_s: float) -> list[str]:
         """Jobs of a partition that finished before a moment, the first of them first, a batch at most."""
         key, client = self._cell.finished(partition), self._bus.client
-        found: Any = await self._bus.retrying(lambda: client.zrangebyscore(key, "-inf", before_s, 0, BATCH))
+        found: Any = await self._bus.retrying(
+            lambda: client.zrange(key, "-inf", before_s, byscore=True, offset=0, num=BATCH)
+        )
         return [job.decode() for job in found]
 
     async def copy(self, jobs: Sequence[str]) -> list[Moved]:

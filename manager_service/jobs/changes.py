@@ -21,7 +21,6 @@ from manager_service.records import (
     CheckpointRecord,
     EventRecord,
     JobState,
-    SampleRecord,
 )
 
 Command = list[Any]
@@ -46,10 +45,12 @@ class Changes:
     opened: dict[str, dict[str, str]] = field(default_factory=dict)  # hash key -> field -> value
     closed: dict[str, set[str]] = field(default_factory=dict)  # hash key -> fields
     events: list[tuple[str, EventRecord]] = field(default_factory=list)
+    dropped_events: dict[str, int] = field(default_factory=dict)  # job -> the first sequence that is kept
     usage: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (tenant, job, counter)
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
-    dropped: list[tuple[str, int]] = field(default_factory=list)  # versions whose files are gone
-    samples: list[tuple[str, int, list[SampleRecord]]] = field(default_factory=list)
+    dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
+    samples: list[tuple[str, int, bytes]] = field(default_factory=list)  # job, version, list of SampleRecord as JSON
+    dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     begun: list[str] = field(default_factory=list)  # have a version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
@@ -94,6 +95,8 @@ def commands(
     result += _usage(changes, cell, today)
     for job, event in changes.events:
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
+    for job, first in changes.dropped_events.items():
+        result.append(["XTRIM", cell.events(job), "MINID", f"{first}-0"])
     for job, state in changes.states.items():
         result.append(["HSET", cell.job(job), "state", JSON.encode(state)])
     result += [["SADD", cell.begun, job] for job in changes.begun]
@@ -120,9 +123,11 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
             result.append(["HDEL", key, *names])
     for job, record in changes.checkpoints:
         result.append(["HSET", cell.checkpoints(job), record.version, JSON.encode(record)])
-    result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped]
+    result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped_versions]
     for job, version, samples in changes.samples:
-        result.append(["HSET", cell.samples(job), version, JSON.encode(samples)])
+        result.append(["HSET", cell.samples(job), version, samples])
+    for job, first, end in changes.dropped_samples:
+        result.append(["HDEL", cell.samples(job), *range(first, end)])
     return result
 
 

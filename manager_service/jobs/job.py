@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, Usage
+from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, TrainStep, Usage
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import count, new_tally, next_unit
@@ -23,6 +23,7 @@ from manager_service.jobs.lengths import Lengths
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.retention import droppable
+from manager_service.kept import LIMITS, Limits
 from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Training
 from manager_service.scheduling.policies import capacity
 
@@ -36,14 +37,16 @@ OTHER_REASONS = "other: reasons beyond the first"
 class Job:
     """One unfinished job, in the memory of its partition's owner."""
 
-    def __init__(self, cell: Cell, spec: JobSpec, state: JobState, items: Items, eval_items: Items) -> None:
+    def __init__(
+        self, cell: Cell, spec: JobSpec, state: JobState, items: Items, eval_items: Items, limits: Limits = LIMITS
+    ) -> None:
         self.cell = cell
         self.spec = spec
         self.state = state
         self.orders = Orders(cell, spec, items, eval_items)
         self.partition = partition_of(spec.tenant)
         self.open = OpenTrajectories(cell, spec)
-        self.journal = Journal(spec, state)
+        self.journal = Journal(spec, state, limits)
         self.lengths = Lengths(spec.hyper.max_tokens)
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""
@@ -326,22 +329,27 @@ class Job:
             return sorted(self.open.groups)
         return None
 
+    def next_step(self, numbers: list[int]) -> TrainStep:
+        """The message that hands these groups to the trainers."""
+        end = numbers[-1] + 1 if numbers else self.state.next_group
+        in_use = (group.version for number, group in self.open.groups.items() if number not in numbers)
+        batch = [(number, self.open.groups[number]) for number in numbers]
+        return self.orders.step(self.state, batch, end, droppable(self.spec, self.state, in_use))
+
     def publish_step(self, numbers: list[int], changes: Changes) -> None:
         """Hands a batch to the trainers. The same script acknowledges its scored entries."""
         state = self.state
+        step = self.next_step(numbers)
         batch = [(number, self.open.take(number, changes)) for number in numbers]
         keys = tuple(scored.message.trajectory.key() for _, group in batch for scored in group.rows())
-        end = numbers[-1] + 1 if numbers else state.next_group
-        drops = droppable(self.spec, state, (group.version for group in self.open.groups.values()))
-        step = self.orders.step(state, batch, end, drops)
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
         failed = sum(state.reasons.values())
-        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason(), drops)
-        state.window = end
-        state.dropped = [number for number in state.dropped if number >= end]
-        state.drawn = max(0, state.next_group - end)
+        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason(), step.drops)
+        state.window = step.next_group
+        state.dropped = [number for number in state.dropped if number >= state.window]
+        state.drawn = max(0, state.next_group - state.window)
         state.failed_groups, state.reasons = 0, {}
         self._dirty(changes)
 
@@ -364,8 +372,8 @@ class Job:
         self.open.settle("trained", training.keys, changes)
         self.state.training = None
         changes.add_usage(self.spec.tenant, self.id, message.usage)
-        self.state.kept = [version for version in self.state.kept if version not in training.drops]
-        changes.dropped += [(self.id, version) for version in training.drops]
+        self.state.stored = [version for version in self.state.stored if version not in training.drops]
+        changes.dropped_versions += [(self.id, version) for version in training.drops]
         self._commit(message, now, changes)
         self.journal.trained(message, training, now, changes)
 
@@ -387,7 +395,7 @@ class Job:
         state, hyper = self.state, self.spec.hyper
         state.version = message.adapter.version
         if hyper.keep_versions is not None:
-            state.kept.append(state.version)
+            state.stored.append(state.version)
         changes.published.append(self.orders.new_version(state, message.adapter))
         if state.version == 0:
             self.journal.first_version(now)

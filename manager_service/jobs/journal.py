@@ -8,7 +8,8 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
-from manager_service.records import EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Training
+from manager_service.kept import Kept, Limits
+from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Training
 
 SAMPLED_GROUPS = 2
 """Groups of each step whose texts are kept."""
@@ -25,9 +26,10 @@ WARN_FAILED_SHARE = 0.05
 class Journal:
     """Writes one job's events and samples, and keeps the figures in its state that the API shows."""
 
-    def __init__(self, spec: JobSpec, state: JobState) -> None:
+    def __init__(self, spec: JobSpec, state: JobState, limits: Limits) -> None:
         self._spec = spec
         self._state = state
+        self._limits = limits
         self._last_commit_at: float | None = None
         self._last_progress_at: float | None = None
         self._told_stall = False
@@ -45,9 +47,14 @@ class Journal:
         """Writes one event. `metrics`: the data of an event that shows figures."""
         self._state.num_events += 1
         kind = "message" if metrics is None else "metrics"
-        record = EventRecord(self._state.num_events, int(now), level, message, kind, metrics or data or {})
+        record = EventRecord(self._state.num_events, int(now), level, message[:MAX_TEXT], kind, metrics or data or {})
         changes.events.append((self._spec.id, record))
         changes.states[self._spec.id] = self._state
+        if dropped := self._kept("events").add(record.sequence, len(JSON.encode(record)), self._limits.events):
+            changes.dropped_events[self._spec.id] = dropped[1]
+
+    def _kept(self, kind: Literal["events", "samples"]) -> Kept:
+        return self._state.kept.setdefault(kind, Kept())
 
     def warn(self, now: float, message: str, changes: Changes) -> None:
         self.tell(now, changes, message, level="warn")
@@ -115,7 +122,10 @@ class Journal:
             for number, group in batch[:SAMPLED_GROUPS]
             for scored in group.rows()
         ]
-        changes.samples.append((self._spec.id, self._state.version + 1, records))
+        version, encoded = self._state.version + 1, JSON.encode(records)
+        changes.samples.append((self._spec.id, version, encoded))
+        if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
+            changes.dropped_samples.append((self._spec.id, *dropped))
 
     # ---- stalls -----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[in
     if keep is None:
         return ()
     needed = {state.best_version, *in_use, *map(int, state.evals)}
-    return tuple(v for v in state.kept if v <= state.version + 1 - keep and v not in needed)
+    return tuple(v for v in state.stored if v <= state.version + 1 - keep and v not in needed)
 
 
 def has_version(spec: JobSpec, state: JobState, version: int) -> bool:
     """Is a version in the store?"""
-    return 0 <= version <= state.version and (spec.hyper.keep_versions is None or version in state.kept)
+    return 0 <= version <= state.version and (spec.hyper.keep_versions is None or version in state.stored)

@@ -7,5 +7,7 @@ After a crash another replica takes the leases, and rebuilds each partition from
     owner.py         runs the loop: reads, lets jobs change, asks what follows, commits
     partition.py     holds the jobs of one partition, and applies messages to them
     leases.py        shares the partitions among the live owners
+    big_steps.py     writes big TrainSteps to object storage before they are published
+    memory.py        measures what fills Redis
     transaction.py   writes a pass's changes by one script that first compares the lease
 """

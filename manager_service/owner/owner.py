@@ -4,6 +4,7 @@
     waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
     after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
 
+What waits for object storage is done beside the passes: new jobs' files, big payloads, versions that Redis may have lost.
 One pass reads the messages that are there, lets the jobs change, decides what follows (scheduling.allocator), and commits
 each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once.
 """
@@ -12,6 +13,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
@@ -19,14 +21,18 @@ import structlog
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery
 from common.errors import Fenced, Unavailable
+from common.messages import TrainStep
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, commands
+from manager_service.kept import LIMITS, Limits
+from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
-from manager_service.owner.partition import Partition
+from manager_service.owner.memory import RedisMemory, bound
+from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import day_field
 from manager_service.scheduling.allocator import Allocator, Slots
@@ -39,6 +45,8 @@ READ_COUNT = 512
 BLOCK_MS = 100
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
+MAX_FETCHES = 8
+"""Payloads that are fetched from object storage at once."""
 STALL_S = 30.0
 KEEP_CANCELS, KEEP_HINTS = 10_000, 1_000
 """Messages that the streams `control` and `adapters:new` keep at most."""
@@ -65,6 +73,7 @@ class Owner:
         policy: Policy = MARLAAS,
         training_queue: Discipline = "fused",
         archive_after_s: float = ARCHIVE_AFTER_S,
+        limits: Limits = LIMITS,
     ) -> None:
         self._bus = bus
         self._cell = bus.cell
@@ -72,6 +81,7 @@ class Owner:
         self._objects = objects
         self._tenants = tenants
         self._lease_s = lease_s
+        self._limits = limits
         self._token = secrets.token_hex(16)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus = 0  # partitions to give back
@@ -79,11 +89,17 @@ class Owner:
         self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, tuple[Partition, Fence]] = {}
         self._arrived = asyncio.Event()  # new jobs are to be fetched
-        self._archiver = Archiver(bus, objects)
+        self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
         self._untidy: asyncio.Queue[str] = asyncio.Queue()  # folders that nobody needs any more
+        self._wanted = asyncio.Event()  # a partition wants something of the object storage
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
         self._lock = asyncio.Lock()
-        self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
+        """Held while jobs change. Nothing waits for object storage under it, as that would stop every tenant."""
+        self._big_steps = BigSteps(bus, objects)
+        self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
+        self._memory = RedisMemory(bus)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -93,14 +109,10 @@ class Owner:
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(
-            self._keep_leases(),
-            self._load_taken(),
-            self._watch(),
-            self._take_in_jobs(),
-            self._tidy(),
-            self._archive(),
-            self._passes(),
-        ):
+            self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._tidy(), self._passes(),
+            self._big_steps.run(self._written), self._ask_store(),
+            self._archiver.run(self._archive_now, self._commit_archived),
+        ):  # fmt: skip
             await stop.wait()
         await self._leases.leave()
 
@@ -139,7 +151,7 @@ class Owner:
 
     async def _take_over(self, number: int) -> None:
         fence = Fence(self._bus, number, self._token)
-        partition, changes = Partition(number, self._bus, self._objects, self._store), Changes()
+        partition, changes = Partition(number, self._bus, self._objects, self._store, self._limits), Changes()
         await fence.read_stamp()
         await partition.load(time.time(), changes)
         async with self._lock:
@@ -168,16 +180,10 @@ class Owner:
                 await owned[0].take_in(job_id, time.time(), changes)
                 await self._commit(number, changes)
 
-    async def _commit_beside(self, number: int, owned: tuple[Partition, Fence], changes: Changes) -> bool:
-        """Commits what was done beside the passes. False: the partition was lost meanwhile."""
-        async with self._lock:
-            if self._owned.get(number) is owned:
-                await self._commit(number, changes)
-            return self._owned.get(number) is owned
-
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
             self._allocator.forget(owned[0].jobs)
+            self._big_steps.forget(owned[0].jobs)
             log.warning("partition_forgotten", partition=number, reason=reason)
 
     async def _give_back(self) -> None:
@@ -214,26 +220,73 @@ class Owner:
         if not streams:
             await asyncio.sleep(BLOCK_MS / 2000)
             return []
-        return await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
+        return await self._bus.read(
+            streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, aside=partial(self._fetch_later, owned)
+        )
 
     async def _reconcile(self) -> None:
         """Finds what was lost, one partition after the other, each once a lease. Call while no read is under way."""
-        if time.monotonic() - self._reconciled_at < self._lease_s / max(1, len(self._owned)):
-            return
-        self._reconciled_at = time.monotonic()
+        if time.monotonic() - self._reconciled_at >= self._lease_s / max(1, len(self._owned)):
+            self._reconciled_at = time.monotonic()
+            self._reconciled = min(
+                (n for n in self._owned if n > self._reconciled), default=min(self._owned, default=-1)
+            )
+            self._searched.add(self._reconciled)
+        while self._searched:
+            number = self._searched.pop()
+            async with self._lock:
+                if number in self._owned:
+                    await self._reconcile_one(number)
+
+    async def _reconcile_one(self, number: int) -> None:
+        partition, changes = self._owned[number][0], Changes()
+        await partition.reconcile(
+            time.time(), changes, quiet_s=self._lease_s, nothing_under_way=self._nothing_under_way
+        )
+        if changes:
+            await self._commit(number, changes)
+        self._wanted.set()
+
+    # ---- beside the passes: what waits for object storage -----------------------------------------------------------
+
+    def _written(self, job_id: str) -> None:
+        """Lets the next pass publish a step that object storage has now."""
+        for partition, _ in self._owned.values():
+            if job_id in partition.jobs:
+                partition.jobs.touch(job_id)
+
+    def _fetch_later(self, owned: Mapping[int, tuple[Partition, Fence]], stream: str, entry: str, fetch: Fetch) -> None:
+        """Takes in a claim check that was read while these partitions were owned."""
+        owned[int(stream.rsplit(":", 1)[-1])][0].fetch_later(stream, entry, fetch)
+        self._wanted.set()
+
+    async def _ask_store(self) -> None:
+        """Fetches the payloads, and looks for the versions, that partitions want."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._wanted.wait()
+                self._wanted.clear()
+                for number, owned in list(self._owned.items()):
+                    for stream, entry, fetch in owned[0].take_unfetched():
+                        group.create_task(self._fetch(number, owned, (stream, entry), fetch))
+                    if owned[0].to_search:
+                        group.create_task(self._search(number, owned[0]))
+
+    async def _fetch(self, number: int, owned: tuple[Partition, Fence], entry: tuple[str, str], fetch: Fetch) -> None:
+        async with self._fetches:
+            delivery = await fetch()
         async with self._lock:
-            if not self._owned:
-                return
-            self._reconciled = min((n for n in self._owned if n > self._reconciled), default=min(self._owned))
-            partition, changes = self._owned[self._reconciled][0], Changes()
-            try:
-                await partition.reconcile(
-                    time.time(), changes, quiet_s=self._lease_s, nothing_under_way=self._nothing_under_way
-                )
-            except Unavailable as error:
-                log.warning("search_delayed", reason=str(error))
-            if changes:
-                await self._commit(self._reconciled, changes)
+            if self._owned.get(number) is owned:  # else the next owner reads it
+                owned[0].fetching.discard(entry)
+                await self._pass([delivery])
+
+    async def _search(self, number: int, partition: Partition) -> None:
+        try:
+            await partition.search()
+        except Unavailable as error:  # the next round of reconciling wants it again
+            log.warning("search_delayed", reason=str(error))
+        else:
+            self._searched.add(number)
 
     async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()
@@ -264,12 +317,17 @@ class Owner:
         partition, fence = self._owned[number]
         partition.note(changes, time.time())
         self._allocator.charge(changes)
-        encoded = [(stream, await self._bus.fields(message)) for stream, message in changes.published]
+        paths = [self._big_steps.path(message) for _, message in changes.published]
+        encoded = [
+            (out[0], self._bus.fields_at(out[1], path)) for out, path in zip(changes.published, paths, strict=True)
+        ]
         try:
             await fence.commit(commands(changes, self._cell, number, encoded, day_field(time.time())))
         except (Fenced, Lost) as error:
             self._forget(number, f"{type(error).__name__}: {error}")
             return
+        self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
+        self._big_steps.forget(changes.finished)
         for job in changes.finished:
             self._untidy.put_nowait(f"payloads/{job}")
 
@@ -282,25 +340,17 @@ class Owner:
             except Unavailable as error:
                 log.warning("not_deleted", folder=folder, reason=str(error))
 
-    async def _archive(self) -> None:
-        """Moves the records of finished jobs out of Redis: after a while, or at once when Redis fills."""
-        while True:
-            fills = self._allocator.memory_used > ARCHIVE_ALL_ABOVE
-            before_s = time.time() - (0 if fills else self._archive_after_s)
-            for number, owned in list(self._owned.items()):
-                try:
-                    while await self._archive_some(number, owned, before_s):
-                        pass
-                except Unavailable as error:
-                    log.warning("archiving_delayed", partition=number, reason=str(error))
-            await asyncio.sleep(min(self._lease_s, 1 + self._archive_after_s / 10))
+    def _archive_now(self) -> tuple[list[int], float]:
+        """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""
+        fills = self._allocator.memory_used > ARCHIVE_ALL_ABOVE
+        return list(self._owned), time.time() - (0 if fills else self._archive_after_s)
 
-    async def _archive_some(self, number: int, owned: tuple[Partition, Fence], before_s: float) -> bool:
-        """False: nothing is left to be archived, or the partition is another's now."""
-        jobs = await self._archiver.due(number, before_s)
-        if not jobs or not await self._commit_beside(number, owned, Changes(moving=jobs)):
-            return False
-        return await self._commit_beside(number, owned, Changes(moved=await self._archiver.copy(jobs)))
+    async def _commit_archived(self, number: int, changes: Changes) -> bool:
+        """False: the partition is another's now."""
+        async with self._lock:
+            if number in self._owned:
+                await self._commit(number, changes)
+            return number in self._owned
 
     # ---- what is watched --------------------------------------------------------------------------------------------
 
@@ -318,6 +368,7 @@ class Owner:
         limit = int(memory.get("maxmemory", 0))
         self._allocator.tenants = tenants
         self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
+        await self._memory.look(measures=0 in self._owned)
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))
 
@@ -336,8 +387,7 @@ class Owner:
 
     async def _trim_broadcasts(self) -> None:
         """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away and to
-        what is worth reading then.
-        """
+        what is worth reading then; and what is kept for operators to its bytes."""
         seconds, _ = await self._bus.retrying(self._bus.client.time)
         oldest = int((seconds - KEEP_S) * 1000)
         for stream, most in {
@@ -347,6 +397,8 @@ class Owner:
         }.items():
             await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
             await self._bus.retrying(lambda s=stream, n=most: self._bus.client.xtrim(s, n, approximate=True))
+        await bound(self._bus, self._cell.telemetry, self._limits.telemetry)
+        await bound(self._bus, self._cell.dead, self._limits.dead)
 
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""
@@ -365,7 +417,8 @@ class Owner:
         if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
             return f"no {' and no '.join(missing)} worker is alive"
         if used > MAX_MEMORY_USED:
-            return f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
+            full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
+            return f"{full} (most of it: {largest})" if (largest := self._memory.largest()) else full
         waits_for = cluster.waits_for()
         return f"workers wait: {waits_for}" if waits_for else STALL_REASON
 

@@ -8,13 +8,13 @@ after a crash: the next owner takes the lease, loads the records, and reads the 
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
 
-from common.adapters import AdapterStore, update_of
+from common.adapters import AdapterStore, Manifest, update_of
 from common.bus import Bus, Delivery, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import CorruptObject, NotFound, Unavailable
@@ -25,27 +25,45 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items, LinesOnDisk
 from manager_service.jobs.job import Job
 from manager_service.jobs.job_table import JobTable
+from manager_service.kept import LIMITS, Limits
 from manager_service.records import JobError, JobSpec, JobState
 
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
 
+Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Searched:
+    """What the store said about the next version of a quiet job."""
+
+    since: float  # seconds since 1970, when something last happened to the job
+    asked: bool = False  # the store is asked, or has answered
+    done: bool = False
+    manifest: Manifest | None = None
+    error: CorruptObject | None = None
 
 
 class Partition:
     """The state machine of one partition's jobs. All its methods fill `changes`; the owner commits them."""
 
-    def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore) -> None:
+    def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore, limits: Limits = LIMITS) -> None:
         self.number = number
         self.jobs = JobTable()
         self._bus = bus
         self._cell = bus.cell
         self._objects = objects
         self._store = store
+        self._limits = limits
         self._arriving: dict[str, dict[str, Delivery]] = {}  # job -> entry -> a command that waits for it
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
+        self._searched: dict[str, Searched] = {}  # job -> the version that the store has or has not
+        self.fetching: set[tuple[str, str]] = set()
+        """Streams and entries whose payloads are to be fetched from the store. They stay pending meanwhile."""
+        self._unfetched: list[tuple[str, str, Fetch]] = []
 
     @property
     def inboxes(self) -> tuple[str, ...]:
@@ -66,7 +84,12 @@ class Partition:
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         for job in list(self.jobs.values()):
-            await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=False))
+            await self._isolated(job.id, now, changes, self._search_and_reconcile(job, now, changes))
+
+    async def _search_and_reconcile(self, job: Job, now: float, changes: Changes) -> None:
+        searched = Searched(job.changed_at)
+        await self._search_one(job, searched)
+        await self._reconcile(job, searched, now, changes, lost=False)
 
     async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
         """Does the work on one job; its error fails that job alone. Raises Unavailable."""
@@ -114,7 +137,7 @@ class Partition:
             missing = ""
         except NotFound as error:
             files, missing = [Items(), Items()], str(error)
-        job = Job(self._cell, spec, state, *files)
+        job = Job(self._cell, spec, state, *files, limits=self._limits)
         job.changed_at = now
         self.jobs.add(job)
         job.open.load(state, unsettled, evals)
@@ -159,22 +182,60 @@ class Partition:
 
         `load` looks for the first three of every job. Later, each job has its own clock: only one that waits and has been
         quiet for `quiet_s` is looked at. Call while no read is under way, so that all that was delivered is known here.
-        Raises Unavailable when the store is away; `changes` are to be committed nevertheless.
+        It waits for Redis alone: a job is found quiet once, `search` asks the store, and the next call brings the job in line.
         """
         for stream in self.inboxes:
             await self._handle_unseen(stream, now, changes)
         quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
-        if not quiet or not await nothing_under_way():
+        searched, self._searched = self._searched, {}
+        if not quiet or self.fetching or not await nothing_under_way():
             return
         for job in quiet:
-            await self._isolated(job.id, now, changes, self._reconcile(job, now, changes, lost=True))
+            known = searched.get(job.id)
+            if known is None or known.since != job.changed_at:
+                self._searched[job.id] = Searched(job.changed_at)
+            elif known.done:
+                await self._isolated(job.id, now, changes, self._reconcile(job, known, now, changes, lost=True))
+            else:
+                self._searched[job.id] = known
 
-    async def _reconcile(self, job: Job, now: float, changes: Changes, *, lost: bool) -> None:
-        """Brings one job in line. `lost`: nothing of it is in any stream."""
+    @property
+    def to_search(self) -> bool:
+        """Does `search` have anything to do?"""
+        return any(not searched.asked for searched in self._searched.values())
+
+    async def search(self) -> None:
+        """Asks the store for the versions that quiet jobs wait for, however long it takes. Call beside the passes.
+
+        The next `reconcile` uses what it finds, of jobs that have been quiet since. Raises Unavailable.
+        """
+        for name, searched in list(self._searched.items()):
+            if not searched.asked and (job := self.jobs.get(name)):
+                searched.asked = True
+                try:
+                    await self._search_one(job, searched)
+                finally:
+                    searched.asked = searched.done
+
+    async def _search_one(self, job: Job, searched: "Searched") -> None:
+        if job.state.training or job.state.initialising:
+            try:
+                searched.manifest = await self._store.manifest(
+                    AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
+                )
+            except CorruptObject as error:
+                searched.error = error
+        searched.done = True
+
+    async def _reconcile(self, job: Job, searched: "Searched", now: float, changes: Changes, *, lost: bool) -> None:
+        """Brings one job in line. `lost`: nothing of it is in any stream. Raises CorruptObject."""
         job.open.expect_counted()
         if job.state.status == "validating_files":
             job.queue(now, changes)
-        await self._look_for_version(job, now, changes)
+        if searched.error is not None:
+            raise searched.error
+        if searched.manifest is not None:
+            job.on_adapter(update_of(searched.manifest, job.orders.about(job.state)), now, changes)
         if lost:
             job.resend(now, changes)
         self.advance(job, now, changes)
@@ -182,12 +243,23 @@ class Partition:
     async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
         """Handles the pending entries of an inbox that no job holds. Each pending entry is looked at once."""
         held = self._held() if stream == self._cell.scored(self.number) else set[str]()
+        held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
-            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
+            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen, aside=self.fetch_later):
                 log.warning("entry_unseen", stream=stream, entry=delivery.entry)
                 await self.handle(delivery, now, changes)
             self._looked_at[stream] = entries[-1]
+
+    def fetch_later(self, stream: str, entry: str, fetch: Fetch) -> None:
+        """Takes in a claim check."""
+        self.fetching.add((stream, entry))
+        self._unfetched.append((stream, entry, fetch))
+
+    def take_unfetched(self) -> list[tuple[str, str, Fetch]]:
+        """What `fetch_later` took in since the last call. The owner fetches it beside the passes, then calls `handle`."""
+        unfetched, self._unfetched = self._unfetched, []
+        return unfetched
 
     def _held(self) -> set[str]:
         """Entries that stay pending because a job in memory holds them."""
@@ -200,14 +272,6 @@ class Partition:
             return False
         job = self.jobs.get(message.job)
         return job is not None and job.open.restore(delivery.entry, message)
-
-    async def _look_for_version(self, job: Job, now: float, changes: Changes) -> None:
-        """Applies the update of a version that the store has and Redis may have lost."""
-        if not (job.state.training or job.state.initialising):
-            return
-        manifest = await self._store.manifest(AdapterRef(job.spec.tenant, job.id, job.state.version + 1))
-        if manifest is not None:
-            job.on_adapter(update_of(manifest, job.orders.about(job.state)), now, changes)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ class Allocator:
     used_today: dict[str, int] = field(default_factory=dict)  # tenant -> tokens
     memory_used: float = 0.0  # Redis' memory over its limit, 0 to 1
     other_weight: float = 0.0  # of active tenants that other owners have
+    admits: Callable[[Job], bool] = lambda job: True
+    """May the job's complete batch be published? If not, the job is looked at again once it may."""
     env_backlog: int = 0  # entries of the cell's `env` stream: trajectories that are not at a rollout worker
     demand: Demand = field(default_factory=Demand)
     _jobs: dict[str, Job] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class Allocator:
         self.demand.update(job.id, view_of(job))
         if job.id not in self.demand.ready:
             self.queue.remove(job.id)
-        elif job.id not in self.queue.batches:
+        elif job.id not in self.queue.batches and self.admits(job):
             tokens = num_tokens(job.open.groups[number] for number in job.next_batch() or ())
             self.queue.put(ReadyBatch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
 
@@ -167,7 +169,8 @@ class Allocator:
         numbers = job.next_batch()
         if numbers is not None:
             job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
-            job.publish_step(numbers, changes)
+            if self.admits(job):  # what was just checked may have changed the step
+                job.publish_step(numbers, changes)
 
     def _issue(self, now: float, changes: dict[int, Changes]) -> None:
         demand = self.demand

@@ -1,5 +1,6 @@
 """Redis' users against real servers: each service can do its work, and nothing else."""
 
+import asyncio
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,6 +146,7 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
     variables = {
         "MARLAAS_REDIS_URL": f"redis://health:health-password@127.0.0.1:{server.port}/0",
         "MARLAAS_LEASE_S": "2",
+        "MARLAAS_ARCHIVE_AFTER_S": "0",
     }
     async with running(tmp_path / "data", environment=variables, services=services) as (cluster, api):
         jobs = [await api.submit(skill, max_steps=3, batch_size=4, evaluate=True) for skill in ("sort", "calc")]
@@ -153,6 +155,11 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
         for job in await api.until_done(*jobs):
             assert job["status"] == "succeeded", job["error"]
             assert is_balanced(await api.ledger(job["id"]))
+        async with asyncio.timeout(60):
+            while "archived" not in {row["job"] for row in (await api.get("/usage"))["data"]}:
+                await asyncio.sleep(0.1)
+        model = (await api.get(f"/fine_tuning/jobs/{jobs[0]}"))["fine_tuned_model"]
+        assert (await api.http.delete(f"/models/{model}")).status_code == 200
         answer = await api.post(
             "/chat/completions",
             {"model": "tiny", "messages": [{"role": "user", "content": "add 1+2"}], "max_tokens": 8},

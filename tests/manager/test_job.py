@@ -259,13 +259,13 @@ def test_a_version_is_dropped_only_when_nobody_needs_it(seed: int, staleness: in
         assert {step.adapter.version, *map(int, step.rows.versions.numpy())} <= stored
         stored = stored - set(step.drops) | {step.adapter.version + 1}
         assert len(stored) <= keep + staleness
-    assert world.job.state.kept == sorted(stored)
+    assert world.job.state.stored == sorted(stored)
     assert {8, 7} <= stored
 
 
 def test_the_best_version_by_evaluation_stays_and_one_that_is_evaluated() -> None:
     spec = job_spec(num_steps=20, keep_versions=2)
-    state = JobState(status="running", version=6, kept=[1, 2, 3, 4, 5, 6], best_version=2)
+    state = JobState(status="running", version=6, stored=[1, 2, 3, 4, 5, 6], best_version=2)
     state.evals["4"] = EvalTally(units=1)
     assert droppable(spec, state, in_use=[3]) == (1, 5)
     assert droppable(job_spec(), state, in_use=[]) == (), "unless the job says otherwise, all stay"

@@ -1,0 +1,42 @@
+"""Bounds what is kept for people to read, by bytes: of each job its events and its samples. The oldest go first.
+
+Both are numbered from 1: events by their sequence, samples by their version. Each kind is counted in a few runs of successive
+numbers, and the oldest run is dropped as a whole, so a job's state holds a few numbers however much was written.
+"""
+
+import msgspec
+
+NUM_RUNS = 16
+"""Runs that together have the bytes of the limit."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bytes that are kept."""
+
+    events: int = 8 << 20  # of one job
+    samples: int = 8 << 20  # of one job
+    dead: int = 64 << 20  # of a cell's dead letters
+    telemetry: int = 64 << 20  # of a cell's reports
+
+
+LIMITS = Limits()
+
+
+class Kept(msgspec.Struct):
+    """What is kept of one kind."""
+
+    runs: list[tuple[int, int]] = []  # first number, bytes; oldest first
+    dropped: int = 0  # records that are gone
+
+    def add(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
+        """Counts a new record, of a number above all before. Returns the numbers to drop: the first, and one past the last."""
+        if self.runs and self.runs[-1][1] + num_bytes <= limit // NUM_RUNS:
+            self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)
+        else:
+            self.runs.append((number, num_bytes))
+        first = self.runs[0][0]
+        while len(self.runs) > 1 and sum(size for _, size in self.runs) > limit:
+            self.runs.pop(0)
+        end = self.runs[0][0]
+        self.dropped += end - first
+        return (first, end) if end > first else None

@@ -1,0 +1,97 @@
+"""Writes big TrainSteps to object storage before they may be published, so that no commit waits for the storage.
+
+    a batch is complete ─► admits: no, it is written ─► the storage has it ─► admits: yes ─► published with its path ─► forget
+
+Until it is published, the batch's results are pending entries: an owner that dies meanwhile costs the written payload alone,
+which is deleted with all of its job's.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from common.bus import CLAIM_CHECK_BYTES, Bus
+from common.errors import Unavailable
+from common.messages import Message, TrainStep
+from common.objects import Objects
+from manager_service.jobs.job import Job
+
+TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10
+"""At most so many bytes of a TrainStep stand for a token, for a row beside its tokens, and for everything else."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class BigStep:
+    """A TrainStep that is written, or is about to be."""
+
+    step: TrainStep | None  # until it is written
+    head: bytes  # of the step, as `_head` gives it
+    path: str = ""  # empty until it is written
+
+
+class BigSteps:
+    """The big steps of an owner's jobs: at most one of each job."""
+
+    def __init__(self, bus: Bus, objects: Objects) -> None:
+        self._bus = bus
+        self._objects = objects
+        self._by_job: dict[str, BigStep] = {}
+        self._unwritten: asyncio.Queue[tuple[str, BigStep]] = asyncio.Queue()
+
+    def admits(self, job: Job) -> bool:
+        """May the job's next step be published? If it is big and not written yet: no, and `run` writes it."""
+        numbers = job.next_batch()
+        if not numbers or _most_bytes(job, numbers) <= CLAIM_CHECK_BYTES:
+            return True
+        step = job.next_step(numbers)
+        known, head = self._by_job.get(job.id), _head(step)
+        if known is None or known.head != head:
+            known = self._by_job[job.id] = BigStep(step, head)
+            self._unwritten.put_nowait((job.id, known))
+        return bool(known.path)
+
+    def path(self, message: Message) -> str:
+        """Where a message was written; empty if it was not, so that it travels as it is."""
+        known = self._by_job.get(message.job)
+        return known.path if known and isinstance(message, TrainStep) and known.head == _head(message) else ""
+
+    def forget(self, jobs: Iterable[str]) -> None:
+        """Forgets steps that are published, or whose jobs this owner has lost. They stay in the storage."""
+        for job in jobs:
+            self._by_job.pop(job, None)
+
+    async def run(self, written: Callable[[str], None]) -> None:
+        """Writes, several at a time, until cancelled. Calls `written` with the job of each step that may now be published."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                job, big = await self._unwritten.get()
+                group.create_task(self._write(job, big, written))
+
+    async def _write(self, job: str, big: BigStep, written: Callable[[str], None]) -> None:
+        assert big.step is not None
+        path = await self._bus.write_payload(big.step)
+        big.step = None
+        if self._by_job.get(job) is big:
+            big.path = path
+            written(job)
+            return
+        try:
+            await self._objects.delete(path)
+        except Unavailable as error:  # a payload that stays costs space and nothing else
+            log.warning("not_deleted", path=path, reason=str(error))
+
+
+def _most_bytes(job: Job, numbers: Iterable[int]) -> int:
+    """At least what the step's payload has."""
+    messages = [scored.message for number in numbers for scored in job.open.groups[number].rows()]
+    return sum(TOKEN_BYTES * len(m.tokens) + ROW_BYTES + len(m.id) for m in messages) + REST_BYTES
+
+
+def _head(step: TrainStep) -> bytes:
+    """All of a step but its rows, which its trajectories' ids determine."""
+    return msgspec.msgpack.encode((step.id, step.epoch, step.loss, step.trajectories, step.next_group, step.drops))

@@ -1,0 +1,114 @@
+"""Measures what fills Redis, by kind of key: the cell's streams one by one, everything else by a random sample.
+
+A kind is the first word of a key's name: `samples` of `marlaas:{tiny}:samples:<job>`. The owner of partition 0 measures for all.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from common.bus import Bus
+from common.streams import NUM_PARTITIONS
+
+EVERY_S = 30.0
+SAMPLE = 256
+"""Keys that are drawn at random at a time, whatever the number of keys."""
+PREFIX = "marlaas:{"
+WRITE_S = 2.0
+"""The longest wait for a full Redis to take the figures, which the next time are newer anyway."""
+
+
+class RedisMemory:
+    """Bytes of Redis' memory by kind of key, at most `EVERY_S` old."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._due_s = 0.0  # monotonic
+        self.by_kind: dict[str, int] = {}
+
+    async def look(self, *, measures: bool) -> None:
+        """Renews the figures, if they are old. `measures`: this owner measures; the others read what it wrote."""
+        if time.monotonic() < self._due_s:
+            return
+        self._due_s = time.monotonic() + EVERY_S
+        if measures:
+            self.by_kind = await measured(self._bus)
+            await self._write()
+        else:
+            (found,) = await self._bus.read_hashes([self._bus.cell.memory])
+            self.by_kind = {kind.decode(): int(num) for kind, num in found.items()}
+
+    async def _write(self) -> None:
+        async def call() -> None:
+            pipe = self._bus.client.pipeline(transaction=True)
+            pipe.delete(self._bus.cell.memory)
+            pipe.hset(self._bus.cell.memory, mapping={"other": 0, **self.by_kind})
+            await pipe.execute()
+
+        try:
+            async with asyncio.timeout(WRITE_S):
+                await self._bus.retrying(call)
+        except TimeoutError:
+            return
+
+    def largest(self) -> str:
+        """The two largest kinds with their shares of what was measured: "samples 61%, events 20%"; empty if none is known."""
+        total = sum(self.by_kind.values())
+        return ", ".join(f"{kind} {num / total:.0%}" for kind, num in Counter(self.by_kind).most_common(2) if num)
+
+
+async def measured(bus: Bus) -> dict[str, int]:
+    """Bytes by kind. Costs a few hundred commands, each in short time."""
+    client, cell = bus.client, bus.cell
+    streams = [stream for stream, _ in cell.work] + [cell.control, cell.adapters_new, cell.telemetry, cell.dead]
+    streams += [name for partition in range(NUM_PARTITIONS) for name in cell.inboxes(partition)]
+    exactly = dict(zip(streams, await _usages(bus, streams), strict=True))
+    num_keys: Any = await bus.retrying(client.dbsize)
+    drawn = [key for key in await _drawn(bus) if key.startswith(PREFIX) and key not in exactly]
+    share = (num_keys - sum(map(bool, exactly.values()))) / max(1, len(drawn))
+    by_kind: Counter[str] = Counter()
+    for key, num in exactly.items():
+        by_kind[kind_of(key)] += num
+    for key, num in zip(drawn, await _usages(bus, drawn), strict=True):
+        by_kind[kind_of(key)] += int(num * share)
+    return dict(by_kind)
+
+
+async def bound(bus: Bus, stream: str, max_bytes: int) -> None:
+    """Drops the oldest entries of a stream that has too many bytes, a tenth more than needed, and counts them."""
+    (used,) = await _usages(bus, [stream])
+    if used <= max_bytes:
+        return
+    length: Any = await bus.retrying(lambda: bus.client.xlen(stream))
+    kept = int(length * 0.9 * max_bytes / used)
+    num: Any = await bus.retrying(lambda: bus.client.xtrim(stream, maxlen=kept, approximate=False))
+    await bus.retrying(lambda: bus.client.hincrby(bus.cell.dropped, kind_of(stream), num))
+
+
+def kind_of(key: str) -> str:
+    """The first word of a key's name behind the cell's prefix."""
+    return key.partition("}:")[2].partition(":")[0]
+
+
+async def _drawn(bus: Bus) -> list[str]:
+    async def call() -> list[Any]:
+        pipe = bus.client.pipeline(transaction=False)
+        for _ in range(SAMPLE):
+            pipe.execute_command("RANDOMKEY")
+        return await pipe.execute()
+
+    return [key.decode() for key in await bus.retrying(call) if key is not None]
+
+
+async def _usages(bus: Bus, keys: Sequence[str]) -> list[int]:
+    """Bytes of each key; 0 of one that is not there."""
+
+    async def call() -> list[Any]:
+        pipe = bus.client.pipeline(transaction=False)
+        for key in keys:
+            pipe.memory_usage(key)
+        return await pipe.execute()
+
+    return [num or 0 for num in await bus.retrying(call)]

@@ -1,0 +1,71 @@
+"""What is kept for people to read has a limit in bytes, and what is dropped is said."""
+
+import random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.bus import Bus
+from common.objects import Objects
+from harness.standin import create_job, job_spec, state_of, until_status
+from manager_service.kept import Kept, Limits
+from manager_service.owner.memory import bound
+from manager_service.owner.owner import Owner
+from tests.manager.test_owner import System
+
+LIMIT = 1 << 16
+
+
+@given(st.lists(st.integers(1, LIMIT // 4), min_size=1, max_size=400))
+def test_what_is_kept_stays_within_the_limit_and_is_all_that_is_not_dropped(sizes: list[int]) -> None:
+    kept, there = Kept(), dict[int, int]()
+    for number, size in enumerate(sizes, 1):
+        there[number] = size
+        for gone in range(*(kept.add(number, size, LIMIT) or (0, 0))):
+            del there[gone]
+        assert sum(there.values()) <= LIMIT
+        assert sum(there.values()) == sum(num_bytes for _, num_bytes in kept.runs)
+        assert (kept.dropped, len(there)) == (number - len(there), number - kept.dropped)
+        assert len(kept.runs) <= 40, "a job's state stays small"
+    assert max(there) == len(sizes), "the newest is kept"
+
+
+class Bounded(System):
+    """With an owner that keeps little."""
+
+    def start_owner(self) -> Owner:
+        owner = super().start_owner()
+        owner._limits = Limits(events=LIMIT // 8, samples=LIMIT // 16)  # pyright: ignore[reportPrivateUsage]
+        return owner
+
+
+async def test_a_job_keeps_its_newest_events_and_samples_and_says_how_many_it_dropped(
+    bus: Bus, objects: Objects
+) -> None:
+    system, spec = Bounded(bus, objects), job_spec(num_steps=30, batch_size=2, group_size=2)
+    await system.start()
+    await create_job(bus, spec)
+    state = await until_status(bus, spec.id, "succeeded", seconds=60)
+    rows: Any = await bus.client.xrange(bus.cell.events(spec.id))
+    versions = sorted(int(v) for v in await bus.client.hkeys(bus.cell.samples(spec.id)))
+    dropped = {kind: kept.dropped for kind, kept in state.kept.items()}
+    assert dropped["events"] > 0 and int(rows[0][0].split(b"-")[0]) == dropped["events"] + 1
+    assert dropped["samples"] > 0 and versions == list(range(dropped["samples"] + 1, 31))
+    assert sum(len(fields[b"event"]) for _, fields in rows) <= LIMIT // 8
+    # And the next owner goes on counting
+    await system.kill_owner()
+    assert (await state_of(bus, spec.id)).kept == state.kept
+    await system.stop()
+
+
+async def test_dead_letters_beyond_their_bytes_are_dropped_and_counted(bus: Bus) -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        await bus.client.xadd(bus.cell.dead, {"payload": rng.randbytes(4096)})
+    await bound(bus, bus.cell.dead, 100 * 4096)
+    left, used = await bus.client.xlen(bus.cell.dead), await bus.client.memory_usage(bus.cell.dead)
+    assert 0 < left < 100 and used is not None and used <= 100 * 4096
+    assert await bus.client.hgetall(bus.cell.dropped) == {b"dead": str(200 - left).encode()}
+    await bound(bus, bus.cell.dead, 100 * 4096)
+    assert await bus.client.xlen(bus.cell.dead) == left

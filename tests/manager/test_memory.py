@@ -1,0 +1,68 @@
+"""What fills Redis is measured by kind of key, and said where an operator looks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.bus import Bus
+from common.objects import Objects
+from harness.standin import create_job, job_spec
+from manager_service.owner import memory, owner
+from manager_service.owner.memory import RedisMemory, measured
+from tests.common.test_worker import until
+from tests.manager.test_owner import System
+from tests.support.api_server import running_api
+
+MIB = 1 << 20
+
+
+async def fill(bus: Bus) -> None:
+    cell = bus.cell
+    await bus.client.hset(cell.samples("job-a"), mapping={"1": b"x" * (4 * MIB)})
+    await bus.client.xadd(cell.dead, {"payload": b"x" * MIB})
+    for n in range(3):
+        await bus.client.set(cell.key(f"idempotency:{n}"), "x")
+
+
+async def test_each_kind_of_key_has_its_bytes(bus: Bus) -> None:
+    await fill(bus)
+    by_kind = await measured(bus)
+    assert set(by_kind) >= {"samples", "dead", "idempotency"}
+    assert MIB <= by_kind["dead"] < 2 * MIB, "streams are measured one by one"
+    assert by_kind["samples"] > by_kind["dead"] > by_kind["idempotency"]
+
+
+async def test_one_owner_measures_and_the_others_and_the_metrics_read_it(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path) as server:
+        await fill(server.bus)
+        measuring, reading = RedisMemory(server.bus), RedisMemory(server.bus)
+        await measuring.look(measures=True)
+        await reading.look(measures=False)
+        assert reading.largest() == measuring.largest() != ""
+        text = (await server.http.get("/metrics", headers=server.as_admin())).text
+        name = 'marlaas_redis_bytes{base_model="tiny",kind="dead"} '
+        (line,) = [line for line in text.splitlines() if line.startswith(name)]
+        assert float(line.removeprefix(name)) == measuring.by_kind["dead"]
+
+
+async def test_a_job_that_stalls_on_a_full_redis_names_what_fills_it(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "STALL_S", 0.1)
+    monkeypatch.setattr(memory, "EVERY_S", 0.1)
+    await fill(bus)
+    used: Any = await bus.client.info("memory")
+    await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.7))
+    system, spec = System(bus, objects), job_spec()
+    await system.start()
+    try:
+        await create_job(bus, spec)
+        await until(lambda: _said(system, spec.id))
+    finally:
+        await bus.client.config_set("maxmemory", 0)
+        await system.stop()
+
+
+async def _said(system: System, job: str) -> bool:
+    return any("most of it: samples" in e.message and "dead" in e.message for e in await system.events(job))

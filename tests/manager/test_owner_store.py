@@ -1,0 +1,262 @@
+"""An owner whose object storage is slow: nothing waits for it but the job whose payload or version it is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.bus import Bus
+from common.messages import ScoredTrajectory, Start, f32, i32, u8
+from common.objects import Objects
+from common.streams import Cell, partition_of
+from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
+from manager_service.records import JobSpec
+from tests.common.test_worker import until
+from tests.manager.test_owner import LEASE_S, System
+
+OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
+"""Shares its owner, its partition and its lock with `acme`."""
+SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
+
+
+class BigEnv(StandInEnv):
+    """Answers the job `big` with trajectories of so many tokens."""
+
+    num_tokens = 40_000
+
+    def scored(self, start: Start, sample: int) -> ScoredTrajectory:
+        scored = super().scored(start, sample)
+        if start.job != "big":
+            return scored
+        n = self.num_tokens
+        return ScoredTrajectory(
+            **{name: getattr(scored, name) for name in scored.__struct_fields__ if name not in LONG},
+            tokens=i32(np.ones(n, int)),
+            logprobs=f32(np.zeros(n)),
+            written=u8(np.ones(n, int)),
+        )
+
+
+LONG = ("tokens", "logprobs", "written")
+
+
+class GatedStore(Objects):
+    """A store that answers the calls about payloads only once the gate is open."""
+
+    def __init__(self, folder: Objects) -> None:
+        super().__init__(folder._backend)  # pyright: ignore[reportPrivateUsage]
+        self.gate = asyncio.Event()
+        self.asked: list[str] = []
+        self.written: list[str] = []
+
+    async def write(self, path: str, data: bytes) -> None:
+        self.asked.append(path)
+        await super().write(path, data)
+        self.written.append(path)
+        await self.gate.wait()
+
+    async def get(self, path: str) -> bytes:
+        if path.startswith("payloads/") or path.endswith("/00000001/manifest.json"):
+            self.asked.append(path)
+            await self.gate.wait()
+        return await super().get(path)
+
+
+class Owning(System):
+    """Workers with a store that answers at once, and an owner with one that does not."""
+
+    def __init__(self, bus: Bus, owner_bus: Bus, objects: Objects, gated: GatedStore) -> None:
+        super().__init__(bus, objects)
+        self.env = BigEnv(bus.cell)
+        self.gated = gated
+        self.owners = System(owner_bus, gated)
+
+    def start_owner(self) -> Any:
+        owner = self.owners.start_owner()
+        self.owner_task = self.owners.owner_task
+        return owner
+
+
+@pytest.fixture
+async def system(bus: Bus, redis_url: str, objects: Objects) -> AsyncIterator[Owning]:
+    gated = GatedStore(objects)
+    owner_bus = Bus.connect(redis_url, Cell("tiny"), gated)
+    system = Owning(bus, owner_bus, objects, gated)
+    await system.start()
+    yield system
+    gated.gate.set()
+    system.owners._stop.set()  # pyright: ignore[reportPrivateUsage]
+    await system.stop()
+    await owner_bus.close()
+
+
+async def create(bus: Bus, *specs: JobSpec) -> None:
+    for spec in specs:
+        await create_job(bus, spec)
+
+
+async def test_a_big_step_that_is_being_written_keeps_no_other_job_waiting(system: Owning) -> None:
+    # Given a store that does not answer the owner
+    big, other = job_spec("big", num_steps=2, **SMALL), job_spec("small", OTHER, num_steps=3, **SMALL)
+    await create(system.bus, big)
+    await until(lambda: system.gated.asked)
+    # Then another job of the same partition ends, while the big step is not published
+    await create(system.bus, other)
+    assert (await until_status(system.bus, other.id, "succeeded")).version == 3
+    assert (await state_of(system.bus, big.id)).training is None
+    # And once the store answers, each step is published once, in order
+    system.gated.gate.set()
+    await until_status(system.bus, big.id, "succeeded")
+    assert [s.adapter.version for s in system.trainer.seen if s.job == "big"] == [0, 1]
+    assert [len(s.rows.tokens) for s in system.trainer.seen if s.job == "big"] == [160_000, 160_000]
+    assert await ledger_of(system.bus, big.id) == {"issued": 8, "trained": 8, "in_flight": 0}
+
+
+async def test_an_owner_that_dies_between_writing_a_step_and_publishing_it_loses_nothing(system: Owning) -> None:
+    big = job_spec("big", num_steps=1, **SMALL)
+    await create(system.bus, big)
+    await until(lambda: system.gated.written)
+    await system.kill_owner()
+    assert system.trainer.seen == []
+    system.gated.gate.set()
+    system.start_owner()
+    await until_status(system.bus, big.id, "succeeded")
+    assert [step.id for step in system.trainer.seen] == ["big/step1/0"]
+    assert await ledger_of(system.bus, big.id) == {"issued": 4, "trained": 4, "in_flight": 0}
+    assert len(system.env.seen) == 2, "nothing was sampled again"
+
+
+async def test_a_step_that_a_pause_made_void_while_it_was_written_is_written_anew(system: Owning) -> None:
+    big = job_spec("big", num_steps=1, **SMALL)
+    await create(system.bus, big)
+    await until(lambda: system.gated.written)
+    await command(system.bus, big, "pause")
+    await until_status(system.bus, big.id, "paused")
+    await command(system.bus, big, "resume")
+    await until(lambda: len(system.gated.written) == 2)
+    system.gated.gate.set()
+    await until_status(system.bus, big.id, "succeeded")
+    assert [(step.id, step.epoch) for step in system.trainer.seen] == [("big/step1/1", 2)]
+    await until(lambda: _none_left(system.objects))
+
+
+async def _none_left(objects: Objects) -> bool:
+    return not await objects.paths("payloads")
+
+
+async def test_a_big_result_that_is_being_fetched_keeps_no_other_job_waiting(system: Owning) -> None:
+    # Given results that travel as claim checks, and a store that does not answer the owner
+    system.env.num_tokens = 130_000
+    big, other = job_spec("big", num_steps=1, **SMALL), job_spec("small", OTHER, num_steps=3, **SMALL)
+    await create(system.bus, big)
+    await until(lambda: len(system.gated.asked) == 4)
+    # Then another job ends, however often lost messages are looked for meanwhile
+    await create(system.bus, other)
+    await until_status(system.bus, other.id, "succeeded")
+    await asyncio.sleep(3 * LEASE_S)
+    assert len(system.gated.asked) == 4
+    system.gated.gate.set()
+    await until_status(system.bus, big.id, "succeeded")
+    assert await ledger_of(system.bus, big.id) == {"issued": 4, "trained": 4, "in_flight": 0}
+    assert len(system.env.seen) == 2 + 6, "nothing was sampled again"
+
+
+async def test_a_version_that_is_looked_for_keeps_no_other_job_waiting(system: Owning) -> None:
+    # Given a job whose version exists, though Redis has lost the message that says so
+    quiet, other = job_spec("quiet", num_steps=1, **SMALL), job_spec("small", OTHER, num_steps=3, **SMALL)
+    publish = type(system.trainer).__call__
+
+    class Mute(type(system.trainer)):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            answer = await publish(self, message, beat)
+            return [] if message.id == "quiet/step1/0" else answer
+
+    system.trainer.__class__ = Mute
+    await create(system.bus, quiet)
+    # When its owner looks in a store that does not answer
+    await until(lambda: system.gated.asked)
+    # Then another job ends
+    await create(system.bus, other)
+    await until_status(system.bus, other.id, "succeeded")
+    # And the version counts once the store answers
+    system.gated.gate.set()
+    await until_status(system.bus, quiet.id, "succeeded")
+    assert await ledger_of(system.bus, quiet.id) == {"issued": 4, "trained": 4, "in_flight": 0}
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+holds_lock: ContextVar[bool] = ContextVar("holds_lock", default=False)
+
+
+class KnownLock(asyncio.Lock):
+    """A lock that tells the tasks under it, and those that they start, that they are."""
+
+    async def acquire(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        await super().acquire()
+        holds_lock.set(True)
+        return True
+
+    def release(self) -> None:
+        holds_lock.set(False)
+        super().release()
+
+
+class WatchedStore(GatedStore):
+    """A store that notes who calls it under the lock."""
+
+    def __init__(self, folder: Objects) -> None:
+        super().__init__(folder)
+        self.gate.set()
+        self.calls: set[tuple[str, bool]] = set()  # call, under the lock?
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("write", "get", "download", "paths", "delete"):
+            self.calls.add((name, holds_lock.get()))
+        return super().__getattribute__(name)
+
+
+async def test_no_call_of_the_store_is_made_under_the_owners_lock(bus: Bus, redis_url: str, objects: Objects) -> None:
+    # Given a job with a file, big results and big steps, and one whose version Redis lost
+    watched = WatchedStore(objects)
+    owner_bus = Bus.connect(redis_url, Cell("tiny"), watched)
+    system = Owning(bus, owner_bus, objects, watched)
+    system.env.num_tokens = 130_000
+    await objects.write("files/acme/file-1", b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4)
+
+    class Mute(type(system.trainer)):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            answer = await super().__call__(message, beat)
+            return [] if message.id == "lost/step1/0" else answer
+
+    system.trainer.__class__ = Mute
+    system.owners.start_owner = _with_known_lock(system.owners.start_owner)
+    await system.start()
+    # When they have ended, payloads and all
+    specs = [_with_file(job_spec("big", num_steps=2, **SMALL)), job_spec("lost", num_steps=1, **SMALL)]
+    await create(bus, *specs)
+    for spec in specs:
+        await until_status(bus, spec.id, "succeeded")
+    await until(lambda: _none_left(objects))
+    # Then the owner has made every kind of call, and none under the lock
+    assert watched.calls == {(name, False) for name in ("write", "get", "download", "paths", "delete")}
+    system.owners._stop.set()  # pyright: ignore[reportPrivateUsage]
+    await system.stop()
+    await owner_bus.close()
+
+
+def _with_file(spec: JobSpec) -> JobSpec:
+    return msgspec.structs.replace(spec, training_file="file-1", num_items=4)
+
+
+def _with_known_lock(start: Any) -> Any:
+    def started() -> Any:
+        owner = start()
+        owner._lock = KnownLock()
+        return owner
+
+    return started
