@@ -192,6 +192,12 @@ class Job:
         changes.ledger[self.id, "issued"] += size
         self._dirty(changes)
 
+    @property
+    def next_kv_tokens(self) -> float:
+        """Tokens whose keys and values the next group, or the next item of an evaluation, needs at once, estimated."""
+        hyper = self.spec.hyper
+        return self.lengths.kv_tokens * (hyper.group_size if self.wants_group() else hyper.eval_samples)
+
     def issue_eval(self, changes: Changes) -> None:
         """Publishes the next part of an evaluation: an item's sampled answers, or its greedy one."""
         version, tally = next((int(v), t) for v, t in self.state.evals.items() if t.issued < t.units)
