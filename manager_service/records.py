@@ -206,8 +206,15 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
 
 
+INFERENCE = "-"
+"""Stands for the job in a tenant's counters of completions, which have none."""
+
 QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})
 """Counters of `Usage` that count towards a tenant's daily quota."""
+
+
+ROLLOUT_COUNTERS = ("prompt_tokens", "sampled_tokens")
+"""Those of what rollout workers computed."""
 
 
 def day_field(now: float) -> str:

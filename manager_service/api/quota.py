@@ -8,10 +8,7 @@ import msgspec
 from common.messages import Usage
 from common.streams import Cell
 from manager_service.api.errors import ApiError
-from manager_service.records import QUOTA_COUNTERS, TenantRecord, day_field
-
-INFERENCE = "-"
-"""Stands for the job in counters of completions, which have none."""
+from manager_service.records import INFERENCE, QUOTA_COUNTERS, TenantRecord, day_field
 
 
 async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:

@@ -6,8 +6,9 @@ from fastapi import APIRouter
 
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON
-from manager_service.api.quota import INFERENCE, tokens_today
+from manager_service.api.quota import tokens_today
 from manager_service.api.schemas import UsageObject, UsageReport
+from manager_service.records import INFERENCE
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"], responses=COMMON)
 

@@ -27,7 +27,7 @@ from manager_service.jobs.changes import Changes, commands
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence, Lost
-from manager_service.records import day_field
+from manager_service.records import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
 from manager_service.scheduling.fairness import MAX_MEMORY_USED
 from manager_service.scheduling.policies import MARLAAS, Policy
@@ -75,6 +75,9 @@ class Owner:
         self._untidy: asyncio.Queue[str] = asyncio.Queue()  # folders that nobody needs any more
         self._lock = asyncio.Lock()
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue))
+        self._completed: dict[
+            str, float
+        ] = {}  # tenant with jobs here -> tokens of its completions, as they were charged
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -278,6 +281,24 @@ class Owner:
         self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))
+        await self._charge_completions()
+
+    async def _charge_completions(self) -> None:
+        """Charges the tenants with jobs here for the tokens of their completions since the last look, as for those of jobs."""
+        tenants = sorted(self._allocator.demand.active)
+        fields = [f"{INFERENCE}/{counter}" for counter in ROLLOUT_COUNTERS]
+
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for tenant in tenants:
+                pipe.hmget(self._cell.usage(tenant), fields)
+            return await pipe.execute()
+
+        found = zip(tenants, await self._bus.retrying(call), strict=True)
+        totals = {tenant: sum(float(amount or 0) for amount in amounts) for tenant, amounts in found}
+        for tenant, total in totals.items():
+            self._allocator.charge_rollouts(tenant, max(0.0, total - self._completed.get(tenant, total)))
+        self._completed = totals
 
     async def _used_today(self, tenants: list[str]) -> dict[str, int]:
         """Tokens that each of these tenants has used today, chats included."""

@@ -17,7 +17,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
 from manager_service.jobs.job_table import JobTable
-from manager_service.records import QUOTA_COUNTERS, JobError, TenantRecord, day_field
+from manager_service.records import QUOTA_COUNTERS, ROLLOUT_COUNTERS, JobError, TenantRecord, day_field
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
@@ -112,13 +112,17 @@ class Allocator:
     def charge(self, changes: Changes) -> None:
         """Charges the tenants for what they actually used."""
         for (tenant, _, counter), amount in changes.usage.items():
-            if counter in ("prompt_tokens", "sampled_tokens"):
-                self._rollouts.charge(tenant, amount, self._weight(tenant))
+            if counter in ROLLOUT_COUNTERS:
+                self.charge_rollouts(tenant, amount)
             elif counter == "train_s":
                 self.queue.measured(amount)
             if counter not in QUOTA_COUNTERS:
                 continue
             self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
+
+    def charge_rollouts(self, tenant: str, tokens: float) -> None:
+        """Charges a tenant for tokens that rollout workers computed for it, of a job or of completions."""
+        self._rollouts.charge(tenant, tokens, self._weight(tenant))
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
