@@ -3,7 +3,7 @@
 The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: the A factors of the layers stand
 side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of the
 result. Rows that share an adapter fill *lanes* of `lane_rows` places; a lane holds a copy of its adapter's factors, so that
-one batched product serves all lanes.
+one batched product serves all lanes. Where the copies would take more than their budget, each adapter has a product of its own.
 
     x [N, in] ─ gather ─► [lanes, lane_rows, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
                                                                      ├ bmm B of k ─► …
@@ -14,8 +14,9 @@ are padded by their own value only (to 8, 16, 32, ...), and every product has at
 Axes: N rows of a forward, R padded rank times fused layers, at least MIN_INNER.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -111,6 +112,14 @@ class Lanes:
     _factors: LaneFactors | None = None
     _first: dict[int, LaneFactors] = field(default_factory=dict[int, LaneFactors])
 
+    @property
+    def num(self) -> int:
+        return 0 if self._factors is None else len(self._factors.a[0])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._factors or ())
+
     def first(self, num: int) -> LaneFactors:
         """The factors of the first lanes."""
         assert self._factors is not None, "lanes that nobody was assigned"
@@ -119,7 +128,8 @@ class Lanes:
         return self._first[num]
 
     def assign(self, wanted: Sequence[FusedAdapter]) -> list[int]:
-        """Finds a lane for each entry of `wanted` (all of one padded rank); an adapter may be wanted several times."""
+        """Finds a lane for each entry of `wanted` (all of one padded rank), which there must be; an adapter may be wanted several
+        times."""
         if len(self.owners) > 2 * len(wanted):
             del self.owners[len(wanted) :]
         missing = Counter(wanted)
@@ -131,31 +141,25 @@ class Lanes:
                 found.setdefault(owner, []).append(lane)
             else:
                 free.append(lane)
-        free += range(len(self.owners), len(self._grown(len(wanted), wanted[0]).a[0]))
+        free += range(len(self.owners), self.num)
         return [found[w].pop() if found.get(w) else self.put(free.pop(0), w) for w in wanted]
 
     def put(self, lane: int, adapter: FusedAdapter) -> int:
         """Makes `lane` the adapter's, unless it is already; returns `lane`."""
-        factors = self._grown(lane + 1, adapter)
+        assert self._factors is not None, "lanes that nobody made"
         self.owners += [None] * (lane + 1 - len(self.owners))
         if self.owners[lane] is not adapter:
             self.owners[lane] = adapter
-            for target, source in zip(factors, adapter.factors, strict=True):
+            for target, source in zip(self._factors, adapter.factors, strict=True):
                 target[lane] = source[0]
         return lane
 
-    def _grown(self, num: int, like: FusedAdapter) -> LaneFactors:
-        """The factors of at least `num` lanes."""
-        old = self._factors
-        if old is not None and len(old.a[0]) >= num:
-            return old
-        size = max(MIN_LANES, 1 << (num - 1).bit_length())
-        new = like.factors.map(lambda factor: factor.new_zeros(size, *factor.shape[1:]))
-        for target, source in zip(new, old or (), strict=old is not None):
-            target[: len(source)] = source
-        self._factors = new
+    def make(self, num: int, like: FusedAdapter) -> None:
+        """Makes lanes that belong to nobody. No product of the old ones may be under way: their memory is given back first."""
+        self.owners.clear()
         self._first.clear()
-        return new
+        self._factors = None
+        self._factors = like.factors.map(lambda factor: factor.new_zeros(num, *factor.shape[1:]))
 
 
 @dataclass(slots=True, eq=False)
@@ -188,11 +192,13 @@ class Product:
 
 
 class LanePlanner:
-    """Plans the products of one kind of forward; keeps the lanes between plans."""
+    """Plans the products of one kind of forward; keeps the lanes between plans. A plan ends the one before."""
 
-    def __init__(self, device: torch.device, lane_rows: int) -> None:
+    def __init__(self, device: torch.device, lane_rows: int, *, budget_bytes: float = math.inf) -> None:
+        """`budget_bytes`: of all lanes together."""
         self._device = device
         self._lane_rows = lane_rows
+        self._budget_bytes = budget_bytes
         self._lanes: dict[int, Lanes] = {}
 
     def plan(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
@@ -204,28 +210,47 @@ class LanePlanner:
         if len(present) == 1 and None not in adapters:
             return [uniform(present.pop())]
         ranks = sorted({a.rank for a in present})
-        return [self._spread([a if a and a.rank == rank else None for a in adapters], rank, size) for rank in ranks]
+        self._forget_all_but(ranks)
+        each = ([a if a and a.rank == rank else None for a in adapters] for rank in ranks)
+        return [product for mine in each for product in self._spread(mine, size)]
 
-    def plan_sequences(self, adapters: Sequence[FusedAdapter]) -> list[Product]:
-        """Plans a forward of len(adapters) sequences of equal length, end to end, all adapters of one padded rank."""
+    def plan_sequences(self, adapters: Sequence[FusedAdapter], width: int) -> list[Product]:
+        """Plans a forward of len(adapters) sequences of `width` positions, end to end, all adapters of one padded rank."""
         if all(a is adapters[0] for a in adapters):
             return [uniform(adapters[0])]
-        lanes = self._of_rank(adapters[0].rank)
+        self._forget_all_but([adapters[0].rank])
+        lanes = self._lanes_for(len(adapters), adapters[0])
+        if lanes is None:
+            rows_of = _places(a for a in adapters for _ in range(width))
+            return [self._own(adapter, rows) for adapter, rows in rows_of.items()]
         for lane, adapter in enumerate(adapters):
             lanes.put(lane, adapter)
         return [Product(lanes.first(len(adapters)))]
 
-    def _of_rank(self, rank: int) -> Lanes:
-        return self._lanes.setdefault(rank, Lanes())
+    def _forget_all_but(self, ranks: Sequence[int]) -> None:
+        """Gives back the lanes of other ranks, once all of them use up half of the budget."""
+        if 2 * sum(lanes.num_bytes for lanes in self._lanes.values()) > self._budget_bytes:
+            self._lanes = {rank: lanes for rank, lanes in self._lanes.items() if rank in ranks}
 
-    def _spread(self, adapters: Sequence[FusedAdapter | None], rank: int, size: int) -> Product:
-        rows_of: dict[FusedAdapter, list[int]] = {}
-        for row, adapter in enumerate(adapters):
-            if adapter is not None:
-                rows_of.setdefault(adapter, []).append(row)
+    def _lanes_for(self, num: int, like: FusedAdapter) -> Lanes | None:
+        """At least `num` lanes of the adapter's rank; None: they would take more than the budget leaves."""
+        lanes = self._lanes.setdefault(like.rank, Lanes())
+        if lanes.num < num:
+            size = max(MIN_LANES, 1 << (num - 1).bit_length())
+            others = sum(each.num_bytes for each in self._lanes.values() if each is not lanes)
+            if others + size * like.num_bytes > self._budget_bytes:
+                return None
+            lanes.make(size, like)
+        return lanes
+
+    def _spread(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
+        """The products of one rank's rows; None: a row that is not of this rank."""
+        rows_of = _places(adapters)
         num = self._lane_rows
         blocks = [(a, r[i : i + num]) for a, r in rows_of.items() for i in range(0, len(r), num)]
-        lanes = self._of_rank(rank)
+        lanes = self._lanes_for(len(blocks), blocks[0][0])
+        if lanes is None:
+            return [self._own(adapter, rows) for adapter, rows in rows_of.items()]
         assigned = lanes.assign([adapter for adapter, _ in blocks])
         num_lanes = max(assigned) + 1
         gather = [0] * (num_lanes * num)
@@ -237,7 +262,12 @@ class LanePlanner:
             rows, places = None, [place_of.get(row, 0) for row in range(size)]
         else:
             rows, places = self._index([*place_of]), [*place_of.values()]
-        return Product(lanes.first(num_lanes), self._index(gather), rows, self._index(places))
+        return [Product(lanes.first(num_lanes), self._index(gather), rows, self._index(places))]
+
+    def _own(self, adapter: FusedAdapter, rows: list[int]) -> Product:
+        """The product of one adapter's rows with its own factors, which need no copy."""
+        gather = rows + rows[:1] * (-len(rows) % self._lane_rows)
+        return Product(adapter.factors, self._index(gather), self._index(rows), self._index([*range(len(rows))]))
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -246,3 +276,12 @@ class LanePlanner:
 def uniform(adapter: FusedAdapter) -> Product:
     """A product for a forward whose rows are all of one adapter."""
     return Product(adapter.factors)
+
+
+def _places(adapters: Iterable[FusedAdapter | None]) -> dict[FusedAdapter, list[int]]:
+    """Which rows each adapter has."""
+    found: dict[FusedAdapter, list[int]] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            found.setdefault(adapter, []).append(row)
+    return found

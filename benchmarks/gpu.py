@@ -31,7 +31,8 @@ from benchmarks.paper.lengths import LONGEST, answer_tokens
 from benchmarks.rollout import adapter_files, request
 from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import AdapterRef, TrajectoryRef
-from rollout_service.embedded.batch import EngineLimits, RunningRows
+from rollout_service.embedded.batch import RunningRows
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 from trainer_service.memory import measured
 from trainer_service.packing import Budget

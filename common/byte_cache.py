@@ -27,12 +27,17 @@ class ByteCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Keeps a value in place of this key's older one. Does not keep one larger than the budget, which would drive out all others."""
         self.pop(key)
-        if self._size_of(value) > self.budget_bytes:
-            return
-        self._entries[key] = value
-        self.num_bytes += self._size_of(value)
-        while self.num_bytes > self.budget_bytes:
+        if self.make_room(self._size_of(value)):
+            self._entries[key] = value
+            self.num_bytes += self._size_of(value)
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Drops what was not used for longest until a value of so many bytes fits; False: it is larger than the budget."""
+        if num_bytes > self.budget_bytes:
+            return False
+        while self.num_bytes + num_bytes > self.budget_bytes:
             self.pop(next(iter(self._entries)))
+        return True
 
     def pop(self, key: K) -> V | None:
         """Removes the value of this key and returns it; None if there is none."""

@@ -30,11 +30,15 @@ class Places:
 
     def __init__(self, num: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num = num
-        """How many places there are; whoever changes it is heard when the next call begins or ends."""
+        """How many places there are."""
         self._clock = clock
         self._held: list[Claim] = []
         self._waiting: list[Claim] = []
         self._fairness = Fairness()
+
+    def resize(self, num: int) -> None:
+        self.num = num
+        self._serve()
 
     @asynccontextmanager
     async def one(self, tenant: str, weight: float, advanced: Callable[[], None]) -> AsyncGenerator[None]:

@@ -22,6 +22,7 @@
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
+    inference                  hash     API replica -> until when it counts as alive, ms, and which tenants ask it for places
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
     begun                      set      ids of the cell's unfinished jobs that have a version 0
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
@@ -209,6 +210,10 @@ class Cell:
     @property
     def weights(self) -> str:
         return self.key("weights")
+
+    @property
+    def inference(self) -> str:
+        return self.key("inference")
 
 
 GROUP_ENV = "env"

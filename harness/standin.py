@@ -232,6 +232,9 @@ class FixedSlots:
     def kv_tokens(self) -> int | None:
         return None
 
+    def least_kv_tokens(self) -> int | None:
+        return self.kv_tokens()
+
     def sampling_gap_bound(self) -> float:
         return 0.001
 

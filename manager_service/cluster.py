@@ -97,6 +97,11 @@ class Cluster:
         announced = [worker.kv_tokens for worker in self.working("rollout")]
         return None if None in announced else sum(filter(None, announced))
 
+    def least_kv_tokens(self) -> int | None:
+        """What the smallest rollout engine holds; None: an engine does not announce it, or none is alive."""
+        announced = [worker.kv_tokens for worker in self.working("rollout")]
+        return None if None in announced else min(filter(None, announced), default=None)
+
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: no worker announces one."""
         ranks = [worker.max_lora_rank for worker in self.working() if worker.max_lora_rank is not None]

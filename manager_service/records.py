@@ -231,6 +231,10 @@ QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"}
 """Counters of `Usage` that count towards a tenant's daily quota."""
 
 
+ROLLOUT_COUNTERS = ("prompt_tokens", "sampled_tokens")
+"""Those of what rollout workers computed."""
+
+
 def day_field(now: float) -> str:
     """The field of `usage:<tenant>` in which a moment's day counts, UTC: `day/20261122`."""
     return time.strftime("day/%Y%m%d", time.gmtime(now))

@@ -28,7 +28,7 @@ class ManagerSettings(Settings):
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """The largest body of every other request."""
     inference_share: float = Field(default=0.5, gt=0, le=1)
-    """The share of the live rollout slots that completions asked of this replica may take."""
+    """The share of the live rollout slots that the completions of all tenants may take, over all replicas of the manager."""
     inference_silence_s: float = Field(default=10.0, gt=0)
     """A turn that nobody worked on for this long is asked for again."""
     inference_timeout_s: float = Field(default=120.0, gt=0)

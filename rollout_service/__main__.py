@@ -15,7 +15,7 @@ from common.streams import GROUP_ROLLOUT
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from rollout_service.adapters import AdapterCache
-from rollout_service.embedded.batch import EngineLimits
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler

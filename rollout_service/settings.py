@@ -25,11 +25,12 @@ class RolloutSettings(Settings):
     rollout_slots: int = Field(default=64, ge=1)
     """Turns generated at once."""
     rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
-    """Memory for keys and values of the turns under way; turns that do not fit wait. vLLM on CUDA: see memory_fraction."""
+    """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA: see
+    memory_fraction."""
     rollout_prefix_bytes: int = Field(default=64 << 20, ge=0)
-    """Memory for keys and values of prompts, kept for the other samples of a group."""
+    """Of it for prompts that are kept for the other samples of a group. At most a sixteenth."""
     rollout_turn_bytes: int = Field(default=64 << 20, ge=0)
-    """Memory for keys and values of trajectories whose tools are at work, kept for their next turn. Only the torch engine
+    """Of it for trajectories whose tools are at work, kept for their next turn. At most a sixteenth. Only the torch engine
     uses it, and not in deterministic mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment."""

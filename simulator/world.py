@@ -112,6 +112,9 @@ class World:
     def kv_tokens(self) -> int | None:
         return None
 
+    def least_kv_tokens(self) -> int | None:
+        return None
+
     def sampling_gap_bound(self) -> float:
         return inf
 

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from common.errors import Unavailable
 from common.places import Claim, Places
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
+from manager_service.api.sampling.cell_share import Asked
 from manager_service.records import TenantRecord
 
 MAX_WAITING = 1024
@@ -17,10 +18,16 @@ MAX_WAITING = 1024
 class SharedPlaces:
     """`common.places.Places` of a number that changes."""
 
-    def __init__(self, name: str, num: Callable[[], int]) -> None:
-        """`name`: of the places, for errors. `num`: how many there are at the moment; there is always one."""
+    def __init__(
+        self, name: str, num: Callable[[], int], weight: Callable[[str, float], float] = lambda _, weight: weight
+    ) -> None:
+        """`name`: of the places, for errors. `num`: how many there are at the moment; there is always one. `weight`: what
+        counts here of a tenant's weight.
+        """
         self._name = name
         self._num = num
+        self._weight = weight
+        self._open: dict[str, Asked] = {}
         self._places = Places(1)
         self._waiting: Counter[str] = Counter()
 
@@ -38,18 +45,36 @@ class SharedPlaces:
         if self._waiting[tenant.id] >= MAX_WAITING:
             raise _too_many(self._name)
         self._waiting[tenant.id] += 1
-        self._places.num = max(1, self._num())
+        self._ask(tenant.id, tenant.weight, 1)
+        self.resize()
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._places.take(tenant.id, tenant.weight)
-        except TimeoutError as error:
+                return await self._places.take(tenant.id, self._weight(tenant.id, tenant.weight))
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._ask(tenant.id, tenant.weight, -1)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise Unavailable(f"all {self._name} are taken; try again in a moment") from error
         finally:
             self._waiting[tenant.id] -= 1
 
     def give_back(self, claim: Claim) -> None:
-        self._places.num = max(1, self._num())
+        self._ask(claim.tenant, self._open[claim.tenant].weight, -1)
         self._places.end(claim)
+        self.resize()
+
+    def resize(self) -> None:
+        """Heeds that the number of places may have changed."""
+        self._places.resize(max(1, self._num()))
+
+    def asking(self) -> Mapping[str, Asked]:
+        """What tenants ask for now: the places that they hold or wait for."""
+        return self._open
+
+    def _ask(self, tenant: str, weight: float, num: int) -> None:
+        before = self._open.pop(tenant, None)
+        if total := num + (before.num if before else 0):
+            self._open[tenant] = Asked(weight, total)
 
 
 def _too_many(name: str) -> ApiError:

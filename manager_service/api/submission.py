@@ -20,6 +20,7 @@ from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given
 from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckLengths, CheckRows
 from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
+from manager_service.scheduling.fairness import largest_group
 
 MAX_METHOD_BYTES = 384 << 10
 """Of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
@@ -88,6 +89,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     validation = await _file(api, tenant, body.validation_file, "validation_file")
     if training is None and not makes_items(plan.env):
         raise InvalidInput(f"the environment {plan.env.name!r} needs a training_file", param="training_file")
+    _check_memory(base, plan.given, training, validation)
     num_items = training.num_items if training else 0
     rate, policy = base.tokenizer.learning_rate, api.settings.scheduling
     hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
@@ -209,6 +211,24 @@ def _check_base(base: Base, plan: JobPlan) -> None:
             hint = did_you_mean(name, base.linear_layers)
             raise InvalidInput(
                 f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{PARAM}.lora_targets"
+            )
+
+
+def _check_memory(
+    base: Base, given: Hyperparameters, training: FileRecord | None, validation: FileRecord | None
+) -> None:
+    """Raises InvalidInput if the answers to one prompt never fit beside each other into a rollout worker's memory."""
+    most = largest_group(base.cluster.least_kv_tokens())
+    asked = [("group_size", given.group_size, training)]
+    asked += [("eval_samples", given.eval_samples, validation)] if validation else []
+    for name, num, record in asked:
+        prompt = record.longest.get(base.name, 0) if record else 0
+        if num * (prompt + given.max_tokens) > most:
+            raise InvalidInput(
+                f"{name} {num} x (max_tokens {given.max_tokens} + a prompt of {prompt}) needs keys and values for"
+                f" {num * (prompt + given.max_tokens)} tokens at once; the rollout workers take at most {most:.0f}",
+                param=f"{PARAM}.{name}",
+                code="group_too_large",
             )
 
 

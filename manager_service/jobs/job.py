@@ -196,6 +196,12 @@ class Job:
         changes.ledger[self.id, "issued"] += size
         self._dirty(changes)
 
+    @property
+    def next_kv_tokens(self) -> float:
+        """Tokens whose keys and values the next group, or the next item of an evaluation, needs at once, estimated."""
+        hyper = self.spec.hyper
+        return self.lengths.kv_tokens * (hyper.group_size if self.wants_group() else hyper.eval_samples)
+
     def issue_eval(self, changes: Changes) -> None:
         """Publishes the next part of an evaluation: an item's sampled answers, or its greedy one."""
         version, tally = next((int(v), t) for v, t in self.state.evals.items() if t.issued < t.units)
@@ -434,16 +440,6 @@ class Job:
         """Tells the workers that everything up to this epoch is void."""
         changes.published.append(self.orders.cancel(self.state, park=park))
         self.state.epoch += 1
-
-    def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
-        """Lets later steps truncate importance weights, under any loss, if the gap exceeds the bound. Warns once a job."""
-        gap = self.state.sampling_gap
-        if gap is None or gap <= bound or self.state.truncate_ratios:
-            return
-        self.state.truncate_ratios = True
-        what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
-        limit = self.spec.hyper.loss.is_clip
-        self.journal.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
 
     def _dirty(self, changes: Changes) -> None:
         changes.states[self.id] = self.state

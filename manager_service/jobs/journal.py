@@ -127,6 +127,16 @@ class Journal:
         if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
             changes.dropped_samples.append((self._spec.id, *dropped))
 
+    def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
+        """Lets later steps truncate importance weights, under any loss, if the gap exceeds the bound. Warns once a job."""
+        gap = self._state.sampling_gap
+        if gap is None or gap <= bound or self._state.truncate_ratios:
+            return
+        self._state.truncate_ratios = True
+        what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
+        limit = self._spec.hyper.loss.is_clip
+        self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
+
     # ---- stalls -----------------------------------------------------------------------------------------------------
 
     def progressed(self, now: float, changes: Changes) -> None:

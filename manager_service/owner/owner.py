@@ -25,14 +25,13 @@ from common.messages import TrainStep
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
-from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, commands
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
-from manager_service.owner.memory import RedisMemory, bound
 from manager_service.owner.partition import Fetch, Partition
+from manager_service.owner.surroundings import Surroundings
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import day_field
 from manager_service.scheduling.allocator import Allocator, Slots
@@ -48,8 +47,6 @@ ROUND_SHARE = 0.1
 MAX_FETCHES = 8
 """Payloads that are fetched from object storage at once."""
 STALL_S = 30.0
-KEEP_CANCELS, KEEP_HINTS = 10_000, 1_000
-"""Messages that the streams `control` and `adapters:new` keep at most."""
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
 """Share of Redis' memory limit above which finished jobs are archived at once."""
@@ -79,7 +76,6 @@ class Owner:
         self._cell = bus.cell
         self._store = store
         self._objects = objects
-        self._tenants = tenants
         self._lease_s = lease_s
         self._limits = limits
         self._token = secrets.token_hex(16)
@@ -99,7 +95,7 @@ class Owner:
         """Held while jobs change. Nothing waits for object storage under it, as that would stop every tenant."""
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
-        self._memory = RedisMemory(bus)
+        self._surroundings = Surroundings(bus, tenants, self._allocator, limits)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -357,48 +353,9 @@ class Owner:
     async def _watch(self) -> None:
         """Follows what changes slowly: tenants, memory, quotas, the age of broadcasts, stalls."""
         while True:
-            await self._refresh()
-            await self._trim_broadcasts()
+            await self._surroundings.look(measures=0 in self._owned)
             await self._tell_stalls()
             await asyncio.sleep(min(1.0, self._lease_s / 4))
-
-    async def _refresh(self) -> None:
-        tenants = {record.id: record for record in await self._bus.retrying(self._tenants.all)}
-        memory = await self._bus.retrying(lambda: self._bus.client.info("memory"))
-        limit = int(memory.get("maxmemory", 0))
-        self._allocator.tenants = tenants
-        self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
-        await self._memory.look(measures=0 in self._owned)
-        limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
-        self._allocator.used_today.update(await self._used_today(limited))
-
-    async def _used_today(self, tenants: list[str]) -> dict[str, int]:
-        """Tokens that each of these tenants has used today, chats included."""
-
-        today = day_field(time.time())
-
-        async def call() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for tenant in tenants:
-                pipe.hget(self._cell.usage(tenant), today)
-            return await pipe.execute()
-
-        return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
-
-    async def _trim_broadcasts(self) -> None:
-        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away and to
-        what is worth reading then; and what is kept for operators to its bytes."""
-        seconds, _ = await self._bus.retrying(self._bus.client.time)
-        oldest = int((seconds - KEEP_S) * 1000)
-        for stream, most in {
-            self._cell.control: KEEP_CANCELS,
-            self._cell.adapters_new: KEEP_HINTS,
-            self._cell.telemetry: KEEP_REPORTS,
-        }.items():
-            await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
-            await self._bus.retrying(lambda s=stream, n=most: self._bus.client.xtrim(s, n, approximate=True))
-        await bound(self._bus, self._cell.telemetry, self._limits.telemetry)
-        await bound(self._bus, self._cell.dead, self._limits.dead)
 
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""
@@ -418,7 +375,7 @@ class Owner:
             return f"no {' and no '.join(missing)} worker is alive"
         if used > MAX_MEMORY_USED:
             full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
-            return f"{full} (most of it: {largest})" if (largest := self._memory.largest()) else full
+            return f"{full} (most of it: {largest})" if (largest := self._surroundings.memory.largest()) else full
         waits_for = cluster.waits_for()
         return f"workers wait: {waits_for}" if waits_for else STALL_REASON
 

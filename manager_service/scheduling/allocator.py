@@ -17,13 +17,14 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
 from manager_service.jobs.job_table import JobTable
-from manager_service.records import QUOTA_COUNTERS, JobError, TenantRecord, day_field
+from manager_service.records import QUOTA_COUNTERS, ROLLOUT_COUNTERS, JobError, TenantRecord, day_field
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
     OVERSUBSCRIPTION,
     is_longest_waiting,
     kv_room,
+    largest_group,
     room,
     serve,
 )
@@ -45,6 +46,10 @@ class Slots(Protocol):
 
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: not known."""
+        ...
+
+    def least_kv_tokens(self) -> int | None:
+        """Those that the smallest of them holds; None: not known."""
         ...
 
     def sampling_gap_bound(self) -> float:
@@ -109,13 +114,17 @@ class Allocator:
     def charge(self, changes: Changes) -> None:
         """Charges the tenants for what they actually used."""
         for (tenant, _, counter), amount in changes.usage.items():
-            if counter in ("prompt_tokens", "sampled_tokens"):
-                self._rollouts.charge(tenant, amount, self._weight(tenant))
+            if counter in ROLLOUT_COUNTERS:
+                self.charge_rollouts(tenant, amount)
             elif counter == "train_s":
                 self.queue.measured(amount)
             if counter not in QUOTA_COUNTERS:
                 continue
             self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
+
+    def charge_rollouts(self, tenant: str, tokens: float) -> None:
+        """Charges a tenant for tokens that rollout workers computed for it, of a job or of completions."""
+        self._rollouts.charge(tenant, tokens, self._weight(tenant))
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
@@ -168,7 +177,7 @@ class Allocator:
     def _publish_step(self, job: Job, now: float, changes: Changes) -> None:
         numbers = job.next_batch()
         if numbers is not None:
-            job.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
+            job.journal.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
             if self.admits(job):  # what was just checked may have changed the step
                 job.publish_step(numbers, changes)
 
@@ -211,28 +220,39 @@ class Allocator:
         return min(self.env_backlog, self.cluster.slots("env"))
 
     def _fits(self, job: Job, share: float) -> bool:
-        """Is there room for the keys and values of one more group? The only group under way always fits."""
-        demand, group_size = self.demand, job.spec.hyper.group_size
+        """Is there room for the keys and values of what the job is issued next? What is alone under way always fits."""
+        demand = self.demand
         at_rollout = max(0.0, 1 - self.in_env * share / max(1, demand.open_work))
         left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=share)
-        return demand.open_work == 0 or group_size * job.lengths.kv_tokens <= left
+        return demand.open_work == 0 or job.next_kv_tokens <= left
 
     def _grant(self, tenant: str, share: float, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
         """Issues one group, or one item of an evaluation, of the tenant's job whose turn it is. `share`: this owner's.
 
-        If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. Returns tokens over
-        weight and trajectories that this added, or None if the tenant wants nothing.
+        If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. A job whose group never
+        fits fails. Returns tokens over weight and trajectories that this added, or None if the tenant wants nothing.
         """
         name = self.demand.next_job(tenant)
         if name is None:
             return None
         job, before = self._jobs[name], self.demand.open_work
+        if job.next_kv_tokens > largest_group(self.cluster.least_kv_tokens()):
+            self._guarded(job, now, changes, self._fail_as_too_large)
+            return 0.0, 0
         if not self._fits(job, share):
             return 0.0, sys.maxsize
         self._guarded(job, now, changes, _issue_one)
         self.demand.granted(tenant, name)
         issued = self.demand.open_work - before
         return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
+
+    def _fail_as_too_large(self, job: Job, now: float, changes: Changes) -> None:
+        most = largest_group(self.cluster.least_kv_tokens())
+        reason = (
+            f"a group needs keys and values for {job.next_kv_tokens:.0f} tokens at once, and the rollout workers take at most"
+            f" {most:.0f} since one with less memory joined: lower group_size, eval_samples or max_tokens"
+        )
+        job.fail(JobError("group_too_large", reason), now, changes)
 
     def _guarded(self, job: Job, now: float, changes: dict[int, Changes], act: "Act") -> None:
         """Acts on a job. An error of ours fails this job, and only this job."""

@@ -67,6 +67,14 @@ def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float
     return math.inf if kv_tokens is None else OVERSUBSCRIPTION * kv_tokens * share - open_tokens
 
 
+def largest_group(least_kv_tokens: int | None) -> float:
+    """Tokens of the largest group that may be issued at all. `least_kv_tokens`: of the smallest engine; None: unknown.
+
+    So it does not depend on how many engines are alive, and each that is can hold what was promised.
+    """
+    return math.inf if least_kv_tokens is None else OVERSUBSCRIPTION * least_kv_tokens
+
+
 def is_longest_waiting(num_turns: int) -> bool:
     """Does a tenant's next turn, after so many, go to whoever waits longest instead of to the most urgent?"""
     return num_turns % LONGEST_WAITING_EVERY == LONGEST_WAITING_EVERY - 1

@@ -1,7 +1,7 @@
 """The engine in torch: requests come in, tokens with log-probs go out, one step for all rows at a time.
 
     torch_engine ─ commands ─► batch: admit ─► prefill ─► step (fused ─► sampler) ─► ended rows, new tokens ─► torch_engine
-                                        seats, kv: the rows under way             prefix: keys and values kept for later
+                                        seats, pools: the rows under way            prefix: keys and values kept for later
 
 Its files:
 
@@ -10,7 +10,8 @@ Its files:
     seats.py          keeps the state of each row under way, as arrays
     prefill.py        computes the keys and values that a turn needs before its first token
     prefix.py         keeps keys and values of prompts and of trajectories for later turns
-    kv.py             holds the keys and values of the rows under way
+    pools.py          holds the keys and values of the rows under way
+    kv.py             computes attention on them
     fused.py          computes the base model with few and large operations
     sampler.py        draws tokens from scores, with exact log-probs
     meter.py          counts forwards, their rows, tokens and seconds

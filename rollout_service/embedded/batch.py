@@ -19,28 +19,17 @@ from torch import Tensor
 
 from base_model.decoder import Decoder
 from base_model.device import give_back_memory
-from base_model.kernels import DEFAULT
 from base_model.stacked import LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
 from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.prefill import Prefill, prefix_key
+from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
+from rollout_service.embedded.prefill import Prefill
 from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
 from rollout_service.embedded.seats import Seats, TurnRow
 from rollout_service.engine import Partial
 from rollout_service.stops import first_stop
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Sizes of one engine."""
-
-    slots: int = 64  # rows under way at once
-    kv_bytes: int = 1 << 30  # keys and values of the rows under way; rows that do not fit wait
-    prefix_bytes: int = 64 << 20  # keys and values of prompts kept for neighbours
-    turn_bytes: int = 64 << 20  # of trajectories kept for their next turn
-    min_rows: int = DEFAULT.min_rows  # of a forward, and of an adapter's product in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class Ended:
 class ForwardLayout:
     """The places of the rows under way in a forward; remade only when rows come or go."""
 
-    pools: list[kv.Pool]
+    pools: list[Pool]
     seats: np.ndarray  # [n] seat of each row of the forward
     size: int  # rows of the forward, rounded up
     products: list[Product]
@@ -67,7 +56,7 @@ class ForwardLayout:
 def rounded_rows(num: int, min_rows: int) -> int:
     """4, 8, 16, 32, 48, 64, then multiples of 64; at least `min_rows`."""
     num = max(num, min_rows)
-    return kv.rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
+    return rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
 
 
 class RunningRows:
@@ -87,26 +76,13 @@ class RunningRows:
         self._config, self._device = config, decoder.device
         self._decode = decode
         self._limits = limits
-        self._row_bytes = (
-            2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.embedding.element_size()
-        )
-        if limits.kv_bytes < self._row_bytes * kv.length_class(config.context, config.context):
-            raise ValueError("the memory for keys and values does not hold one row of the model's whole context")
         self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
-        self._pools: dict[int, kv.Pool] = {}
-        self._planner = LanePlanner(decoder.device, limits.min_rows)
+        self._pools = Pools(config, decoder.embedding, limits.pools)
+        self._planner = LanePlanner(decoder.device, limits.min_rows, budget_bytes=limits.step_lanes)
         self._waiting: deque[TurnRow] = deque()
-        self._reserved = 0
         self._layout: ForwardLayout | None = None
         self.meter = Meter.of(decoder.device)
-        self._prefill = Prefill(
-            self._model,
-            self.meter,
-            self._spent,
-            prefix_bytes=limits.prefix_bytes,
-            turn_bytes=limits.turn_bytes,
-            lane_rows=limits.min_rows,
-        )
+        self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
         self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
 
@@ -123,8 +99,8 @@ class RunningRows:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit beside each other; each row reserves the length class of the longest that it may become."""
-        return self._limits.kv_bytes // self._row_bytes
+        """See `Pools.tokens`."""
+        return self._pools.tokens
 
     @property
     def has_work(self) -> bool:
@@ -179,13 +155,12 @@ class RunningRows:
         self._prefill.clear()
         for row in self.active():
             self._seats.leave(row)
-        self._reserved, self._layout = 0, None
+        self._layout = None
         return lost
 
     def relax(self) -> None:
         """Gives back memory that only the last rush needed. No row is under way."""
-        for pool in self._pools.values():
-            pool.shrink()
+        self._pools.relax()
         give_back_memory()
 
     def advance(self) -> list[Ended]:
@@ -200,7 +175,6 @@ class RunningRows:
         while self._waiting and self._seats.free and self._fits(self._waiting[0]):
             row = self._waiting.popleft()
             self._seats.take(row)
-            self._reserved += row.reserved_bytes
             joined.append(row)
         if not joined:
             return []
@@ -210,30 +184,17 @@ class RunningRows:
         return ended
 
     def _fits(self, row: TurnRow) -> bool:
-        row.reserved_bytes = self._row_bytes * self._class_of(row)
-        return self._reserved + row.reserved_bytes <= self._limits.kv_bytes
-
-    def _class_of(self, row: TurnRow) -> int:
         longest = min(self._config.context, row.request.num_prompt + row.request.sampling.max_tokens)
-        return kv.length_class(max(longest, len(row.request.tokens)), self._config.context)
+        return self._pools.reserve(row, max(longest, len(row.request.tokens)))
 
     def _seat_all(self, joined: list[TurnRow]) -> None:
         if not joined:
             return
         self._seats.draw(np.array([row.seat for row in joined]))
-        kept = {row: past for row in joined if (past := self._prefill.turns.take(row.request)) is not None}
-        prefixes = self._prefill.prefixes([row for row in joined if row not in kept])
-        to_extend: dict[int, list[tuple[TurnRow, int]]] = {}
-        for row in joined:
-            length, past = self._class_of(row), kept.get(row)
-            if length not in self._pools:
-                self._pools[length] = kv.Pool(self._config, length, self._model.embedding)
-            self._pools[length].add(row.seat, prefixes.get(prefix_key(row)) if past is None else past)
-            if past is not None:
-                to_extend.setdefault(length, []).append((row, past.shape[1]))
-        for length, rows in to_extend.items():
-            self._prefill.extend(self._pools[length], rows)
         self._layout = None
+        for row in joined:
+            self._pools.add(row)
+        self._prefill.fill(joined)
 
     # ---- one token -----------------------------------------------------------------------------------------
 
@@ -267,7 +228,7 @@ class RunningRows:
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
 
     def _lay_out(self) -> ForwardLayout:
-        pools = [pool for pool in self._pools.values() if pool.seats]
+        pools = [pool for pool in self._pools if pool.seats]
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
         size = rounded_rows(len(rows), self._limits.min_rows)
@@ -325,21 +286,18 @@ class RunningRows:
 
     def _keep(self, row: TurnRow) -> None:
         """Keeps keys and values for the trajectory's next turn: of all but the last token, which no forward has seen."""
-        if not self._prefill.turns.wants(row.request):
-            return
         num = int(self._seats.length[row.seat]) - 1
         prompt = row.request.tokens.data[: 4 * row.request.num_prompt]
-        tokens = prompt + self._seats.tokens[row.seat, : num - row.request.num_prompt].tobytes()
-        self._prefill.turns.put(row.request, tokens, self._pools[self._class_of(row)].kept(row.seat, num))
+        self._prefill.keep(row, prompt + self._seats.tokens[row.seat, : num - row.request.num_prompt].tobytes())
 
     def _spent(self, row: TurnRow, seconds: float) -> None:
         self._seats.busy_s[row.seat] += seconds
 
     def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
-            self._pools[self._class_of(row)].remove(row.seat, clear=clear)
+            self._pools.of(row).remove(row.seat, clear=clear)
         self._seats.leave(row)
-        self._reserved -= row.reserved_bytes
+        self._pools.release(row)
         self._layout = None
 
 

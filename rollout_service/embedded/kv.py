@@ -1,80 +1,21 @@
-"""Keys and values of the rows under way: one pool for each length class, so that short rows do not pay for long ones.
+"""Attention on the keys and values in the pools: it writes those of new tokens, and reads those of earlier ones.
 
-A pool's tensor is [layers, rows, length, 2K, D] (K key heads, then K value heads) and grows by doubling its rows. Rows stand
-without gaps: when one leaves, the last takes its place. What lies behind a row's own tokens is masked but must be finite,
-so a row whose values are not numbers is cleared when it leaves.
+Axes: n rows, T positions, L positions of a pool's rows, H query heads, K key/value heads, G query heads of one key head, D head size.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from base_model.decoder import DecoderConfig
+from rollout_service.embedded.pools import Pool, rounded
 
-MIN_LENGTH = 64
 MERGED_HEADS = 2
 """Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
-BLOCK = 32
-"""Attention is computed over a length rounded up to this."""
-
-
-def rounded(length: int, multiple: int = BLOCK) -> int:
-    return -(-length // multiple) * multiple
-
-
-def length_class(length: int, context: int) -> int:
-    """The smallest power of two that holds `length` (at least MIN_LENGTH), or the whole context."""
-    return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), rounded(context))
-
-
-class Pool:
-    """The rows of one length class. `seats[r]` is the seat of row r."""
-
-    def __init__(self, config: DecoderConfig, length: int, like: Tensor) -> None:
-        self.length = length
-        self.seats: list[int] = []
-        self._heads = 2 * config.num_kv_heads
-        self._shape = (length, self._heads, config.head_dim)
-        self.cache = like.new_zeros(config.num_layers, 4, *self._shape)
-
-    def add(self, seat: int, prefix: Tensor | None) -> None:
-        """`prefix` [layers, T, 2K, D]: the keys and values of the row's first T tokens."""
-        row = len(self.seats)
-        if row == self.cache.shape[1]:
-            self._resize(2 * row)
-        self.seats.append(seat)
-        if prefix is not None:
-            self.cache[:, row, : prefix.shape[1]] = prefix
-
-    def remove(self, seat: int, *, clear: bool = False) -> None:
-        row, last = self.seats.index(seat), len(self.seats) - 1
-        if clear:
-            self.cache[:, row] = 0
-        if row != last:
-            self.cache[:, row], self.seats[row] = self.cache[:, last].clone(), self.seats[last]
-            if clear:
-                self.cache[:, last] = 0
-        self.seats.pop()
-
-    def kept(self, seat: int, num_tokens: int) -> Tensor:
-        """A copy of the keys and values of a row's first tokens, [layers, T, 2K, D]."""
-        return self.cache[:, self.seats.index(seat), :num_tokens].clone()
-
-    def shrink(self) -> None:
-        """Gives back memory that no row has needed for long."""
-        if self.cache.shape[1] > 4:
-            self._resize(max(4, 1 << max(0, len(self.seats) - 1).bit_length()))
-
-    def _resize(self, rows: int) -> None:
-        if rows == self.cache.shape[1]:
-            return
-        new = self.cache.new_zeros(self.cache.shape[0], rows, *self._shape)
-        kept = len(self.seats)
-        new[:, :kept] = self.cache[:, :kept]
-        self.cache = new
 
 
 @dataclass(slots=True)
@@ -95,7 +36,7 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
         num = len(pool.seats)
         at = positions[first : first + num]
         span = torch.arange(rounded(longest), device=at.device)
-        mask = torch.zeros(num, len(span), dtype=pool.cache.dtype, device=at.device)
+        mask = torch.zeros(num, len(span), dtype=pool.layers[0].dtype, device=at.device)
         mask.masked_fill_(span > at.unsqueeze(1), float("-inf"))
         places = torch.arange(num, device=at.device).mul_(pool.length).add_(at)
         found.append(Slice(pool, first, places, mask.view(num, 1, 1, -1)))
@@ -123,7 +64,7 @@ class DecodeAttend:
     def _one(self, layer: int, part: Slice, qkv: Tensor) -> Tensor:
         """qkv [n, H + 2K, D] -> [n, H * D]. The query heads of one key head stand as its rows."""
         num, k = len(qkv), self._kv_heads
-        cache = part.pool.cache[layer]
+        cache = part.pool.layers[layer]
         cache.view(-1, 2 * k, qkv.shape[2]).index_copy_(0, part.places, qkv[:, self._heads :])
         q = qkv[:, : self._heads].reshape(num, k, -1, qkv.shape[2])
         seen = cache[:num, : part.mask.shape[3]]  # [n, L, 2K, D]
@@ -151,25 +92,41 @@ def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
 
 
 class PrefillAttend:
-    """Causal attention of whole sequences of one padded length; keeps their keys and values."""
+    """Causal attention of whole sequences of one padded length; writes their keys and values into rows of pools."""
 
-    def __init__(self, config: DecoderConfig, num: int) -> None:
-        self._num = num
+    def __init__(
+        self, config: DecoderConfig, rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int
+    ) -> None:
+        """`rows`: the pool and its row of each sequence; `nums`: its tokens, of `width` positions."""
+        self._num = len(rows)
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
-        self._kept: list[Tensor] = []
+        self._parts = _written(rows, nums, width)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        for pool, positions, places in self._parts:
+            cache = pool.layers[layer]
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, places, qkv[:, self._heads :].index_select(0, positions))
         rows = qkv.view(self._num, -1, *qkv.shape[1:])  # [n, T, H + 2K, D]
-        self._kept.append(rows[:, :, self._heads :].clone())
         q, k, v = rows.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         grouped = self._heads != self._kv_heads
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
-    def kept(self) -> Tensor:
-        """[n, layers, T, 2K, D]"""
-        return torch.stack(self._kept, dim=1)
+
+def _written(rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) -> list[tuple[Pool, Tensor, Tensor]]:
+    """For each pool: the positions of the forward [m] whose keys and values it holds, and their places in it [m]."""
+    positions: dict[Pool, list[np.ndarray]] = {}
+    places: dict[Pool, list[np.ndarray]] = {}
+    for index, ((pool, row), num) in enumerate(zip(rows, nums, strict=True)):
+        positions.setdefault(pool, []).append(index * width + np.arange(num))
+        places.setdefault(pool, []).append(row * pool.length + np.arange(num))
+    device = rows[0][0].layers[0].device
+
+    def joined(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return [(pool, joined(positions[pool]), joined(places[pool])) for pool in positions]
 
 
 class ExtendAttend:
@@ -185,7 +142,7 @@ class ExtendAttend:
         width: int,
     ) -> None:
         """`rows`: of the pool; `starts`: tokens that each has; `nums`: new ones, of `width` positions."""
-        device = pool.cache.device
+        device = pool.layers[0].device
         self._pool = pool
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._rows_n = torch.tensor(rows, device=device)
@@ -195,14 +152,14 @@ class ExtendAttend:
         self._valid = (at_T < num_n1).flatten().nonzero().squeeze(1)
         self._places = (self._rows_n.unsqueeze(1) * pool.length + position_nT).flatten()[self._valid]
         span = torch.arange(rounded(max(s + n for s, n in zip(starts, nums, strict=True))), device=device)
-        mask = torch.zeros(len(rows), 1, width, len(span), dtype=pool.cache.dtype, device=device)
+        mask = torch.zeros(len(rows), 1, width, len(span), dtype=pool.layers[0].dtype, device=device)
         mask.masked_fill_((span > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
         self._mask = mask.repeat(1, 1, config.num_heads // config.num_kv_heads, 1)  # [n, 1, G * T, L]
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """qkv [n * T, H + 2K, D] -> [n * T, H * D]. The G query heads of one key head stand as its rows."""
         num, heads, size = len(self._rows_n), self._heads, qkv.shape[2]
-        cache = self._pool.cache[layer]
+        cache = self._pool.layers[layer]
         cache.view(-1, *cache.shape[2:]).index_copy_(0, self._places, qkv[:, heads:].index_select(0, self._valid))
         q = qkv[:, :heads].view(num, -1, self._kv_heads, heads // self._kv_heads, size).permute(0, 2, 3, 1, 4)
         seen = cache[:, : self._mask.shape[3]].index_select(0, self._rows_n).transpose(1, 2)

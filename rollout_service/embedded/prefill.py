@@ -1,4 +1,4 @@
-"""Computes what the cache must hold before a turn's first token: keys and values of all tokens but the last.
+"""Brings into the pools what they must hold before a turn's first token: keys and values of all tokens but the last.
 
     a new prompt    is computed once for all rows that share adapter and tokens
     a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them
@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.messages import AdapterRef
 from rollout_service.embedded import kv
 from rollout_service.embedded.fused import FusedDecoder, QkvAttend
 from rollout_service.embedded.meter import Meter
+from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
 from rollout_service.embedded.seats import TurnRow
 
@@ -41,23 +41,14 @@ def prefix_key(row: TurnRow) -> PrefixKey:
 class Prefill:
     """Prefills rows, and keeps the results for later ones."""
 
-    def __init__(
-        self,
-        model: FusedDecoder,
-        meter: Meter,
-        spent: Spent,
-        *,
-        prefix_bytes: int,
-        turn_bytes: int,
-        lane_rows: int,
-    ) -> None:
-        """`prefix_bytes`, `turn_bytes`: for keys and values of prompts, and of trajectories between two turns."""
+    def __init__(self, model: FusedDecoder, pools: Pools, meter: Meter, spent: Spent, limits: EngineLimits) -> None:
         self._model = model
+        self._pools = pools
         self._meter = meter
         self._spent = spent
-        self._planner = LanePlanner(model.embedding.device, lane_rows)
-        self._prefixes = PrefixCache(prefix_bytes)
-        self.turns = TurnCache(turn_bytes)
+        self._planner = LanePlanner(model.embedding.device, limits.min_rows, budget_bytes=limits.prefill_lanes)
+        self._prefixes = PrefixCache(limits.prefixes)
+        self.turns = TurnCache(limits.turns)
         self.busy_s = 0.0
 
     def forget(self, adapter: AdapterRef) -> None:
@@ -68,41 +59,59 @@ class Prefill:
         self._prefixes.clear()
         self.turns.clear()
 
+    def fill(self, rows: Sequence[TurnRow]) -> None:
+        """Prefills rows that have their places in the pools."""
+        to_extend: dict[Pool, list[tuple[TurnRow, int]]] = {}
+        new: dict[PrefixKey, list[TurnRow]] = {}
+        for row in rows:
+            pool, key = self._pools.of(row), prefix_key(row)
+            if (past := self.turns.take(row.request)) is not None:
+                pool.put(row.seat, past)
+                to_extend.setdefault(pool, []).append((row, past.shape[1]))
+            elif (cached := self._prefixes.get(key)) is not None:
+                pool.put(row.seat, cached)
+            elif key[1]:
+                new.setdefault(key, []).append(row)
+        self._prefill(new)
+        for pool, members in to_extend.items():
+            self._extend(pool, members)
+
     # ---- new prompts ------------------------------------------------------------------------------------------------
 
-    def prefixes(self, rows: Sequence[TurnRow]) -> dict[PrefixKey, Tensor]:
-        """Finds each distinct prefix, [layers, T, 2K, D], in the cache or computes it, those of like padded length and rank together."""
-        found: dict[PrefixKey, Tensor] = {}
-        sharing: dict[PrefixKey, list[TurnRow]] = {}
-        for row in rows:
-            key = prefix_key(row)
-            cached = self._prefixes.get(key)
-            if cached is not None:
-                found[key] = cached
-            elif key[1]:
-                sharing.setdefault(key, []).append(row)
+    def _prefill(self, new: dict[PrefixKey, list[TurnRow]]) -> None:
+        """Computes each distinct prefix once for all of its rows, those of like padded length and rank together."""
         groups: dict[tuple[int, int], list[PrefixKey]] = {}
-        for key, same in sharing.items():
+        for key, same in new.items():
             groups.setdefault(_class_of(same[0], len(key[1]) // 4), []).append(key)
         for (width, _), members in groups.items():
             for part in _parts(members, width):
-                found |= self._compute(part, [sharing[key] for key in part], width)
-        return found
+                self._compute(part, [new[key] for key in part], width)
 
-    def _compute(self, keys: list[PrefixKey], sharing: list[list[TurnRow]], width: int) -> dict[PrefixKey, Tensor]:
-        lengths = [len(key[1]) // 4 for key in keys]
+    def _compute(self, keys: list[PrefixKey], sharing: list[list[TurnRow]], width: int) -> None:
         tokens = [np.frombuffer(key[1], "<i4") for key in keys]
-        attend = kv.PrefillAttend(self._model.config, len(keys))
+        firsts = [(pool := self._pools.of(same[0]), pool.row(same[0].seat)) for same in sharing]
+        attend = kv.PrefillAttend(self._model.config, firsts, [len(t) for t in tokens], width)
         self._forward(tokens, [0] * len(keys), width, attend, sharing)
-        kept = attend.kept()
-        result = {key: kept[i, :, : lengths[i]].clone() for i, key in enumerate(keys)}
-        for key, prefix in result.items():
-            self._prefixes.put(key, prefix)
-        return result
+        for key, same in zip(keys, sharing, strict=True):
+            self._share(key, same)
+
+    def _share(self, key: PrefixKey, same: list[TurnRow]) -> None:
+        """Gives the first row's keys and values to the others, and keeps them for later rows."""
+        pool, first, num = self._pools.of(same[0]), same[0].seat, len(key[1]) // 4
+        for row in same[1:]:
+            pool.copy(first, self._pools.of(row), row.seat, num)
+        if self._prefixes.make_room(num * self._pools.token_bytes):
+            self._prefixes.put(key, pool.kept(first, num))
 
     # ---- later turns ------------------------------------------------------------------------------------------------
 
-    def extend(self, pool: kv.Pool, rows: Sequence[tuple[TurnRow, int]]) -> None:
+    def keep(self, row: TurnRow, tokens: bytes) -> None:
+        """Keeps a row's keys and values for its trajectory's next turn. `tokens`: those of which it has them, i4."""
+        num = len(tokens) // 4
+        if self.turns.wants(row.request) and self.turns.make_room(num * self._pools.token_bytes):
+            self.turns.put(row.request, tokens, self._pools.of(row).kept(row.seat, num))
+
+    def _extend(self, pool: Pool, rows: Sequence[tuple[TurnRow, int]]) -> None:
         """Computes the rest of `rows` of a pool, each with the number of tokens whose keys and values it has already."""
         groups: dict[tuple[int, int], list[tuple[TurnRow, int]]] = {}
         for row, start in rows:
@@ -112,7 +121,7 @@ class Prefill:
             for part in _parts(members, width):
                 tokens = [row.request.tokens.numpy()[start:-1] for row, start in part]
                 starts = [start for _, start in part]
-                places = [pool.seats.index(row.seat) for row, _ in part]
+                places = [pool.row(row.seat) for row, _ in part]
                 attend = kv.ExtendAttend(self._model.config, pool, places, starts, [len(t) for t in tokens], width)
                 self._forward(tokens, starts, width, attend, [[row] for row, _ in part])
 
@@ -129,7 +138,7 @@ class Prefill:
             padded[index, : len(own)] = own
         positions = np.minimum(np.array(starts)[:, None] + np.arange(width), context - 1)
         inputs, places = (torch.from_numpy(values.reshape(-1)).to(device) for values in (padded, positions))
-        self._model.forward(inputs, places, attend, self._products([same[0].adapter for same in rows]))
+        self._model.forward(inputs, places, attend, self._products([same[0].adapter for same in rows], width))
         total = sum(map(len, tokens))
         self._meter.prefilled(total, padded.size, since)
         seconds = time.perf_counter() - started
@@ -138,14 +147,14 @@ class Prefill:
             for row in same:
                 self._spent(row, seconds * len(own) / total / len(same))
 
-    def _products(self, adapters: list[FusedAdapter | None]) -> list[Product]:
+    def _products(self, adapters: list[FusedAdapter | None], width: int) -> list[Product]:
         named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class
-        return self._planner.plan_sequences(named) if named else []
+        return self._planner.plan_sequences(named, width) if named else []
 
 
 def _class_of(row: TurnRow, num_tokens: int) -> tuple[int, int]:
     """The padded length and rank that rows of one forward have in common."""
-    return kv.rounded(num_tokens, PREFILL_BLOCK), row.adapter.rank if row.adapter else 0
+    return rounded(num_tokens, PREFILL_BLOCK), row.adapter.rank if row.adapter else 0
 
 
 def _parts(members: list[T], width: int) -> list[list[T]]:

@@ -47,6 +47,10 @@ class TurnCache:
     def wants(self, request: TurnRequest) -> bool:
         return request.job in self._jobs and not request.reply_to
 
+    def make_room(self, num_bytes: int) -> bool:
+        """Makes room for keys and values of so many bytes, before they are copied; False: they are too large."""
+        return self._turns.make_room(num_bytes)
+
     def put(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
         """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: their keys and values."""
         self._turns.put(_turn_key(request), (tokens, cache))

@@ -27,7 +27,7 @@ class TurnRow:
     handle: Any  # of the caller to tell, opaque here
     on_token: OnToken | None = None
     seat: int = -1
-    reserved_bytes: int = 0  # of keys and values
+    length_class: int = 0  # of its pool
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
 

@@ -15,7 +15,8 @@ from base_model.kernels import NotDeterministic, run_selftest
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.rng import uniform
-from rollout_service.embedded.batch import EngineLimits, RunningRows
+from rollout_service.embedded.batch import RunningRows
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 
 RANKS = (8, 3, 16)

@@ -22,7 +22,8 @@ from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
 from common.errors import NotFound
 from common.messages import AdapterRef, TurnRequest
-from rollout_service.embedded.batch import Ended, EngineLimits, RunningRows
+from rollout_service.embedded.batch import Ended, RunningRows
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.turns import TurnsUnderWay, check_request

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,12 +79,34 @@ def test_the_engines_memory_is_respected_and_a_long_job_is_not_kept_out_by_short
         assert len(world.jobs) > 1, "the long job was kept out"
 
 
-def test_a_group_that_needs_more_memory_than_there_is_still_runs_alone() -> None:
-    world = World(random.Random(1), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=10))
-    world.add(job_spec("large", created_at=1, batch_size=2, group_size=3, num_steps=2, max_tokens=100))
-    while world.jobs:
+def test_a_job_whose_group_never_fits_fails_with_the_numbers_and_blocks_nobody() -> None:
+    """Memory for 1.5 x 100 tokens: since a smaller worker joined, the large job's groups of 3 x 100 never fit."""
+    world = World(
+        random.Random(1), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=100), ends=("succeeded", "failed")
+    )
+    large = job_spec("large", "tenant-a", created_at=1, batch_size=2, group_size=3, num_steps=2, max_tokens=100)
+    world.add(large)
+    small = job_spec("small", "tenant-a", created_at=2, batch_size=2, group_size=3, num_steps=2, max_tokens=10)
+    world.add(small)
+    job = world.jobs["large"]
+    for _ in range(300):
         world.turn()
-        assert world.open_work <= 3
+    assert job.state.error is not None and job.state.error.code == "group_too_large"
+    assert "300 tokens at once" in job.state.error.message and "at most 150" in job.state.error.message
+    assert world.issued["large"] == 0 and "small" not in world.jobs
+
+
+def test_an_evaluation_whose_samples_never_fit_fails_its_job() -> None:
+    world = World(
+        random.Random(1), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=100), ends=("succeeded", "failed")
+    )
+    spec = job_spec("large", created_at=1, group_size=2, eval_samples=3, max_tokens=60)
+    world.add(msgspec.structs.replace(spec, num_eval_items=4))
+    job = world.jobs["large"]
+    for _ in range(300):
+        if job.state.error is None:
+            world.turn()
+    assert job.state.error is not None and "181 tokens at once" in job.state.error.message
 
 
 @settings(max_examples=15, deadline=None)

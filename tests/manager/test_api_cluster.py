@@ -97,6 +97,25 @@ async def test_a_rank_that_a_rollout_worker_cannot_take_is_refused(server: ApiSe
         await server.openai.fine_tuning.jobs.create(**body)
 
 
+@pytest.mark.parametrize("asked", ["group_size", "eval_samples"])
+async def test_a_group_that_never_fits_into_the_smallest_workers_memory_is_refused(
+    server: ApiServer, asked: str
+) -> None:
+    await tell(server.bus, report("r1", "rollout", kv_tokens=100_000), report("r2", "rollout", kv_tokens=1000))
+    await until(server, 2)
+    file = await upload(server.openai)
+
+    async def create(num: int) -> None:
+        given = method(max_tokens=100, **{asked: num})
+        body: Any = {"model": "tiny", "training_file": file, "validation_file": file, "extra_body": {"method": given}}
+        await server.openai.fine_tuning.jobs.create(**body)
+
+    with pytest.raises(openai.BadRequestError, match=rf"{asked} 16 .* tokens at once; .* at most 1500") as refused:
+        await create(16)
+    assert refused.value.code == "group_too_large"
+    await create(4)
+
+
 async def test_dead_letters_are_for_the_operator(server: ApiServer) -> None:
     for number in range(3):
         original = encode(Cancel(id="c", tenant="acme", job=f"job-{number}", partition=0))

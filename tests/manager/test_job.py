@@ -237,7 +237,7 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
     for gap in (None, 0.0009, 0.02, 0.03, 0.0001):
         job.state.sampling_gap = gap
         before = job.orders.step(job.state, [], 1).loss.truncate_ratios
-        job.check_sampling_gap(1.0, 0.001, changes)
+        job.journal.check_sampling_gap(1.0, 0.001, changes)
         after = job.orders.step(job.state, [], 1).loss.truncate_ratios
         assert after == (before or (gap or 0) > 0.001)
     assert after

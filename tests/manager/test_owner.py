@@ -10,7 +10,7 @@ import pytest
 
 from common.adapters import AdapterStore
 from common.bus import Bus
-from common.messages import Cancel, DeadLetter, Failure, Start, TrainStep, decode, encode
+from common.messages import Cancel, DeadLetter, Failure, Start, TrainStep, Usage, decode, encode
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
 from common.worker import Inbox
@@ -28,8 +28,10 @@ from harness.standin import (
     state_of,
     until_status,
 )
+from manager_service.api.quota import count_inference
 from manager_service.owner.leases import Held, Leases
-from manager_service.owner.owner import KEEP_HINTS, Owner
+from manager_service.owner.owner import Owner
+from manager_service.owner.surroundings import KEEP_HINTS
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import EventRecord, TenantRecord
 from manager_service.scheduling.policies import MARLAAS
@@ -256,6 +258,19 @@ async def test_a_tenants_jobs_beyond_its_quota_wait_their_turn(system: System) -
     assert (await state_of(system.bus, second.id)).status in ("validating_files", "queued")
     await until_status(system.bus, first.id, "succeeded")
     await until_status(system.bus, second.id, "succeeded")
+
+
+async def test_tokens_of_completions_count_where_tenants_share_rollouts(system: System) -> None:
+    await system.kill_owner()
+    owner = system.start_owner()
+    await create_job(system.bus, job_spec(num_steps=10_000))
+    allocator = owner._allocator  # pyright: ignore[reportPrivateUsage]
+    async with asyncio.timeout(20):
+        while "acme" not in owner._surroundings._completed:  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.02)
+        await count_inference(system.bus.client, system.bus.cell, "acme", Usage(10**9, 10**9))
+        while allocator._rollouts.virtual_time("acme") < 2 * 10**9:  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.02)
 
 
 async def test_a_killed_owners_jobs_go_on_under_the_next_one(system: System) -> None:

@@ -13,8 +13,9 @@ from base_model.kernels import NotDeterministic
 from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
-from rollout_service.embedded.batch import EngineLimits, RunningRows, rounded_rows
+from rollout_service.embedded.batch import RunningRows, rounded_rows
 from rollout_service.embedded.fused import FusedDecoder
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample
 from rollout_service.embedded.selftest import selftest
@@ -112,7 +113,7 @@ def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
 @pytest.mark.exact
 @pytest.mark.asyncio
 async def test_rows_that_do_not_fit_into_memory_wait_and_then_run(min_rows: int) -> None:
-    one_context = exact_limits(min_rows, slots=8, kv_bytes=2048 * 2 * 4 * 2 * 32 * 4)
+    one_context = exact_limits(min_rows, slots=8, kv_bytes=8 << 20)
     async with running(limits=one_context) as engine:
         asked = [request(sample=i, max_tokens=1500) for i in range(4)]
         done = await asyncio.gather(*[one(engine, r) for r in asked])

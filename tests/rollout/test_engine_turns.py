@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.messages import AdapterRef
-from rollout_service.embedded.batch import EngineLimits
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import TurnCache
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated

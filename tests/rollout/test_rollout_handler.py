@@ -23,7 +23,7 @@ from common.messages import (
 from common.objects import Objects
 from common.streams import Cell
 from rollout_service.adapters import AdapterCache
-from rollout_service.embedded.batch import EngineLimits
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Beat, Engine, Generated, OnToken, Partial
 from rollout_service.handler import RolloutHandler
 from tests.support.rollout_cases import beat, broken_files, files_of, ref, request, running

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import pytest
 
 from common.messages import AdapterRef
-from rollout_service.embedded.batch import EngineLimits
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, SamplingRequest, TokenChunk

@@ -34,6 +34,7 @@ class World:
     issued: Counter[str] = field(default_factory=Counter)  # job -> groups for training
     started: list[str] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
+    ends: tuple[str, ...] = ("succeeded",)  # how jobs may end
     entries: int = 0
     now: float = 0.0
 
@@ -86,7 +87,7 @@ class World:
             job.on_scored(f"{self.entries}-0", message, change)
         job.advance(self.now, change)
         if job.settled:
-            assert job.state.status == "succeeded", job.state
+            assert job.state.status in self.ends, job.state
             self.jobs.remove(job.id)
         else:
             self.jobs.touch(job.id)

@@ -12,7 +12,7 @@ from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.text.tokens import ChatTokenizer
-from rollout_service.embedded.batch import EngineLimits
+from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ from common.places import Claim
 from common.streams import GROUP_ROLLOUT, partition_of
 from common.tasks import cancel_all, running
 from manager_service.api.places import SharedPlaces
+from manager_service.api.sampling.cell_share import CellShare
 from manager_service.records import TenantRecord
 
 REPLY_TTL_S = 60
@@ -158,10 +160,12 @@ class Inference:
         timeout_s: float,
         slots: Callable[[str], int],
     ) -> None:
-        """`slots`: the number of turns (`rollout`) and of grader runs (`env`) that this replica may have under way at once."""
+        """`slots`: the number of turns (`rollout`) and of grader runs (`env`) that all replicas may have under way at once."""
         self._bus = bus
-        self._turns = SharedPlaces("slots for completions", lambda: slots("rollout"))
-        self._grades = SharedPlaces("slots for graders", lambda: slots("env"))
+        self._share = CellShare(bus, api_id, lambda: {kind: places.asking() for kind, places in self._places.items()})
+        names = {"rollout": "slots for completions", "env": "slots for graders"}
+        self._places = {kind: self._shared(name, kind, slots) for kind, name in names.items()}
+        self._turns, self._grades = self._places["rollout"], self._places["env"]
         self._replies = Replies(bus, api_id)
         self._silence_s = silence_s
         self._timeout_s = timeout_s
@@ -169,8 +173,16 @@ class Inference:
 
     async def run(self) -> None:
         """Reads replies and sends cancellations until cancelled itself."""
-        async with running(self._replies.run(), self._send_cancels()) as tasks:
+        async with running(self._replies.run(), self._send_cancels(), self._share.run(self._resize)) as tasks:
             await asyncio.wait(tasks)
+
+    def _shared(self, name: str, kind: str, slots: Callable[[str], int]) -> SharedPlaces:
+        part, weight = partial(self._share.part, kind), partial(self._share.weight, kind)
+        return SharedPlaces(name, lambda: round(part() * slots(kind)), weight)
+
+    def _resize(self) -> None:
+        for places in self._places.values():
+            places.resize()
 
     async def _send_cancels(self) -> None:
         while True:

@@ -1,0 +1,93 @@
+"""Shares the cell's places for completions and grader runs among the manager's replicas.
+
+Each replica tells the others in Redis, every EXCHANGE_S, which tenants ask it for places: their weights and how many places
+they ask for. A tenant's weight is split among the replicas by what it asks of each. A replica has the part of the cell's
+places that its tenants' weights are of all, and shares it by those weights.
+
+    reads, writes: `inference`   after a crash: the others forget the replica after GONE_S
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from common.bus import Bus
+
+EXCHANGE_S = 0.5
+GONE_S = 5.0
+"""A replica that was silent for so long has no part any more."""
+
+# KEYS: inference. ARGV: this replica, milliseconds until it counts as gone, what it tells. Answers with what all live ones tell.
+_EXCHANGE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[2], ARGV[3]))
+local told = redis.call('HGETALL', KEYS[1])
+local answer = {}
+for i = 1, #told, 2 do
+  local ends, rest = string.match(told[i + 1], '^(%d+) (.*)$')
+  if tonumber(ends) < now then
+    redis.call('HDEL', KEYS[1], told[i])
+  else
+    answer[#answer + 1] = rest
+  end
+end
+return answer
+"""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What one tenant asks of one replica."""
+
+    weight: float
+    num: int  # places that it holds or waits for
+
+
+Asking = Mapping[str, Asked]
+"""By tenant."""
+_TOLD = dict[str, dict[str, Asked]]
+
+
+class CellShare:
+    """One replica's part of each kind of places."""
+
+    def __init__(self, bus: Bus, replica: str, asking: Callable[[], Mapping[str, Asking]]) -> None:
+        """`asking`: for each kind of places, what this replica is asked for at the moment."""
+        self._bus = bus
+        self._replica = replica
+        self._asking = asking
+        self._exchange = bus.client.register_script(_EXCHANGE)
+        self._mine: Mapping[str, Asking] = {}
+        self._all: list[_TOLD] = []
+
+    async def exchange(self) -> None:
+        """Tells what this replica is asked for, and hears of the others."""
+        mine = {kind: dict(asking) for kind, asking in self._asking().items()}
+        words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine)]
+        told: Any = await self._bus.retrying(lambda: self._exchange(keys=[self._bus.cell.inference], args=words))
+        self._all = [msgspec.json.decode(one, type=_TOLD) for one in told]
+        self._mine = mine
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """Exchanges until cancelled, and calls `changed` after each time."""
+        while True:
+            await self.exchange()
+            changed()
+            await asyncio.sleep(EXCHANGE_S)
+
+    def part(self, kind: str) -> float:
+        """This replica's part of the cell's places, 0 to 1: an equal one where nobody asks."""
+        weights = {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
+        if not weights:
+            return 1 / max(1, len(self._all))
+        mine = sum(self.weight(kind, tenant, asked.weight) for tenant, asked in self._mine.get(kind, {}).items())
+        return mine / sum(weights.values())
+
+    def weight(self, kind: str, tenant: str, weight: float) -> float:
+        """The part of a tenant's weight that counts here."""
+        here = self._mine.get(kind, {}).get(tenant)
+        if here is None:
+            return weight
+        return weight * here.num / sum(told[kind][tenant].num for told in self._all if tenant in told.get(kind, {}))

@@ -1,0 +1,90 @@
+"""Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory; and trims the broadcasts."""
+
+import time
+from typing import Any
+
+from common.bus import Bus
+from common.telemetry import KEEP_REPORTS, KEEP_S
+from manager_service.kept import Limits
+from manager_service.owner.memory import RedisMemory, bound
+from manager_service.records import INFERENCE, ROLLOUT_COUNTERS, day_field
+from manager_service.scheduling.allocator import Allocator
+from manager_service.tenants import Tenants
+
+KEEP_CANCELS, KEEP_HINTS = 10_000, 1_000
+"""Messages that the streams `control` and `adapters:new` keep at most."""
+
+
+class Surroundings:
+    """Tells an Allocator what it cannot see from jobs and messages."""
+
+    def __init__(self, bus: Bus, tenants: Tenants, allocator: Allocator, limits: Limits) -> None:
+        self.memory = RedisMemory(bus)
+        self._bus = bus
+        self._cell = bus.cell
+        self._tenants = tenants
+        self._allocator = allocator
+        self._limits = limits
+        self._completed: dict[str, float] = {}
+        """Tenant with jobs here -> tokens of its completions, as they were charged."""
+
+    async def look(self, *, measures: bool) -> None:
+        """Renews what the Allocator is told, and trims. `measures`: this owner measures Redis' memory for all."""
+        await self._refresh(measures)
+        await self._trim_broadcasts()
+
+    async def _refresh(self, measures: bool) -> None:
+        tenants = {record.id: record for record in await self._bus.retrying(self._tenants.all)}
+        memory = await self._bus.retrying(lambda: self._bus.client.info("memory"))
+        limit = int(memory.get("maxmemory", 0))
+        self._allocator.tenants = tenants
+        self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
+        await self.memory.look(measures=measures)
+        limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
+        self._allocator.used_today.update(await self._used_today(limited))
+        await self._charge_completions()
+
+    async def _charge_completions(self) -> None:
+        """Charges the tenants with jobs here for the tokens of their completions since the last look, as for those of jobs."""
+        tenants = sorted(self._allocator.demand.active)
+        fields = [f"{INFERENCE}/{counter}" for counter in ROLLOUT_COUNTERS]
+
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for tenant in tenants:
+                pipe.hmget(self._cell.usage(tenant), fields)
+            return await pipe.execute()
+
+        found = zip(tenants, await self._bus.retrying(call), strict=True)
+        totals = {tenant: sum(float(amount or 0) for amount in amounts) for tenant, amounts in found}
+        for tenant, total in totals.items():
+            self._allocator.charge_rollouts(tenant, max(0.0, total - self._completed.get(tenant, total)))
+        self._completed = totals
+
+    async def _used_today(self, tenants: list[str]) -> dict[str, int]:
+        """Tokens that each of these tenants has used today, chats included."""
+
+        today = day_field(time.time())
+
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for tenant in tenants:
+                pipe.hget(self._cell.usage(tenant), today)
+            return await pipe.execute()
+
+        return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
+
+    async def _trim_broadcasts(self) -> None:
+        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away and to
+        what is worth reading then; and what is kept for operators to its bytes."""
+        seconds, _ = await self._bus.retrying(self._bus.client.time)
+        oldest = int((seconds - KEEP_S) * 1000)
+        for stream, most in {
+            self._cell.control: KEEP_CANCELS,
+            self._cell.adapters_new: KEEP_HINTS,
+            self._cell.telemetry: KEEP_REPORTS,
+        }.items():
+            await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))
+            await self._bus.retrying(lambda s=stream, n=most: self._bus.client.xtrim(s, n, approximate=True))
+        await bound(self._bus, self._cell.telemetry, self._limits.telemetry)
+        await bound(self._bus, self._cell.dead, self._limits.dead)

@@ -1,0 +1,200 @@
+"""Holds the keys and values of the rows under way: a pool for each length class, so that short rows do not pay for long ones.
+
+A pool has a tensor [rows, length, 2K, D] for each layer (K key heads, then K value heads). Rows stand without gaps: when one
+leaves, the last takes its place. What lies behind a row's own tokens is masked but must be finite, so a row whose values are
+not numbers is cleared when it leaves. How the memory is divided (`EngineLimits`):
+
+    kv_bytes ─┬─ pools        rows under way, and one layer of a pool that is being resized
+              ├─ prefixes     prompts that are kept for neighbours
+              ├─ turns        trajectories that are kept for their next turn
+              └─ lanes        copies of adapters' factors: of steps, and of prefills
+
+Each part keeps to its own, so that all of them together never take more. The activations of a forward come on top: those
+of its rows, or of a prefill's positions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from base_model.decoder import DecoderConfig
+from base_model.kernels import DEFAULT
+from rollout_service.embedded.seats import TurnRow
+
+MIN_LENGTH = 64
+FIRST_ROWS = 4
+"""Rows of a new pool; it grows to twice its rows. Fewer where memory is short."""
+BLOCK = 32
+"""Attention is computed over a length rounded up to this."""
+KEPT_PART = 16
+"""Prefixes take at most this part of the memory, and turns another."""
+STEP_LANES_PART, PREFILL_LANES_PART = 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Sizes of one engine."""
+
+    slots: int = 64  # rows under way at once
+    kv_bytes: int = 1 << 30  # all of the above together; rows that do not fit wait
+    prefix_bytes: int = 64 << 20  # the most of it for prefixes
+    turn_bytes: int = 64 << 20  # and for turns
+    min_rows: int = DEFAULT.min_rows  # of a forward, and of an adapter's product in it
+
+    @property
+    def prefixes(self) -> int:
+        """Bytes, as all of these."""
+        return min(self.prefix_bytes, self.kv_bytes // KEPT_PART)
+
+    @property
+    def turns(self) -> int:
+        return min(self.turn_bytes, self.kv_bytes // KEPT_PART)
+
+    @property
+    def step_lanes(self) -> int:
+        return self.kv_bytes // STEP_LANES_PART
+
+    @property
+    def prefill_lanes(self) -> int:
+        return self.kv_bytes // PREFILL_LANES_PART
+
+    @property
+    def pools(self) -> int:
+        return self.kv_bytes - self.prefixes - self.turns - self.step_lanes - self.prefill_lanes
+
+
+def rounded(length: int, multiple: int = BLOCK) -> int:
+    return -(-length // multiple) * multiple
+
+
+def length_class(length: int, context: int) -> int:
+    """The smallest power of two that holds `length` (at least MIN_LENGTH), or the whole context."""
+    return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), rounded(context))
+
+
+class Pool:
+    """The rows of one length class. `seats[r]` is the seat of row r."""
+
+    def __init__(self, config: DecoderConfig, length: int, like: Tensor) -> None:
+        self.length = length
+        self.seats: list[int] = []
+        shape = (0, length, 2 * config.num_kv_heads, config.head_dim)
+        self.layers = [like.new_zeros(shape) for _ in range(config.num_layers)]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that there is memory for."""
+        return len(self.layers[0])
+
+    def row(self, seat: int) -> int:
+        return self.seats.index(seat)
+
+    def put(self, seat: int, past: Tensor) -> None:
+        """Gives a row the keys and values of its first T tokens, [layers, T, 2K, D]."""
+        row = self.row(seat)
+        for layer, values in zip(self.layers, past, strict=True):
+            layer[row, : len(values)] = values
+
+    def copy(self, seat: int, other: "Pool", to_seat: int, num_tokens: int) -> None:
+        """Gives a row of `other` the keys and values of this row's first tokens."""
+        row, to_row = self.row(seat), other.row(to_seat)
+        for layer, target in zip(self.layers, other.layers, strict=True):
+            target[to_row, :num_tokens] = layer[row, :num_tokens]
+
+    def kept(self, seat: int, num_tokens: int) -> Tensor:
+        """A copy of the keys and values of a row's first tokens, [layers, T, 2K, D]."""
+        row = self.row(seat)
+        return torch.stack([layer[row, :num_tokens] for layer in self.layers])
+
+    def remove(self, seat: int, *, clear: bool = False) -> None:
+        row, last = self.row(seat), len(self.seats) - 1
+        for layer in self.layers:
+            if row != last:
+                layer[row] = layer[last]
+            if clear:
+                layer[last] = 0
+        self.seats[row] = self.seats[last]
+        self.seats.pop()
+
+    def resize(self, num_rows: int) -> None:
+        """Makes memory for so many rows, one layer after the other: of one layer alone both the old and the new live together."""
+        kept = len(self.seats)
+        for number, old in enumerate(self.layers):
+            new = old.new_zeros(num_rows, *old.shape[1:])
+            new[:kept] = old[:kept]
+            self.layers[number] = new
+            del old
+
+
+class Pools:
+    """The pools of all length classes. Together they take at most `budget_bytes`, also while one is resized."""
+
+    def __init__(self, config: DecoderConfig, like: Tensor, budget_bytes: int) -> None:
+        """Raises ValueError if not even one row of the whole context fits."""
+        self._config, self._like = config, like
+        self.token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * like.element_size()
+        whole = self.token_bytes * length_class(config.context, config.context)
+        self._room = budget_bytes * config.num_layers // (config.num_layers + 1)  # the rest: the layer that is resized
+        if self._room < whole:
+            raise ValueError(
+                f"the memory for keys and values does not hold one row of the model's whole context, which takes {whole} bytes:"
+                f" {self._room} are left for rows"
+            )
+        self._pools: dict[int, Pool] = {}
+        self._reserved = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit beside each other; each row takes the length class of the longest that it may become."""
+        return self._room // self.token_bytes
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools.values())
+
+    def of(self, row: TurnRow) -> Pool:
+        return self._pools[row.length_class]
+
+    def reserve(self, row: TurnRow, length: int) -> bool:
+        """Reserves what a row of this length may need until `release`; False if that does not fit now."""
+        row.length_class = length_class(length, self._config.context)
+        needed = self.token_bytes * row.length_class
+        fits = self._reserved + needed <= self._room
+        self._reserved += needed if fits else 0
+        return fits
+
+    def release(self, row: TurnRow) -> None:
+        self._reserved -= self.token_bytes * row.length_class
+
+    def add(self, row: TurnRow) -> Pool:
+        """Gives a row with a reservation its place."""
+        pool = self._pools.get(row.length_class)
+        if pool is None:
+            pool = self._pools[row.length_class] = Pool(self._config, row.length_class, self._like)
+        if len(pool.seats) == pool.num_rows:
+            self._grow(pool)
+        pool.seats.append(row.seat)
+        return pool
+
+    def clear(self) -> None:
+        self._pools.clear()
+        self._reserved = 0
+
+    def relax(self) -> None:
+        """Gives back the memory of all pools, which must be empty."""
+        self._pools.clear()
+
+    def _grow(self, pool: Pool) -> None:
+        """Makes room for a row or more: where all others' spare rows are in the way, they are given back."""
+        if not (more := self._rows_left(pool)):
+            for other in self._pools.values():
+                if other is not pool and other.num_rows > len(other.seats):
+                    other.resize(len(other.seats))
+            more = self._rows_left(pool)
+        assert more, "a row without a reservation"
+        pool.resize(pool.num_rows + min(max(FIRST_ROWS, pool.num_rows), more))
+
+    def _rows_left(self, pool: Pool) -> int:
+        taken = sum(each.num_rows * each.length for each in self._pools.values()) * self.token_bytes
+        return (self._room - taken) // (self.token_bytes * pool.length)

@@ -1,0 +1,106 @@
+"""Completions over two replicas of the manager: together they keep to the cell's share of the slots, and tenants' shares go by weight."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from common.bus import Bus, Delivery, Settlement
+from common.messages import BASE, Sampling, TurnRequest, TurnResult, WorkerReport, f32, i32
+from common.streams import GROUP_ROLLOUT
+from common.tasks import running
+from common.telemetry import KEEP_S
+from manager_service.api.context import Api, Base
+from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.api.server import make_api
+from manager_service.records import TenantRecord
+from manager_service.settings import ManagerSettings
+from tests.manager.test_api_cluster import report
+
+SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 1200, 1200
+HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
+pytestmark = pytest.mark.timeout(90)
+
+
+@dataclass
+class SlowWorker:
+    """Holds all turns that it is asked for, and answers one at a time: always the oldest."""
+
+    bus: Bus
+    held: deque[Delivery] = field(default_factory=deque)
+    answered: list[str] = field(default_factory=list)  # tenants
+    most_held: int = 0
+
+    async def run(self) -> None:
+        stream = self.bus.cell.rollout_first
+        await self.bus.ensure_group(stream, GROUP_ROLLOUT)
+        while True:
+            self.held += await self.bus.read([stream], GROUP_ROLLOUT, "slow", count=64, block_ms=5)
+            if len(self.answered) > WARM_UP:
+                self.most_held = max(self.most_held, len(self.held))
+            if self.held:
+                await self._answer(self.held.popleft())
+
+    async def _answer(self, delivery: Delivery) -> None:
+        request = delivery.message
+        assert isinstance(request, TurnRequest)
+        names = ("id", "tenant", "job", "partition", "epoch", "adapter")
+        about = {name: getattr(request, name) for name in names}
+        result = TurnResult(
+            **about, request=request, tokens=i32([65]), logprobs=f32([-0.5]), stop_reason="length", usage=request.usage
+        )
+        await self.bus.settle([Settlement(delivery, [(request.reply_to, result)])])
+        self.answered.append(request.tenant)
+
+
+async def keep_asking(base: Base, tenant: TenantRecord) -> None:
+    ask = InferenceRequest(
+        tenant=tenant,
+        adapter=BASE,
+        prompts=[[65, 66]],
+        num_choices=1,
+        sampling=[Sampling(max_tokens=1)],
+        seed=1,
+        stream=False,
+    )
+    while True:
+        async for _ in base.inference.answer(ask):
+            pass
+
+
+async def keep_alive(bus: Bus) -> None:
+    alive: WorkerReport = report("r", "rollout", slots=SLOTS)
+    while True:
+        await bus.broadcast(bus.cell.telemetry, alive, keep_s=KEEP_S)
+        await asyncio.sleep(0.5)
+
+
+@asynccontextmanager
+async def two_replicas(redis_url: str, folder: Path) -> AsyncGenerator[list[Api]]:
+    async with AsyncExitStack() as stack:
+        settings = ManagerSettings(redis_url=redis_url, data_dir=folder)
+        yield [await stack.enter_async_context(make_api(settings)) for _ in range(2)]
+
+
+async def test_two_replicas_keep_to_the_cells_share_and_to_the_tenants_weights(
+    redis_url: str, tmp_path: Path, bus: Bus
+) -> None:
+    """The heavy tenant asks both, the light one the second alone."""
+    async with two_replicas(redis_url, tmp_path) as apis:
+        first, second = (api.bases["tiny"] for api in apis)
+        worker = SlowWorker(bus)
+        asking = [
+            keep_asking(base, tenant)
+            for base, tenant in ((first, HEAVY), (second, HEAVY), (second, LIGHT))
+            for _ in range(NUM_ASKING)
+        ]
+        async with running(keep_alive(bus), first.run(), second.run(), worker.run(), *asking):
+            while len(worker.answered) < WARM_UP + MEASURED:
+                await asyncio.sleep(0.05)
+    counts = Counter(worker.answered[WARM_UP:])
+    assert counts["light"] / counts.total() == pytest.approx(0.25, rel=0.1)
+    assert worker.most_held <= SLOTS / 2 + 2, "half of the slots, and what a replica keeps for a tenant that has none"

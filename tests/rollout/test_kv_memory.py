@@ -1,0 +1,62 @@
+"""The memory for keys and values is a bound: rows, kept prompts and turns, and copies of factors stay below it together."""
+
+import numpy as np
+import pytest
+import torch
+
+from base_model.stacked import FusedAdapter, fuse
+from common.messages import TurnRequest
+from rollout_service.embedded.batch import RunningRows
+from rollout_service.embedded.pools import EngineLimits
+from rollout_service.embedded.seats import TurnRow
+from tests.support.kv_bytes import KvBytes
+from tests.support.rollout_cases import adapter_of, decoder, ref, request
+
+pytestmark = pytest.mark.timeout(120)
+KV_BYTES = 8 << 20
+RANKS = (8, 8, 8, 8, 8, 8, 8, 8, 16, 16, 16, 16)
+Answers = dict[str, tuple[list[int], list[float]]]
+
+
+def adapters() -> list[FusedAdapter]:
+    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
+    return [fuse(adapter_of(i, rank=r), shapes, layers, like=decoder().embedding) for i, r in enumerate(RANKS)]
+
+
+def asked(sample: int, turn: int, tokens: list[int]) -> TurnRequest:
+    """A turn of one of RANKS' jobs; answers of all lengths, so that rows are in pools of all lengths."""
+    job = sample % len(RANKS)
+    limit = (4, 40, 150, 300, 600)[sample % 5]
+    return request(ref(f"job{job}"), tokens=tokens, group=sample, turn=turn, name=f"{sample}/{turn}", max_tokens=limit)
+
+
+def sample_all(limits: EngineLimits, *, num: int = 28, turns: int = 2, longest: int = 400) -> tuple[Answers, int]:
+    """Samples all turns of `num` trajectories; says the most bytes on the way. Prompts have 2 to `longest` tokens, some are shared."""
+    rng, fused, answers = np.random.default_rng(0), adapters(), Answers()
+    batch = RunningRows(decoder(), end_ids=range(97, 103), decode=lambda _: "", limits=limits)
+    prompts = [rng.integers(97, 122, 2 + longest * (i // 2 * 7 % 24) // 24).tolist() for i in range(num)]
+    with torch.inference_mode(), KvBytes(decoder().config) as measured:
+        for sample, tokens in enumerate(prompts):
+            batch.add(TurnRow(asked(sample, 0, tokens), fused[sample % len(RANKS)], handle=(sample, 0, tokens)))
+        while batch.has_work:
+            for end in batch.advance():
+                sample, turn, tokens = end.row.handle
+                answers[end.row.request.id] = (end.partial.tokens, end.partial.logprobs)
+                if turn + 1 < turns:
+                    more = [*tokens, *end.partial.tokens, *range(97, 100 + sample)]
+                    handle = (sample, turn + 1, more)
+                    batch.add(TurnRow(asked(sample, turn + 1, more), end.row.adapter, handle=handle))
+    return answers, measured.peak
+
+
+def test_all_keys_values_and_copies_of_factors_stay_below_the_limit() -> None:
+    answers, peak = sample_all(EngineLimits(kv_bytes=KV_BYTES))
+    assert len(answers) == 28 * 2
+    assert KV_BYTES / 2 < peak <= KV_BYTES
+
+
+@pytest.mark.exact
+def test_little_memory_changes_no_bit(min_rows: int) -> None:
+    little, _ = sample_all(EngineLimits(kv_bytes=KV_BYTES, turn_bytes=0, min_rows=min_rows), turns=1, longest=60)
+    much, _ = sample_all(EngineLimits(turn_bytes=0, min_rows=min_rows), turns=1, longest=60)
+    assert little == much
