@@ -6,6 +6,7 @@
 #   make test-exact    the tests of deterministic mode alone
 #   make check    format, lint, types, architecture
 #   make hook     run `make check` before each commit from now on (.git/hooks/pre-commit)
+#   make chaos    a thousand faults on real processes, and nothing lost or doubled (ARGS=--quick: 2 minutes; ARGS="--seed 7": those of a seed)
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
 #   make bench-isolation    is sharing harmless? each of eight jobs alone and among 32; a report in .isolation (ARGS=--quick: the short run)
@@ -19,7 +20,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exact up vllm check hook bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
+.PHONY: help demo test test-exact up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -62,6 +63,9 @@ hook:
 	@file="$$(git rev-parse --git-path hooks)/pre-commit"; mark="# written by: make hook"; \
 	if [ -e "$$file" ] && ! grep -qxF "$$mark" "$$file"; then echo "error: $$file is there already" >&2; exit 1; fi; \
 	mkdir -p "$$(dirname "$$file")" && printf '#!/bin/sh\n%s\nexec make check\n' "$$mark" > "$$file" && chmod +x "$$file" && echo "$$file"
+
+chaos: .venv/.ready-dev
+	@$(RUN) -m chaos $(ARGS)
 
 bench: .venv/.ready-dev
 	@for file in benchmarks/[!_]*$(PATTERN)*.py; do \

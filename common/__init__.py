@@ -24,6 +24,7 @@ It imports no service and no torch.
     tasks.py              ends tasks for certain, beats while one runs
     objects.py            reads and writes object storage
     adapters.py           keeps versions of adapters in object storage
+    own_folder.py         keeps temporary files that vanish with their process, or with the next one
     byte_cache.py         caches what was used last, up to a number of bytes
     settings.py           reads the settings that all services share
     errors.py             declares the error tree

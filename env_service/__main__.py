@@ -42,7 +42,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         cell=parts.cell, tokenizer=tokenizer, environments=environments, step_timeout_s=settings.step_timeout_s
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [math_checker.close, text_comparer.close, endpoints.close]
+    close = [math_checker.close, text_comparer.close, endpoints.close, sandbox.close]
     return BuiltService(
         handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, counters=handler.counters, close=close
     )

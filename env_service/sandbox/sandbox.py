@@ -44,11 +44,13 @@ import msgspec
 import structlog
 
 from common.errors import InvalidInput
+from common.own_folder import OwnFolder
 from common.places import Places
 from env_service import work
 from env_service.sandbox.calls import filter_program
 
 CHILD = Path(__file__).with_name("child.py")
+PREFIX = "marlaas-sandbox-"
 LAYERS = ("namespaces", "landlock", "seccomp")
 END_S = 0.4
 """Time in which a call that has been killed is gone: milliseconds on a machine that is not overloaded."""
@@ -105,6 +107,7 @@ class Sandbox:
         self._limits = limits or SandboxLimits()
         self._layers = tuple(layers)
         self._places = Places(max_processes)
+        self._own: OwnFolder | None = None
         machine = os.uname().machine
         self._filters = {
             "filter": filter_program(machine, own_files=False).hex(),
@@ -121,7 +124,7 @@ class Sandbox:
         job = self._job(source, call, arguments, timeout_s)
         if len(job) > self._limits.input_bytes:
             return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
-        async with _folder() as folder, work.place(self._places):
+        async with self._folder() as folder, work.place(self._places):
             started = time.monotonic()
             outcome = await self._run(job, folder, timeout_s)
         seconds = time.monotonic() - started
@@ -129,12 +132,29 @@ class Sandbox:
         work.beat()
         return replace(outcome, seconds=seconds)
 
+    async def close(self) -> None:
+        """Removes the folder of all calls' folders. Those of a worker that was killed go when the next one starts."""
+        if self._own is not None:
+            self._own.remove()
+
     async def probe(self) -> tuple[str, ...]:
         """The layers that hold on this machine. Raises InvalidInput if the sandbox does not work at all."""
         outcome = await self.run("", timeout_s=30)
         if outcome.ending != "ok":
             raise InvalidInput(f"the sandbox does not work on this machine: {outcome.reason}")
         return outcome.layers
+
+    @contextlib.asynccontextmanager
+    async def _folder(self) -> AsyncGenerator[str]:
+        """A call's working folder, which is gone afterwards."""
+        if self._own is None:
+            self._own = OwnFolder(PREFIX)
+            self._own.path.chmod(0o711)  # calls may have a uid of their own
+        folder = tempfile.mkdtemp(dir=self._own.path)
+        try:
+            yield folder
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _job(self, source: str, call: str | None, arguments: Sequence[Any], timeout_s: float) -> bytes:
         limits = {
@@ -197,16 +217,6 @@ def check_strength(layers: Sequence[str]) -> None:
         "and it needs seccomp, and landlock (Linux 5.13) or namespaces. Allow them, or set MARLAAS_WEAK_SANDBOX=1 if you "
         "trust the code of every tenant"
     )
-
-
-@contextlib.asynccontextmanager
-async def _folder() -> AsyncGenerator[str]:
-    """A call's working folder, which is gone afterwards."""
-    folder = tempfile.mkdtemp(prefix="marlaas-sandbox-")
-    try:
-        yield folder
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcome:

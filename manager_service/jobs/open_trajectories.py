@@ -81,7 +81,7 @@ class OpenTrajectories:
         """Trajectories of evaluations -> the attempt that may settle them."""
         self.parked: dict[TrajectoryKey, ParkedTurn] = {}
         """Turns of waiting trajectories."""
-        self._counted: dict[TrajectoryKey, int] = {}  # while loading: results that are not read yet -> their attempt
+        self._counted: set[TrajectoryKey] = set()  # while loading: waiting ones whose result the last owner had counted
         self._job = spec.id
         self._open, self._evals = cell.open(spec.id), cell.evals(spec.id)
         self._inbox = cell.scored(partition_of(spec.tenant))
@@ -221,24 +221,22 @@ class OpenTrajectories:
             if field in trained or key.group not in self.groups:
                 continue
             self.groups[key.group].version = trajectory.version
+            self.groups[key.group].waiting[key.sample] = trajectory.attempt
             if trajectory.scored:
-                self._counted[key] = trajectory.attempt
-            else:
-                self.groups[key.group].waiting[key.sample] = trajectory.attempt
+                self._counted.add(key)
         self.evals = {TrajectoryKey.parse(name.decode()): int(attempt) for name, attempt in evals.items()}
 
     def restore(self, entry: str, message: ScoredTrajectory) -> bool:
         """Takes back a result that the last owner had counted. False: the last owner had not counted it."""
-        ref = message.trajectory
-        key = TrajectoryKey.of(ref, message.adapter.version)
-        if self._counted.get(key) != ref.attempt:
+        ref, version = message.trajectory, message.adapter.version
+        key = TrajectoryKey.of(ref, version)
+        if key not in self._counted or self.attempt_of(key, version) != ref.attempt:
             return False
-        del self._counted[key]
+        self._counted.remove(key)
+        del self.groups[ref.group].waiting[ref.sample]
         self.groups[ref.group].scored[ref.sample] = Scored(entry, message)
         return True
 
     def expect_counted(self) -> None:
-        """Waits again for counted results that are gone. Call when all pending entries were read."""
-        for key, attempt in self._counted.items():
-            self.groups[key.group].waiting[key.sample] = attempt
-        self._counted = {}
+        """Takes counted results that are not there for gone: they are waited for. Call when all pending entries were read."""
+        self._counted = set()

@@ -5,19 +5,18 @@ take anything that it remembers of the first for the second.
 """
 
 import contextlib
-import fcntl
 import json
 import shutil
-import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, check_fits, init_adapter, load_adapter, save_adapter
 from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
+from common.own_folder import OwnFolder
 from rollout_service.process.core import AdapterFolder
 
 MAX_NORM = 1e6
@@ -27,7 +26,6 @@ Trained adapters stay below 1e3. Up to this bound no product of a layer can leav
 inputs of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
 """
 PREFIX = "marlaas-adapters-"
-LOCK = "lock"
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +100,7 @@ class AdapterFiles:
 
     def _write(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
         self._last_number += 1
-        self._root = self._root or OwnFolder()
+        self._root = self._root or OwnFolder(PREFIX)
         folder = self._root.path / str(self._last_number)
         folder.mkdir(parents=True)
         for name, data in files.items():
@@ -129,25 +127,6 @@ class AdapterFiles:
             if not norm <= self.max_norm:
                 return f"its change of {name} is too large to compute with: {norm:.1e}, at most {self.max_norm:.0e}"
         return ""
-
-
-class OwnFolder:
-    """A temporary folder that its process locks while it lives; a new process removes the folders of killed ones."""
-
-    def __init__(self) -> None:
-        for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-            with contextlib.suppress(OSError), left.open() as lock:  # it is locked, or somebody else's, or gone
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left.parent, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        fresh = self.path / f"{LOCK}.new"
-        self._lock: IO[str] = fresh.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        fresh.rename(self.path / LOCK)  # only now do others look at it
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
 
 
 def zero_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, bytes]:

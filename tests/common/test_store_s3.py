@@ -13,6 +13,8 @@ import pytest
 
 from common.errors import REFUSED, InvalidInput, Unavailable
 from common.objects import PART_BYTES, Objects, patiently
+from harness.proxy import Proxy
+from harness.s3_server import BUCKET, S3Server, environment
 from tests.common.test_store import (  # noqa: F401  (pytest collects them here, with this file's `storage`)
     manifest,
     store,
@@ -33,7 +35,6 @@ from tests.common.test_store import (  # noqa: F401  (pytest collects them here,
     test_what_is_not_there_is_not_found_and_may_be_deleted,
     test_what_was_created_is_read_back,
 )
-from tests.support.s3_server import BUCKET, Gate, S3Server, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = f"s3://{BUCKET}/some/prefix"
@@ -61,8 +62,8 @@ def storage(s3: S3Server) -> Objects:
 
 
 @pytest.fixture
-async def gate(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
-    gate = Gate(s3.port)
+async def gate(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Proxy]:
+    gate = Proxy(s3.port)
     await gate.open()
     monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
     yield gate
@@ -82,7 +83,7 @@ async def test_two_prefixes_of_a_bucket_do_not_see_each_other(storage: Objects) 
     assert (await other.paths(""), await other.exists("a")) == ([], False)
 
 
-async def test_an_outage_is_unavailable_and_over_when_it_is_over(gate: Gate) -> None:
+async def test_an_outage_is_unavailable_and_over_when_it_is_over(gate: Proxy) -> None:
     storage = Objects.open(URL)
     await storage.create("a", b"before")
     await gate.shut()

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -215,3 +218,27 @@ def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("open('x', 'w').write('1')", layers=("seccomp",)).ending == "ok"
     assert run("while True: pass", timeout_s=0.3).ending == "timeout"
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+async def test_folders_of_a_worker_that_was_killed_are_gone_once_the_next_one_has_run_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    worker = (
+        "import asyncio, os, signal\nfrom env_service.sandbox.sandbox import Sandbox\n"
+        "async def main():\n"
+        "    calls = [asyncio.create_task(Sandbox().run('while True: pass', timeout_s=50))]\n"
+        "    await asyncio.sleep(1)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())"
+    )
+    subprocess.run([sys.executable, "-c", worker], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert list(tmp_path.iterdir())
+    sandbox = Sandbox()
+    assert (await sandbox.run("print(1)", timeout_s=5)).output == "1\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    await sandbox.close()
+    assert not list(tmp_path.iterdir())

@@ -341,3 +341,54 @@ def test_a_step_says_what_share_of_its_trajectories_failed_and_why(num_failed: i
     assert event.data["failed_share"] == num_failed / 8 and event.level == level
     assert event.data["failed_reason"] == ("environment: a user's message" if num_failed else None)
     assert ("of its trajectories failed, most of them: environment" in event.message) == bool(num_failed)
+
+
+# ---- a new owner ----------------------------------------------------------------------------------------------------
+
+
+def taken_over(*uncounted: int) -> tuple[Job, list[ScoredTrajectory]]:
+    """A job whose last owner had counted all results of its only group but these, as the next owner loads it; the results."""
+    job, changes = running_job(), Changes()
+    job.issue_group(changes)
+    start = next(message for _, message in changes.published if isinstance(message, Start))
+    results = [StandInEnv(CELL).scored(start, sample) for sample in start.samples]
+    for sample, result in enumerate(results):
+        if sample not in uncounted:
+            job.on_scored(f"{sample}-0", result, changes)
+    kept = {name.encode(): value.encode() for name, value in changes.opened[CELL.open(job.id)].items()}
+    following = Job(CELL, job.spec, job.state, Items(), Items())
+    following.open.load(job.state, kept, {})
+    return following, results
+
+
+def running_job() -> Job:
+    state = JobState(status="running", version=0)
+    return Job(CELL, job_spec(batch_size=1, group_size=4, num_steps=1), state, Items(), Items())
+
+
+def test_counted_results_are_taken_back_whatever_the_new_owner_reads_before_them() -> None:
+    job, results = taken_over(0)
+    changes = Changes()
+    assert not job.open.restore("0-0", results[0])
+    job.on_scored("0-0", results[0], changes)
+    job.advance(1.0, changes)
+    assert [job.open.restore(f"{sample}-0", results[sample]) for sample in (1, 2, 3)] == [True] * 3
+    job.open.expect_counted()
+    assert len(job.open.groups[0].scored) == 4 and job.next_batch() == [0]
+    assert not changes.ledger
+
+
+def test_counted_results_that_are_gone_are_waited_for() -> None:
+    job, results = taken_over()
+    assert job.open.restore("0-0", results[0])
+    job.open.expect_counted()
+    assert sorted(job.open.groups[0].waiting) == [1, 2, 3]
+    assert not job.open.restore("1-0", results[1])
+
+
+def test_a_job_that_is_cancelled_before_its_counted_results_are_read_settles_them() -> None:
+    job, results = taken_over(0)
+    changes = Changes()
+    job.cancel(1.0, changes)
+    assert changes.ledger[job.id, "cancelled"] == 4
+    assert not any(job.open.restore(f"{sample}-0", result) for sample, result in enumerate(results))

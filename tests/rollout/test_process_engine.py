@@ -3,9 +3,6 @@ tests can make it fail. The engine's contract is in `test_engine_contract.py`, t
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from common.errors import InvalidInput
 from common.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
 from rollout_service.process import process_engine as module
-from rollout_service.process.adapter_files import AdapterFiles, OwnFolder, linear_shapes
+from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
 from tests.support.engines_under_test import fake_core, process_engine
@@ -229,25 +226,6 @@ async def test_an_adapters_folder_stays_while_somebody_holds_it() -> None:
         assert files.get(ref("a")) is None and stored.adapter.folder.is_dir()
     assert not stored.adapter.folder.exists()
     files.close()
-
-
-async def test_what_a_killed_process_left_is_removed_by_the_next_and_that_of_living_ones_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = (
-        "import os, signal, tempfile; tempfile.tempdir = os.environ['FOLDER']\n"
-        "from rollout_service.process.adapter_files import OwnFolder\n"
-        "own = OwnFolder(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = {**os.environ, "FOLDER": str(tmp_path)}
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], env=environment)
-    (left,) = tmp_path.iterdir()
-    one, other = OwnFolder(), OwnFolder()
-    assert not left.exists() and one.path.is_dir() and other.path.is_dir()
-    one.remove()
-    other.remove()
-    assert not list(tmp_path.iterdir())
 
 
 async def test_an_engine_without_adapters_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

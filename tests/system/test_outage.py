@@ -9,7 +9,8 @@ from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
 from harness.live import Api, is_balanced, running
-from tests.support.s3_server import BUCKET, Gate, S3Server, environment
+from harness.proxy import Proxy
+from harness.s3_server import BUCKET, S3Server, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,7 +22,7 @@ async def test_an_outage_of_the_store_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = S3Server.start()
-    gate = Gate(server.port)
+    gate = Proxy(server.port)
     await gate.open()
     variables = environment(gate.endpoint) | {"MARLAAS_STORE_URL": f"s3://{BUCKET}/test", "MARLAAS_LEASE_S": "2"}
     try:

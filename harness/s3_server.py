@@ -1,17 +1,18 @@
-"""An S3 server of a test's own over HTTP (moto, in memory), and a gate before it that can be shut."""
+"""An S3 server of one's own over HTTP (moto, in memory)."""
 
-import asyncio
-import contextlib
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from xml.etree import ElementTree
 
 import httpx
 
 from harness.redis_server import free_port
 
 BUCKET = "marlaas"
+SIGNED = {"Authorization": "AWS testing:unchecked"}
+"""Without any signature the server takes a reader for the public."""
 
 
 def environment(endpoint: str) -> dict[str, str]:
@@ -28,6 +29,7 @@ def environment(endpoint: str) -> dict[str, str]:
 class S3Server:
     port: int
     process: "subprocess.Popen[bytes]"
+    _http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False))
 
     @classmethod
     def start(cls) -> "S3Server":
@@ -57,47 +59,21 @@ class S3Server:
         httpx.post(f"{self.endpoint}/moto-api/reset-auth", content=str(after), trust_env=False).raise_for_status()
 
     def stop(self) -> None:
+        self._http.close()
         self.process.kill()
         self.process.wait()
 
+    def get(self, path: str) -> bytes:
+        """Content of an object of the bucket. Raises HTTPStatusError."""
+        return self._http.get(f"{self.endpoint}/{BUCKET}/{path}", headers=SIGNED).raise_for_status().content
 
-@dataclass
-class Gate:
-    """A TCP relay on a port of its own. Shut, it refuses connections and has cut the open ones."""
-
-    target_port: int
-    port: int = field(default_factory=free_port)
-    _server: asyncio.Server | None = None
-    _open: set[asyncio.StreamWriter] = field(default_factory=set)
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self.port)
-
-    async def shut(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        for writer in list(self._open):
-            writer.transport.abort()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        self._open |= {writer, far_writer}
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_copy(reader, far_writer))
-                group.create_task(_copy(far_reader, writer))
-        finally:
-            self._open -= {writer, far_writer}
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+    def paths(self) -> list[str]:
+        """Paths of all objects of the bucket, sorted."""
+        found, more = list[str](), {"list-type": "2"}
+        while True:
+            answer = self._http.get(f"{self.endpoint}/{BUCKET}", params=more, headers=SIGNED).raise_for_status()
+            page = ElementTree.fromstring(answer.content)
+            found += [key.text or "" for key in page.iterfind("{*}Contents/{*}Key")]
+            if not (token := page.findtext("{*}NextContinuationToken")):
+                return sorted(found)
+            more["continuation-token"] = token

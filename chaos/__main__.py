@@ -1,0 +1,71 @@
+"""A whole MARLaaS under a seeded stream of faults.
+
+    python -m chaos [--faults 1000] [--seconds S] [--seed N] [--quick] [--mode both]
+
+Every fault is a function of the seed: the same seed strikes the same victims in the same order. Half of the faults strike a
+cluster in deterministic mode, where every job must give the bytes of an undisturbed run; the others one in default mode.
+"""
+
+import argparse
+import asyncio
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from chaos.act import Act, Plan
+from chaos.cluster import Cluster
+from chaos.report import Story, costs, table
+
+MODES = {"both": (True, False), "deterministic": (True,), "default": (False,)}
+QUICK_S = 60.0
+
+
+def options() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--faults", type=int, default=1000, help="default %(default)s")
+    result.add_argument("--seconds", type=float, help="at most, of faults in each mode; default: until all have struck")
+    result.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a random one")
+    result.add_argument("--mode", choices=MODES, default="both", help="default %(default)s")
+    result.add_argument("--quick", action="store_true", help=f"deterministic mode alone, {QUICK_S:g} seconds of faults")
+    return result
+
+
+def main() -> None:
+    given = options().parse_args()
+    mode = "deterministic" if given.quick else given.mode
+    seconds = QUICK_S if given.quick else given.seconds
+    again = f"make chaos ARGS='--seed {given.seed} --faults {given.faults} --mode {mode}'"
+    sys.stdout.write(f"seed {given.seed}; the same again: {again}\n")
+    wrong = 0
+    for deterministic in MODES[mode]:
+        num_faults = given.faults // len(MODES[mode])
+        plan = Plan(seed=given.seed, num_faults=num_faults, seconds=seconds, deterministic=deterministic)
+        wrong += act(plan)
+    if wrong:
+        sys.exit(f"{wrong} findings; the same faults again: {again}")
+
+
+def act(plan: Plan) -> int:
+    """Plays an act and tells of it. Returns how much was wrong; then its folder stays."""
+    folder = Path(tempfile.mkdtemp(prefix="marlaas-chaos-"))
+    story = asyncio.run(Act(plan, Cluster(folder, plan.deterministic)).run())
+    tell(story)
+    if story.wrong:
+        sys.stdout.write(f"logs and files are in {folder}\n")
+    else:
+        shutil.rmtree(folder)
+    return len(story.wrong)
+
+
+def tell(story: Story) -> None:
+    kills = sum(fault.kind == "kill" for _, fault in story.strikes)
+    sys.stdout.write(f"{len(story.strikes)} faults, {kills} of them SIGKILL\n")
+    sys.stdout.write("".join(f"WRONG  {line}\n" for line in story.wrong))
+    if story.ended:
+        sys.stdout.write(table(costs(story)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One act: a cluster in one mode, from its start to the verdict."""
+
+import asyncio
+import time
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+
+from chaos import verify
+from chaos.client import Client, Unplanned
+from chaos.cluster import Cluster
+from chaos.faults import Fault, draw
+from chaos.hostile import Hostile
+from chaos.inflict import inflict
+from chaos.report import Story
+from chaos.tenants import TENANTS, Run, Tenant
+from common.adapters import Manifest
+from common.tasks import running
+
+CALM_S = 15.0
+RAMP_S = 5.0
+"""Left out of the undisturbed pace: jobs have just been submitted."""
+DRAIN_S = 300.0
+"""Time for the last jobs to end, after the last fault."""
+STUCK_S = 120.0
+"""Without any version for so long, nothing moves any more."""
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    seed: int
+    num_faults: int
+    seconds: float | None = None
+    """Of the storm at most."""
+    deterministic: bool = True
+
+
+@dataclass
+class Act:
+    plan: Plan
+    cluster: Cluster
+    story: Story = field(default_factory=Story)
+
+    async def run(self) -> Story:
+        """Plays the act. What ends it early is among what is wrong."""
+        try:
+            await self._run()
+        except* (Stuck, Unplanned, TimeoutError) as group:
+            self.story.wrong += [f"{type(error).__name__}: {error}" for error in group.exceptions]
+        self.story.commits = sorted(self.cluster.commits.values())
+        return self.story
+
+    async def _run(self) -> None:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.cluster.stop)
+            await self.cluster.start()
+            self.admin = Client(self.cluster.urls, self.cluster.services.admin_key)
+            stack.push_async_callback(self.admin.close)
+            self.tenants = [Tenant(name, await self._client(name, stack)) for name in TENANTS]
+            self.hostile = Hostile(await self._client("hostile", stack), self.cluster.urls)
+            for one in (*self.tenants, self.hostile):
+                await one.prepare()
+            await self._play()
+            await self._judge()
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for tenant in self.tenants for run in tenant.runs]
+
+    async def _client(self, tenant: str, stack: AsyncExitStack) -> Client:
+        await self.admin.post("/admin/tenants", {"id": tenant, "name": tenant})
+        key = (await self.admin.post(f"/admin/tenants/{tenant}/keys", {}))["key"]
+        client = Client(self.cluster.urls, key)
+        stack.push_async_callback(client.close)
+        return client
+
+    # ---- calm, storm, drain -----------------------------------------------------------------------------------------
+
+    async def _play(self) -> None:
+        stop = asyncio.Event()
+        async with running(self._watch()), asyncio.TaskGroup() as group:
+            for one in (*self.tenants, self.hostile):
+                group.create_task(one.work(stop))
+            await self._calm()
+            await self._storm()
+            self.story.ended = time.monotonic()
+            self.story.tell("the last fault is healed; the last jobs are to end")
+            stop.set()
+        async with asyncio.timeout(DRAIN_S):
+            for one in (*self.tenants, self.hostile):
+                await one.settle()
+        self.story.tell("all jobs have ended")
+
+    async def _calm(self) -> None:
+        self.story.tell("calm")
+        await asyncio.sleep(RAMP_S)
+        since, before = time.monotonic(), len(self.cluster.commits)
+        while time.monotonic() < since + CALM_S or not self._all_ran_once():
+            await asyncio.sleep(POLL_S)
+        self.story.pace = (len(self.cluster.commits) - before) / (time.monotonic() - since)
+        self.story.tell(f"{self.story.pace:.2f} versions a second undisturbed; storm")
+
+    def _all_ran_once(self) -> bool:
+        ended = {run.recipe.name for run in self.runs if run.job and run.job["finished_at"]}
+        return ended == {recipe.name for tenant in self.tenants for recipe in tenant.recipes}
+
+    async def _storm(self) -> None:
+        free, end = defaultdict[str, asyncio.Lock](asyncio.Lock), time.monotonic() + (self.plan.seconds or 1e9)
+        async with asyncio.TaskGroup() as group:
+            for fault in islice(draw(self.plan.seed), self.plan.num_faults):
+                await asyncio.sleep(fault.gap_s)
+                if time.monotonic() > end:
+                    return
+                group.create_task(self._strike(fault, free[fault.victim]))
+
+    async def _strike(self, fault: Fault, free: asyncio.Lock) -> None:
+        async with free:
+            self.story.strike(fault)
+            await inflict(self.cluster, fault)
+
+    async def _watch(self) -> None:
+        """Raises Stuck."""
+        seen, since = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_S)
+            if len(self.cluster.commits) > seen:
+                seen, since = len(self.cluster.commits), time.monotonic()
+            elif time.monotonic() > since + STUCK_S:
+                raise Stuck(f"no version for {STUCK_S:g} s")
+
+    # ---- verdict ----------------------------------------------------------------------------------------------------
+
+    async def _judge(self) -> None:
+        wrong = self.story.wrong
+        for run in self.runs:
+            wrong += verify.ended_well(run)
+        wrong += verify.ended_as_planned(self.hostile.attempts)
+        for tenant in self.tenants:
+            wrong += await self._judge_jobs(tenant)
+        wrong += await self._judge_lists()
+        await self._clear()
+        await self.cluster.stop_services()
+        wrong += verify.left_keys(self.cluster)
+        wrong += verify.left_objects(self.cluster.store)
+        wrong += verify.left_files(self.cluster.folder)
+        wrong += [f"process {line} is left" for line in self.cluster.left_processes()]
+
+    async def _judge_jobs(self, tenant: Tenant) -> list[str]:
+        wrong, paths, store = list[str](), self.cluster.store.paths(), self.cluster.store
+        first: dict[str, list[Manifest]] = {}
+        for run in (run for run in tenant.runs if not run.forgotten and run.job["status"] == "succeeded"):
+            ledger = await tenant.client.get(f"/fine_tuning/jobs/{run.id}/ledger")
+            found = verify.manifests(store, paths, tenant.name, run.id)
+            wrong += verify.ledger_balances(run.id, ledger) + verify.trained_once(run, ledger)
+            wrong += verify.versions_once(run.id, found, trajectories=run.recipe.num_trajectories)
+            wrong += [line for manifest in found for line in verify.bytes_are_there(store, manifest)]
+            if self.plan.deterministic:
+                reference = first.setdefault(run.recipe.name, found)
+                wrong += verify.same_bytes(f"{run.recipe.name} {run.id}", found, reference)
+        return wrong
+
+    async def _judge_lists(self) -> list[str]:
+        """Each job is listed once, its owner knows of no other, and no message of it was given up."""
+        wrong: list[str] = []
+        for tenant in self.tenants:
+            listed = sorted(job["id"] for job in await tenant.client.pages("/fine_tuning/jobs"))
+            known = sorted(run.id for run in tenant.runs if not run.forgotten)
+            wrong += (
+                [] if listed == known else [f"{tenant.name}: the list has {len(listed)} jobs instead of {len(known)}"]
+            )
+        for attempt in (attempt for attempt in self.hostile.attempts if attempt.id and not attempt.forgotten):
+            ledger = await self.hostile.client.get(f"/fine_tuning/jobs/{attempt.id}/ledger")
+            wrong += verify.ledger_balances(attempt.id, ledger)
+        return wrong
+
+    async def _clear(self) -> None:
+        """Deletes what tenants may delete: their models and files."""
+        for one in (*self.tenants, self.hostile):
+            for job in await one.client.pages("/fine_tuning/jobs"):
+                suffix = job["user_provided_suffix"] or ""
+                name = f"ft:tiny:{job['organization_id']}:{suffix}:{job['id']}"
+                await one.client.call("DELETE", f"/models/{name}")
+            for file in await one.client.pages("/files"):
+                await one.client.call("DELETE", f"/files/{file['id']}")
+
+
+class Stuck(Exception):
+    """Nothing moves any more."""

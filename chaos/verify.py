@@ -1,0 +1,127 @@
+"""The checks at the end of an act. Each returns what is wrong, in words; nothing wrong: an empty list."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from chaos.cluster import Cluster
+from chaos.hostile import Attempt
+from chaos.tenants import STEPS, Run
+from common.adapters import PEFT_FILES, Manifest
+from common.streams import Cell
+from harness.live import is_balanced
+from harness.s3_server import S3Server
+
+CELL = Cell("tiny")
+RECORDS = (
+    "job:", "ledger:", "events:", "checkpoints:", "samples:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
+    "rev:", "weights", "owners", "bits", "telemetry", "control", "adapters:new",
+)  # fmt: skip
+"""Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
+EXPIRING = ("reply:", "looked:", "lease:")
+"""Keys that a process which was killed leaves behind, for a time."""
+LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
+Objects = Mapping[str, bytes]
+"""Content of the store, by path. Of large files only their sha256 is looked at."""
+
+
+def ended_well(run: Run) -> list[str]:
+    if run.forgotten or run.job["status"] == "succeeded":
+        return []
+    return [f"{run.recipe.name} {run.id} {run.job['status']}: {run.job['error']}"]
+
+
+def ended_as_planned(attempts: Iterable[Attempt]) -> list[str]:
+    return [f"hostile {a.attack.name} {a.id}: {a.outcome!r}" for a in attempts if not a.planned]
+
+
+def ledger_balances(job: str, ledger: Mapping[str, int]) -> list[str]:
+    """I7, and nothing is in flight any more."""
+    counts = {name: ledger[name] for name in LEDGER}
+    return [] if is_balanced(counts) and counts["in_flight"] == 0 else [f"{job}: the ledger does not balance: {counts}"]
+
+
+def trained_once(run: Run, ledger: Mapping[str, int]) -> list[str]:
+    """Each trajectory of a job that succeeded was trained, and none had to be replaced."""
+    wanted = {"trained": STEPS * run.recipe.num_trajectories, "failed": 0}
+    found = {name: ledger[name] for name in wanted}
+    return [] if found == wanted else [f"{run.recipe.name} {run.id}: {found} instead of {wanted}"]
+
+
+def manifests(store: S3Server, paths: Iterable[str], tenant: str, job: str) -> list[Manifest]:
+    """By version."""
+    below = f"cell/adapters/{tenant}/{job}/"
+    mine = sorted(path for path in paths if path.startswith(below) and path.endswith("/manifest.json"))
+    return [msgspec.json.decode(store.get(path), type=Manifest) for path in mine]
+
+
+def versions_once(job: str, found: list[Manifest], *, trajectories: int) -> list[str]:
+    """Versions 0 to the last, each of its own batch, each trajectory in one batch."""
+    wrong: list[str] = []
+    if [manifest.adapter.version for manifest in found] != list(range(STEPS + 1)):
+        wrong.append(f"{job}: versions {[manifest.adapter.version for manifest in found]}")
+    if twice := [batch for batch, num in Counter(manifest.batch for manifest in found).items() if num > 1]:
+        wrong.append(f"{job}: batches trained twice: {twice}")
+    trained = [(manifest.adapter.version, key) for manifest in found for key in manifest.trajectories]
+    if twice := [key for key, num in Counter(key for _, key in trained).items() if num > 1]:
+        wrong.append(f"{job}: trajectories trained twice: {twice[:5]}")
+    uneven = {
+        version: num for version, num in Counter(version for version, _ in trained).items() if num != trajectories
+    }
+    return wrong + ([f"{job}: trajectories by version: {uneven}"] if uneven else [])
+
+
+def bytes_are_there(store: S3Server, manifest: Manifest) -> list[str]:
+    """The files that a manifest names have its sha256."""
+    folder = f"cell/{manifest.adapter.path()}/{manifest.attempt}"
+    stored = {name: hashlib.sha256(store.get(f"{folder}/{name}")).hexdigest() for name in PEFT_FILES}
+    wrong = [name for name, sha256 in stored.items() if manifest.files[name].sha256 != sha256]
+    return [f"{manifest.adapter}: other bytes than its manifest says: {wrong}"] if wrong else []
+
+
+def same_bytes(job: str, found: list[Manifest], reference: list[Manifest]) -> list[str]:
+    """Every version has the files of the undisturbed run."""
+    differing = [
+        mine.adapter.version
+        for mine, other in zip(found, reference, strict=False)
+        if {name: file.sha256 for name, file in mine.files.items()}
+        != {name: file.sha256 for name, file in other.files.items()}
+    ]
+    return [f"{job}: other bytes than undisturbed from version {differing[0]} on"] if differing else []
+
+
+# ---- what is left ---------------------------------------------------------------------------------------------------
+
+
+def left_keys(cluster: Cluster) -> list[str]:
+    """Keys that no finished job needs, and streams that hold work."""
+    with cluster.redis.client() as client:
+        names = map(str, client.keys("*"))
+        mine = {name: name.removeprefix(CELL.key("")) for name in names if name.startswith(CELL.key(""))}
+        streams = [CELL.key(name) for name in mine.values() if is_work(name)]
+        wrong = [f"{name} holds {num} entries" for name in streams if (num := client.xlen(name))]
+        for key, name in mine.items():
+            expires: Any = client.ttl(key)
+            if not (is_work(name) or name.startswith(RECORDS) or (name.startswith(EXPIRING) and expires >= 0)):
+                wrong.append(f"key {name} ({client.type(key)}) is left")
+    return wrong
+
+
+def is_work(name: str) -> bool:
+    """Is it a stream of which every entry is open work, or a dead letter?"""
+    inbox = name.startswith(("scored:", "adapters:", "jobs:")) and name.rpartition(":")[2].isdigit()
+    return inbox or name in ("env", "rollout", "rollout:first", "train", "dead")
+
+
+def left_objects(store: S3Server) -> list[str]:
+    """Call once all files and models have been deleted."""
+    return [f"object {path} is left" for path in store.paths() if not path.startswith("cell/probe/")]
+
+
+def left_files(folder: Path) -> list[str]:
+    """Temporary files of processes that have ended."""
+    return [f"file {path.relative_to(folder)} is left" for path in (folder / "tmp").iterdir()]

@@ -1,0 +1,105 @@
+"""A TCP relay that can be shut, and that delays, halves or answers what passes."""
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from harness.redis_server import free_port
+
+PIECE_BYTES = 65536
+LINGER = struct.pack("ii", 1, 0)
+Answer = Callable[[bytes], bytes]
+
+
+def nothing(piece: bytes) -> bytes:
+    """Answers nothing, so that every piece passes."""
+    return b""
+
+
+@dataclass
+class Proxy:
+    """Relays connections to a port of this machine. Shut, it refuses connections and has cut the open ones."""
+
+    target_port: int
+    """New connections lead there."""
+    port: int = field(default_factory=free_port)
+    delay_s: float = 0.0
+    """Each piece of at most `PIECE_BYTES` waits this long."""
+    halved: float = 0.0
+    """The share of pieces of which one half passes; then their connection ends."""
+    answer: Answer = nothing
+    """Asked about each piece from a client: what it returns goes back in the target's place, and the connection ends."""
+    chance: random.Random = field(default_factory=random.Random)
+    _server: asyncio.Server | None = None
+    _open: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self.port)
+
+    async def shut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.cut()
+
+    def cut(self) -> None:
+        """Resets all open connections."""
+        for writer in list(self._open):
+            _reset(writer)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        except OSError:
+            return _reset(writer)
+        self._open |= {writer, far_writer}
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._to_target(reader, far_writer, writer))
+                group.create_task(self._to_client(far_reader, writer))
+        finally:
+            self._open -= {writer, far_writer}
+            far_writer.close()
+
+    async def _to_target(
+        self, reader: asyncio.StreamReader, target: asyncio.StreamWriter, client: asyncio.StreamWriter
+    ) -> None:
+        try:
+            while piece := await reader.read(PIECE_BYTES):
+                if told := self.answer(piece):
+                    client.write(told)
+                    break
+                await self._pass(piece, target)
+            target.write_eof()
+        except OSError:
+            target.close()
+
+    async def _to_client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(PIECE_BYTES):
+                await self._pass(piece, client)
+        client.close()
+
+    async def _pass(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
+        """Raises ConnectionAbortedError after half of a piece."""
+        await asyncio.sleep(self.delay_s)
+        half = self.halved > self.chance.random()
+        writer.write(piece[: len(piece) // 2] if half else piece)
+        await writer.drain()
+        if half:
+            raise ConnectionAbortedError
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Ends a connection as a machine does that has lost it: the other side's next call fails."""
+    if not writer.transport.is_closing():
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER)
+    writer.transport.abort()

@@ -1,0 +1,154 @@
+"""The means by which faults are inflicted, on real sockets and processes: the proxy, the replica, the clock, the full disk."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from chaos.clock import Clock
+from chaos.inflict import limit_files
+from harness.proxy import Proxy
+from harness.replaceable_redis import ReplaceableRedis
+
+
+@asynccontextmanager
+async def echoing(heard: list[bytes] | None = None) -> AsyncGenerator[Proxy]:
+    """A proxy before a server that sends back what it has heard, and ends."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = await reader.read()
+        writer.write(data)
+        writer.close()
+        if heard is not None:
+            heard.append(data)
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    proxy = Proxy(server.sockets[0].getsockname()[1])
+    await proxy.open()
+    try:
+        yield proxy
+    finally:
+        await proxy.shut()
+        server.close()
+
+
+async def sent(proxy: Proxy, data: bytes) -> bytes:
+    """What comes back. Raises ConnectionError."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(data)
+    writer.write_eof()
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_proxy_relays_everything() -> None:
+    async with echoing() as proxy:
+        assert await sent(proxy, b"x" * 1_000_000) == b"x" * 1_000_000
+
+
+async def test_a_proxy_halves_and_cuts() -> None:
+    heard: list[bytes] = []
+    async with echoing(heard) as proxy:
+        proxy.halved = 1.0
+        assert await sent(proxy, b"abcdefgh") == b""
+        while not heard:
+            await asyncio.sleep(0.01)
+    assert heard == [b"abcd"]
+
+
+async def test_a_proxy_answers_in_place_of_its_target() -> None:
+    async with echoing() as proxy:
+        proxy.answer = lambda piece: b"no" if piece.startswith(b"PUT") else b""
+        assert await sent(proxy, b"PUT /x") == b"no"
+        assert await sent(proxy, b"GET /x") == b"GET /x"
+
+
+async def test_a_proxy_that_is_shut_refuses_and_has_cut_and_opens_again() -> None:
+    async with echoing() as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"x")
+        await asyncio.sleep(0.1)
+        await proxy.shut()
+        with pytest.raises(ConnectionError):
+            await reader.read()
+        with pytest.raises(ConnectionError):
+            await sent(proxy, b"x")
+        await proxy.open()
+        assert await sent(proxy, b"x") == b"x"
+
+
+async def test_a_proxy_whose_target_is_gone_ends_the_connection_and_serves_the_next() -> None:
+    async with echoing() as proxy:
+        there, proxy.target_port = proxy.target_port, 1
+        with pytest.raises(ConnectionError):
+            await sent(proxy, b"x")
+        proxy.target_port = there
+        assert await sent(proxy, b"x") == b"x"
+
+
+async def test_a_replica_takes_the_place_of_redis_without_the_last_second_and_keeps_the_rest(tmp_path: Path) -> None:
+    redis = ReplaceableRedis(tmp_path)
+    await redis.link.open()
+    try:
+        with redis.client() as client:
+            client.set("before", "1")
+            replacing = asyncio.create_task(redis.replace())
+            while not replacing.done() and client.info("replication")["connected_slaves"] == 0:
+                await asyncio.sleep(0.01)
+            while not replacing.done() and client.info("replication")["connected_slaves"] == 1:
+                await asyncio.sleep(0.01)
+            client.set("lost", "1")
+        await replacing
+        redis.stop()
+        await redis.restart()
+        with redis.client() as client:
+            assert (client.get("before"), client.get("lost")) == ("1", None)
+            assert client.info("replication")["role"] == "master"
+    finally:
+        await redis.link.shut()
+        redis.stop()
+
+
+ASK = "import time\nwhile input(): print(time.time(), time.time_ns() / 1e9, time.monotonic(), flush=True)"
+
+
+def test_a_clock_jumps_in_a_process_that_runs_and_only_there(tmp_path: Path) -> None:
+    clock = Clock(tmp_path / "clock")
+    argv, variables = [sys.executable, "-c", ASK], {"PYTHONPATH": str(clock.folder)}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, text=True) as process:
+        assert process.stdin and process.stdout
+        for jump_s in (0.0, 86_400.0, -3_600.0, 0.0):
+            clock.shift(jump_s)
+            process.stdin.write("x\n")
+            process.stdin.flush()
+            seconds, from_ns, monotonic = map(float, process.stdout.readline().split())
+            assert abs(seconds - time.time() - jump_s) < 60 and abs(from_ns - time.time() - jump_s) < 60
+            assert abs(monotonic - time.monotonic()) < 60
+        process.stdin.close()
+        process.kill()
+
+
+WRITE = "while input():\n try: print(open('file', 'w').write('x'), flush=True)\n except OSError as error: print(error.errno, flush=True)"
+
+
+def test_a_process_whose_disk_is_full_can_write_no_file_until_it_is_healed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITE.replace("open('file', 'w')", "open('file', 'wb', 0)").replace("'x'", "b'x'")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin and process.stdout
+        answers: list[str] = []
+        for num_bytes in (100, 0, 100):
+            limit_files(process.pid, num_bytes)
+            process.stdin.write("x\n")
+            process.stdin.flush()
+            answers.append(process.stdout.readline().strip())
+        process.kill()
+    assert answers == ["1", "27", "1"]

@@ -1,0 +1,113 @@
+"""The checks at the end of chaos find what they look for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from chaos import verify
+from chaos.hostile import ATTACKS, Attempt
+from chaos.tenants import RECIPES, STEPS, Run
+from common.adapters import Manifest, StoredFile
+from common.messages import AdapterRef
+from common.streams import Cell
+from harness.redis_server import RedisServer
+
+CELL = Cell("tiny")
+LEDGER = {"issued": 32, "trained": 32, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 0, "in_flight": 0}
+
+
+def manifest(version: int, **changes: Any) -> Manifest:
+    found = Manifest(
+        adapter=AdapterRef("acme", "job-a", version),
+        base_model="tiny",
+        attempt=f"attempt-{version}",
+        files={"adapter_model.safetensors": StoredFile(f"sha-{version}", 1)},
+        parent=version - 1 if version else None,
+        batch=f"batch-{version}",
+        seed=7,
+        next_group=version,
+        trajectories=tuple(f"{version}/{sample}" for sample in range(2)) if version else (),
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+WHOLE = [manifest(version) for version in range(STEPS + 1)]
+
+
+def versions(found: list[Manifest]) -> list[str]:
+    return verify.versions_once("job-a", found, trajectories=2)
+
+
+def test_a_whole_job_is_right() -> None:
+    assert versions(WHOLE) == []
+    assert verify.same_bytes("job-a", WHOLE, WHOLE) == []
+    assert verify.ledger_balances("job-a", LEDGER) == []
+
+
+def test_a_version_that_is_missing_or_made_of_the_batch_of_another_is_found() -> None:
+    assert "versions [0, 1, 2, 4]" in versions([*WHOLE[:3], WHOLE[4]])[0]
+    assert versions([*WHOLE, manifest(STEPS + 1)])
+    assert "trained twice" in versions([*WHOLE[:4], manifest(4, batch="batch-3")])[0]
+
+
+def test_a_trajectory_that_was_trained_twice_or_not_at_all_is_found() -> None:
+    assert "trajectories trained twice: ['3/0']" in versions([*WHOLE[:4], manifest(4, trajectories=("3/0", "4/1"))])[0]
+    assert "trajectories by version: {4: 1}" in versions([*WHOLE[:4], manifest(4, trajectories=("4/1",))])[0]
+
+
+def test_other_bytes_are_found_with_their_version() -> None:
+    other = [*WHOLE[:2], manifest(2, files={"adapter_model.safetensors": StoredFile("sha-x", 1)}), *WHOLE[3:]]
+    assert verify.same_bytes("job-a", other, WHOLE) == ["job-a: other bytes than undisturbed from version 2 on"]
+
+
+@pytest.mark.parametrize("changes", [{"trained": 31}, {"issued": 31}, {"in_flight": 1, "trained": 31}])
+def test_a_ledger_that_does_not_balance_is_found(changes: dict[str, int]) -> None:
+    assert verify.ledger_balances("job-a", LEDGER | changes)
+
+
+def test_a_trajectory_that_had_to_be_replaced_is_found() -> None:
+    run = Run(RECIPES[0], "job-a")
+    assert verify.trained_once(run, LEDGER) == []
+    assert verify.trained_once(run, LEDGER | {"issued": 36, "failed": 4})
+
+
+def test_a_job_that_fails_is_found_and_a_hostile_one_that_ends_otherwise_than_planned() -> None:
+    failed = {"status": "failed", "error": {"message": "infrastructure: x"}}
+    assert verify.ended_well(Run(RECIPES[0], "job-a", failed))
+    assert verify.ended_well(Run(RECIPES[0], "job-a", {"status": "succeeded"})) == []
+    loop = next(attack for attack in ATTACKS if "loops" in attack.name)
+    planned = Attempt(loop, "job-b", "failed 1 groups failed in one step; the commonest reason: python: too long")
+    assert verify.ended_as_planned([planned]) == []
+    assert verify.ended_as_planned([Attempt(loop, "job-b", "succeeded")])
+
+
+@pytest.fixture
+def cluster(redis_server: RedisServer, redis_url: str, tmp_path: Path) -> Iterator[Any]:
+    client = redis.Redis.from_url(redis_url, decode_responses=True)
+    (tmp_path / "tmp").mkdir()
+    yield SimpleNamespace(redis=SimpleNamespace(client=lambda: client), client=client, folder=tmp_path)
+    client.close()
+
+
+def test_keys_work_and_files_that_are_left_are_found(cluster: Any) -> None:
+    client = cluster.client
+    client.hset(CELL.job("job-a"), "spec", "{}")
+    client.set(CELL.lease(1), "token", px=60_000)
+    client.xdel(CELL.env, client.xadd(CELL.env, {"a": 1}))
+    assert verify.left_keys(cluster) == [] == verify.left_files(cluster.folder)
+    client.hset(CELL.open("job-a"), "0/0", "x")
+    client.set(CELL.lease(2), "token")
+    client.xadd(CELL.scored(3), {"a": 1})
+    client.xadd(CELL.dead, {"a": 1})
+    (cluster.folder / "tmp" / "rest").touch()
+    found = "\n".join(verify.left_keys(cluster))
+    assert {"open:job-a", "lease:2", "scored:3 holds 1", "dead holds 1"} == {
+        name for name in ("open:job-a", "lease:2", "scored:3 holds 1", "dead holds 1") if name in found
+    }
+    assert len(found.splitlines()) == 4
+    assert verify.left_files(cluster.folder) == ["file tmp/rest is left"]
