@@ -28,9 +28,9 @@ class Places:
     """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places, and among
     equals to the one that holds the fewest. What one tenant asks for waits in its own order. Safe to use from many tasks."""
 
-    def __init__(self, num: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num = num
-        """How many places there are; whoever changes it is heard when the next call begins or ends."""
+    def __init__(self, num: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`num`: how many there are, asked whenever a call begins or ends; there is always one."""
+        self._num = num
         self._clock = clock
         self._held: list[Claim] = []
         self._waiting: list[Claim] = []
@@ -85,7 +85,7 @@ class Places:
         return min(allowed, key=lambda one: (served[one.tenant], held[one.tenant] / one.weight), default=None)
 
     def _may_have(self, num_held: int, num_own: int) -> bool:
-        return num_held < self.num + (0 if num_own else KEPT)
+        return num_held < max(1, self._num()) + (0 if num_own else KEPT)
 
     def _served(self) -> dict[str, float]:
         """Seconds over weight of each tenant, with those of the places that it holds now."""

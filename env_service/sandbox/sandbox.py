@@ -104,7 +104,7 @@ class Sandbox:
     ) -> None:
         self._limits = limits or SandboxLimits()
         self._layers = tuple(layers)
-        self._places = Places(max_processes)
+        self._places = Places(lambda: max_processes)
         machine = os.uname().machine
         self._filters = {
             "filter": filter_program(machine, own_files=False).hex(),

@@ -15,13 +15,12 @@ MAX_WAITING = 1024
 
 
 class SharedPlaces:
-    """`common.places.Places` of a number that changes."""
+    """`common.places.Places` for requests."""
 
     def __init__(self, name: str, num: Callable[[], int]) -> None:
         """`name`: of the places, for errors. `num`: how many there are at the moment; there is always one."""
         self._name = name
-        self._num = num
-        self._places = Places(1)
+        self._places = Places(num)
         self._waiting: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -38,7 +37,6 @@ class SharedPlaces:
         if self._waiting[tenant.id] >= MAX_WAITING:
             raise _too_many(self._name)
         self._waiting[tenant.id] += 1
-        self._places.num = max(1, self._num())
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._places.take(tenant.id, tenant.weight)
@@ -48,7 +46,6 @@ class SharedPlaces:
             self._waiting[tenant.id] -= 1
 
     def give_back(self, claim: Claim) -> None:
-        self._places.num = max(1, self._num())
         self._places.end(claim)
 
 
