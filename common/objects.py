@@ -98,12 +98,12 @@ class Objects:
         return bytes(await _translated(result.bytes_async(), path))
 
     async def download(self, path: str, file: BinaryIO) -> None:
-        """Replaces what is in a file by an object of any size, a part at a time. Raises NotFound."""
+        """Replaces what is in a file by an object of any size, a part at a time. Raises NotFound, and OSError if the disk is full."""
         result = await _translated(obstore.get_async(self._backend, path), path)
         file.truncate(file.seek(0))
         parts = aiter(result.stream(min_chunk_size=PART_BYTES))
         while part := await _translated(anext(parts, None), path):
-            await _translated(asyncio.to_thread(file.write, part), path)
+            await asyncio.to_thread(file.write, part)
         file.flush()
 
     async def exists(self, path: str) -> bool:

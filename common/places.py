@@ -28,17 +28,13 @@ class Places:
     """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places, and among
     equals to the one that holds the fewest. What one tenant asks for waits in its own order. Safe to use from many tasks."""
 
-    def __init__(self, num: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num = num
-        """How many places there are."""
+    def __init__(self, num: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`num`: how many there are, asked whenever a call begins or ends; there is always one."""
+        self._num = num
         self._clock = clock
         self._held: list[Claim] = []
         self._waiting: list[Claim] = []
         self._fairness = Fairness()
-
-    def resize(self, num: int) -> None:
-        self.num = num
-        self._serve()
 
     @asynccontextmanager
     async def one(self, tenant: str, weight: float, advanced: Callable[[], None]) -> AsyncGenerator[None]:
@@ -54,7 +50,7 @@ class Places:
         claim = Claim(tenant, weight, advanced)
         self._waiting.append(claim)
         try:
-            self._serve()
+            self.serve()
             await claim.given.wait()
         except asyncio.CancelledError:
             self.end(claim)
@@ -70,10 +66,10 @@ class Places:
         self._fairness.charge(claim.tenant, self._clock() - claim.since_s, claim.weight)
         for waiting in self._waiting:
             waiting.advanced()
-        self._serve()
+        self.serve()
 
-    def _serve(self) -> None:
-        """Gives away what is free."""
+    def serve(self) -> None:
+        """Gives away what is free. Call when there may be more places than before."""
         self._fairness.busy(claim.tenant for claim in self._held + self._waiting)
         while claim := self._next():
             self._waiting.remove(claim)
@@ -89,7 +85,7 @@ class Places:
         return min(allowed, key=lambda one: (served[one.tenant], held[one.tenant] / one.weight), default=None)
 
     def _may_have(self, num_held: int, num_own: int) -> bool:
-        return num_held < self.num + (0 if num_own else KEPT)
+        return num_held < max(1, self._num()) + (0 if num_own else KEPT)
 
     def _served(self) -> dict[str, float]:
         """Seconds over weight of each tenant, with those of the places that it holds now."""

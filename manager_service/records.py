@@ -180,7 +180,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
-    """A trajectory shown to the job's owner."""
+    """A trajectory shown to the job's owner; as JSON it is the API's answer."""
 
     version: int  # that sampled it
     group: int
@@ -189,6 +189,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     reward: float | None
     stop_reason: str
     prompt: str = ""
+    object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,8 @@ class ManagerSettings(Settings):
     """Which complete batches go to the trainers first. See `manager_service.scheduling.training_queue`."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
     """The largest uploaded file."""
+    max_uploads_bytes: int = Field(default=1 << 30, ge=1)
+    """What the uploads of one tenant that are under way have on this manager's disk."""
     max_line_bytes: int = Field(default=256 << 10, ge=1)
     """The longest line of it: the whole item travels in messages."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)

@@ -36,7 +36,7 @@ class HelperPool:
         self._name = name
         self._module = module
         self._first = first
-        self._places = Places(1)
+        self._places = Places(lambda: 1)
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def ask(self, *arguments: Any, timeout_s: float) -> Any:

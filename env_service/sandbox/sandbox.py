@@ -106,7 +106,7 @@ class Sandbox:
     ) -> None:
         self._limits = limits or SandboxLimits()
         self._layers = tuple(layers)
-        self._places = Places(max_processes)
+        self._places = Places(lambda: max_processes)
         self._own: OwnFolder | None = None
         machine = os.uname().machine
         self._filters = {

@@ -64,7 +64,12 @@ def create_app(api: Api) -> FastAPI:
     errors.install(app)
     settings = api.settings
     app.add_middleware(KeyFirst, api=api)
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_file_bytes=settings.max_file_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_body_bytes=settings.max_body_bytes,
+        max_file_bytes=settings.max_file_bytes,
+        max_uploads_bytes=settings.max_uploads_bytes,
+    )
     app.openapi = cache(partial(_openapi, app))
     return app
 

@@ -1,57 +1,104 @@
-"""Limits on request bodies: on their size, also of those that do not announce it, and on the pauses in which they come."""
+"""Limits on request bodies: on their size, also of those that do not announce it, on the time in which they come, and on what a
+tenant uploads at once."""
 
 import asyncio
+import time
+from collections import Counter
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manager_service.api.errors import answer
+from manager_service.api.errors import ApiError, answer
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
 PAUSE_S = 30.0
-"""The longest wait for more of a body."""
+"""The longest wait for more of a body, and for a whole one besides the time that BYTES_PER_S allow it."""
+BYTES_PER_S = 16 << 10
+"""Slower bodies are refused. Only the time in which this process waits for the client counts."""
 
 
 class BodyLimit:
     """ASGI middleware: answers 413 to bodies above the limit, if possible before it reads them."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_file_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_file_bytes: int, max_uploads_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._max_file_bytes = max_file_bytes
+        self._max_uploads_bytes = max_uploads_bytes
+        self._uploading: Counter[str] = Counter()  # tenant -> bytes on this machine's disk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._max_body_bytes
-        if scope["path"].rstrip("/") == UPLOADS:
-            limit = self._max_file_bytes + FORM_BYTES
+        uploads = scope["path"].rstrip("/") == UPLOADS
+        limit = self._max_file_bytes + FORM_BYTES if uploads else self._max_body_bytes
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
             await answer(413, _too_large(limit), code="too_large")(scope, receive, send)
             return
-        await self._app(scope, _limited(receive, limit), send)
-
-
-def _limited(receive: Receive, limit: int) -> Receive:
-    seen, more = 0, True
-
-    async def limited() -> Message:
-        nonlocal seen, more
+        body = Body(receive, limit)
+        if not uploads:
+            await self._app(scope, body.receive, send)
+            return
         try:
-            async with asyncio.timeout(PAUSE_S if more else None):
-                message = await receive()
-        except TimeoutError as error:
-            raise HTTPException(408, f"the body paused for more than {PAUSE_S:g} seconds") from error
-        seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
-        if seen > limit:
-            raise HTTPException(413, _too_large(limit))
+            await self._app(scope, lambda: self._counted(scope, body), send)
+        finally:
+            self._count(scope, -body.num_bytes)
+
+    async def _counted(self, scope: Scope, body: "Body") -> Message:
+        """More of an upload. Raises ApiError 507 if the tenant's uploads under way are too large together."""
+        before, message = body.num_bytes, await body.receive()
+        self._count(scope, body.num_bytes - before)
+        if self._uploading[_tenant(scope)] > self._max_uploads_bytes:
+            raise ApiError(
+                507,
+                f"your uploads under way have more than {self._max_uploads_bytes} bytes together; wait until some have ended",
+                code="uploads_too_large",
+            )
         return message
 
-    return limited
+    def _count(self, scope: Scope, num_bytes: int) -> None:
+        self._uploading[_tenant(scope)] += num_bytes
+        self._uploading += Counter()  # without the tenants that upload nothing
+
+
+def _tenant(scope: Scope) -> str:
+    """Whose key a request has; it is known once the body is read."""
+    return scope["key"].tenant if scope.get("key") else ""
+
+
+class Body:
+    """One request's body as it comes in."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._more = True
+        self._waited_s = 0.0
+        self.num_bytes = 0
+
+    async def receive(self) -> Message:
+        """More of the body. Raises HTTPException 413 if it is too large, 408 if it comes too slowly."""
+        message = await self._in_time() if self._more else await self._receive()
+        self._more = message.get("more_body", False)
+        self.num_bytes += len(message.get("body", b""))
+        if self.num_bytes > self._limit:
+            raise HTTPException(413, _too_large(self._limit))
+        return message
+
+    async def _in_time(self) -> Message:
+        started, left_s = time.monotonic(), PAUSE_S + self.num_bytes / BYTES_PER_S - self._waited_s
+        try:
+            async with asyncio.timeout(min(PAUSE_S, left_s)):
+                return await self._receive()
+        except TimeoutError as error:
+            slow = f"the body came too slowly: {PAUSE_S:g} seconds without more of it, or less than {BYTES_PER_S} bytes a second"
+            raise HTTPException(408, slow) from error
+        finally:
+            self._waited_s += time.monotonic() - started
 
 
 def _too_large(limit: int) -> str:

@@ -1,5 +1,6 @@
 """Errors as HTTP answers, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -111,6 +112,8 @@ def translated(error: Exception) -> ApiError:
 
 
 def _of_framework(error: HTTPException) -> ApiError:
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "the disk for uploads is full; try again later, or tell the operator", code="disk_full")
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
     ours = ApiError(error.status_code, str(error.detail), code=codes.get(error.status_code, "invalid_request"))
     ours.headers = error.headers
@@ -172,11 +175,13 @@ def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
         403: "The key may not do this",
         404: "No such object, or it belongs to somebody else",
         409: "The object's state does not allow it",
+        408: "The body came too slowly",
         413: "The body is too large",
         429: "The tenant's quota is used up",
         503: "Redis, the store or a worker is away; try again",
+        507: "Too much is uploaded at once, or the disk is full; try again later",
     }
     return {status: {"model": ErrorBody, "description": texts[status]} for status in statuses}
 
 
-COMMON = declared(400, 401, 403, 413, 503)
+COMMON = declared(400, 401, 403, 408, 413, 503)

@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)
 
 
-@router.post("")
+@router.post("", responses=declared(507))
 async def upload(
     api: Parts, tenant: Tenant, file: Annotated[UploadFile, File()], purpose: Annotated[str, Form()]
 ) -> FileObject:

@@ -7,7 +7,7 @@ import msgspec
 
 from manager_service.api.context import Base
 from manager_service.archive.store import Archived
-from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, SampleRecord
+from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord
 
 
 class JobRecords(Protocol):
@@ -21,8 +21,10 @@ class JobRecords(Protocol):
         """The newest of a version below `before`, newest first."""
         ...
 
-    async def samples(self, version: int | None) -> list[SampleRecord]:
-        """Those that the step to a version trained on; without one, of the newest step that has some."""
+    async def samples(self, version: int | None) -> bytes:
+        """Those that the step to a version trained on; without one, of the newest step that has some: a list of SampleRecord as
+        JSON.
+        """
         ...
 
     async def ledger(self) -> dict[str, int]:
@@ -56,12 +58,11 @@ class LiveRecords:
         values = await self.base.redis.hmget(key, wanted) if wanted else []
         return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
 
-    async def samples(self, version: int | None) -> list[SampleRecord]:
+    async def samples(self, version: int | None) -> bytes:
         key = self.base.cell.samples(self.job)
         if version is None:
             version = max((int(v) for v in await self.base.redis.hkeys(key)), default=0)
-        value = await self.base.redis.hget(key, str(version))
-        return [] if value is None else msgspec.json.decode(value, type=list[SampleRecord])
+        return await self.base.redis.hget(key, str(version)) or b"[]"
 
     async def ledger(self) -> dict[str, int]:
         pipe = self.base.redis.pipeline(transaction=True)
@@ -89,7 +90,7 @@ class ArchivedRecords:
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         return await self.base.archive.checkpoints(self.archived, before=before, limit=limit)
 
-    async def samples(self, version: int | None) -> list[SampleRecord]:
+    async def samples(self, version: int | None) -> bytes:
         return await self.base.archive.samples(self.archived, version)
 
     async def ledger(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ MAX_WAITING = 1024
 
 
 class SharedPlaces:
-    """`common.places.Places` of a number that changes."""
+    """`common.places.Places` for requests."""
 
     def __init__(
         self, name: str, num: Callable[[], int], weight: Callable[[str, float], float] = lambda _, weight: weight
@@ -25,10 +25,9 @@ class SharedPlaces:
         counts here of a tenant's weight.
         """
         self._name = name
-        self._num = num
         self._weight = weight
         self._open: dict[str, Asked] = {}
-        self._places = Places(1)
+        self._places = Places(num)
         self._waiting: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -46,7 +45,6 @@ class SharedPlaces:
             raise _too_many(self._name)
         self._waiting[tenant.id] += 1
         self._ask(tenant.id, tenant.weight, 1)
-        self.resize()
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._places.take(tenant.id, self._weight(tenant.id, tenant.weight))
@@ -61,11 +59,10 @@ class SharedPlaces:
     def give_back(self, claim: Claim) -> None:
         self._ask(claim.tenant, self._open[claim.tenant].weight, -1)
         self._places.end(claim)
-        self.resize()
 
-    def resize(self) -> None:
-        """Heeds that the number of places may have changed."""
-        self._places.resize(max(1, self._num()))
+    def serve(self) -> None:
+        """Gives away what is free. Call when there may be more places than before."""
+        self._places.serve()
 
     def asking(self) -> Mapping[str, Asked]:
         """What tenants ask for now: the places that they hold or wait for."""

@@ -19,7 +19,7 @@ import msgspec
 
 from common.errors import NotFound
 from common.objects import Objects
-from manager_service.records import JSON, CheckpointRecord, EventRecord, JobSpec, JobState, SampleRecord, tuned_model
+from manager_service.records import JSON, CheckpointRecord, EventRecord, JobSpec, JobState, tuned_model
 
 T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
@@ -135,10 +135,10 @@ class Archive:
         """The newest of a version below `before`, newest first."""
         return await self._newest(job, "checkpoints", CheckpointRecord, lambda row: row.version, before, limit)
 
-    async def samples(self, job: Archived, version: int | None) -> list[SampleRecord]:
-        """Those of a version; without one, of the newest that has some."""
+    async def samples(self, job: Archived, version: int | None) -> bytes:
+        """Those of a version; without one, of the newest that has some: a list of SampleRecord as JSON."""
         found = max(_starts(job, "samples"), default=0) if version is None else version
-        return await self._rows(job, f"samples/{found}", SampleRecord)
+        return await self._part(job, f"samples/{found}")
 
     async def _newest(
         self,
@@ -157,11 +157,14 @@ class Archive:
         return found[:limit]
 
     async def _rows(self, job: Archived, part: str, of: type[T]) -> list[T]:
-        """The rows of a part; none if there is no such part."""
+        return msgspec.json.decode(await self._part(job, part), type=list[of])
+
+    async def _part(self, job: Archived, part: str) -> bytes:
+        """A list of rows as JSON; an empty one if there is no such part."""
         if part not in job.parts:
-            return []
+            return b"[]"
         path = f"{self._folder(job.spec.tenant)}/{job.spec.id}/{job.parts_file}"
-        return msgspec.json.decode(await self._objects.get_part(path, *job.parts[part]), type=list[of])
+        return await self._objects.get_part(path, *job.parts[part])
 
 
 def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:

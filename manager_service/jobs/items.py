@@ -3,9 +3,12 @@
 import os
 import weakref
 from array import array
+from struct import Struct
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
+
+BOUNDS = Struct("@qq")
 
 
 class Lines(Protocol):
@@ -17,27 +20,33 @@ class Lines(Protocol):
 
 
 class LinesOnDisk:
-    """The lines of a file that are not blank. Each is read when it is asked for: memory holds 16 bytes a line."""
+    """The lines of a file that are not blank. Each is read when it is asked for; memory holds none, nor where they are."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Looks for the lines' ends, which takes a while for a large file. `file` is closed when this is gone."""
+        """Looks for the lines' ends, which takes a while for a large file, and appends them to it.
+
+        `file` is closed when this is gone. Raises OSError if the disk is full.
+        """
         self._file = file
         weakref.finalize(self, file.close)
-        self._starts, self._ends = array("q"), array("q")
-        end = file.seek(0)
+        bounds, end = array("q"), file.seek(0)  # start and end of each line
         for piece in file:
             for line in piece.splitlines(keepends=True):  # some files end lines by a carriage return alone
                 end += len(line)
                 if line.strip():
-                    self._starts.append(end - len(line))
-                    self._ends.append(end)
+                    bounds.extend((end - len(line), end))
+        self._num, self._bounds_at = len(bounds) // 2, file.seek(0, os.SEEK_END)
+        file.write(memoryview(bounds))
+        file.flush()
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return self._num
 
     def __getitem__(self, index: int, /) -> bytes:
-        start = self._starts[index]
-        return os.pread(self._file.fileno(), self._ends[index] - start, start)
+        if not 0 <= index < self._num:
+            raise IndexError(index)
+        start, end = BOUNDS.unpack(os.pread(self._file.fileno(), BOUNDS.size, self._bounds_at + index * BOUNDS.size))
+        return os.pread(self._file.fileno(), end - start, start)
 
 
 class Items:

@@ -46,6 +46,8 @@ ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
 """Payloads that are fetched from object storage at once."""
+FETCH_AGAIN_S = 1.0
+"""Between two tries to read a new job's files."""
 STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
@@ -156,6 +158,8 @@ class Owner:
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
             await self._commit(number, changes)
+        if partition.arriving:
+            self._arrived.set()
         if partition.jobs:
             log.info("partition_taken", partition=number, jobs=len(partition.jobs))
 
@@ -169,12 +173,20 @@ class Owner:
                     await self._take_in(number, owned, job_id)
 
     async def _take_in(self, number: int, owned: tuple[Partition, Fence], job_id: str) -> None:
-        changes = Changes()
-        await owned[0].fetch(job_id, time.time(), changes)
+        partition, changes, reason = owned[0], Changes(), ""
+        try:
+            await partition.fetch(job_id, time.time(), changes)
+        except Unavailable as error:
+            reason = str(error)
         async with self._lock:
-            if self._owned.get(number) is owned:  # else the next owner does it
-                await owned[0].take_in(job_id, time.time(), changes)
-                await self._commit(number, changes)
+            if self._owned.get(number) is not owned:  # the next owner does it
+                return
+            if reason:
+                await partition.delay(job_id, reason, time.time(), changes)
+                asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
+            if not reason or job_id in partition.jobs:
+                await partition.take_in(job_id, time.time(), changes)
+            await self._commit(number, changes)
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):

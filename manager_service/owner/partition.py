@@ -6,6 +6,7 @@ after a crash: the next owner takes the lease, loads the records, and reads the 
 """
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from common.bus import Bus, Delivery, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import CorruptObject, NotFound, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
-from common.objects import Objects, patiently
+from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items, LinesOnDisk
@@ -30,6 +31,8 @@ from manager_service.records import JobError, JobSpec, JobState
 
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
+GIVE_UP_S = 600.0
+"""A new job whose files cannot be read for so long fails."""
 
 Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
@@ -58,6 +61,7 @@ class Partition:
         self._store = store
         self._limits = limits
         self._arriving: dict[str, dict[str, Delivery]] = {}  # job -> entry -> a command that waits for it
+        self._delayed: dict[str, tuple[float, str]] = {}  # arriving job -> since when it waits for its files, and why
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
         self._searched: dict[str, Searched] = {}  # job -> the version that the store has or has not
@@ -137,6 +141,11 @@ class Partition:
             missing = ""
         except NotFound as error:
             files, missing = [Items(), Items()], str(error)
+        except Unavailable:
+            if job_id in self._arriving or state.started_at is not None:
+                raise
+            self._arriving[job_id] = {}  # nothing of it is under way: the partition need not wait for it
+            return
         job = Job(self._cell, spec, state, *files, limits=self._limits)
         job.changed_at = now
         self.jobs.add(job)
@@ -151,10 +160,19 @@ class Partition:
         path = f"files/{tenant}/{file}"
         items = self._files.get(path)
         if items is None:
-            rows = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the items)
-            await self._objects.download(path, rows)
-            self._files[path] = items = Items(await asyncio.to_thread(LinesOnDisk, rows))
+            self._files[path] = items = Items(await self._download(path))
         return items
+
+    async def _download(self, path: str) -> LinesOnDisk:
+        try:
+            with contextlib.ExitStack() as stack:
+                rows = stack.enter_context(tempfile.TemporaryFile())
+                await self._objects.download(path, rows)
+                lines = await asyncio.to_thread(LinesOnDisk, rows)
+                stack.pop_all()  # open as long as the items
+                return lines
+        except OSError as error:
+            raise Unavailable(f"the manager's disk for temporary files: {error.strerror or error}") from error
 
     async def _replay(self, stream: str, now: float, changes: Changes) -> None:
         after = "0"
@@ -343,16 +361,39 @@ class Partition:
         return list(self._arriving)
 
     async def fetch(self, job_id: str, now: float, changes: Changes) -> None:
-        """Reads a new job's record and files, however long the store takes. Call beside the passes, not in one."""
-        await patiently(lambda: self._load_jobs([job_id], now, changes))
+        """Reads a new job's record and files, however long that takes. Call beside the passes, not in one.
+
+        Raises Unavailable if store or disk do not let it: then call `delay`, and this again later.
+        """
+        await self._load_jobs([job_id], now, changes)
+
+    async def delay(self, job_id: str, reason: str, now: float, changes: Changes) -> None:
+        """Tells in a job's events why it waits for its files, once; fails it after GIVE_UP_S."""
+        since, told = self._delayed.get(job_id, (now, ""))
+        self._delayed[job_id] = since, reason
+        (record,) = await self._bus.read_hashes([self._cell.job(job_id)])
+        if not record or (reason == told and now - since < GIVE_UP_S):
+            return
+        spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
+        job = Job(self._cell, spec, msgspec.json.decode(record[b"state"], type=JobState), Items(), Items())
+        if now - since < GIVE_UP_S:
+            job.journal.warn(now, f"The job waits, because its files cannot be read: {reason}", changes)
+            return
+        self.jobs.add(job)
+        waited = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {reason}; create it again later"
+        job.fail(JobError("files_unavailable", waited), now, changes)
 
     async def take_in(self, job_id: str, now: float, changes: Changes) -> None:
         """Carries out the commands that waited for a job, now that it is fetched."""
+        self._delayed.pop(job_id, None)
         for delivery in self._arriving.pop(job_id).values():
             if job_id in self.jobs:
                 await self.handle(delivery, now, changes)
             else:
                 changes.ack(delivery.stream, delivery.entry)
+        if (job := self.jobs.get(job_id)) and job.state.status == "validating_files":  # its command is lost
+            job.queue(now, changes)
+            self.advance(job, now, changes)
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
         """Does what follows from the state of a job to which something has happened."""

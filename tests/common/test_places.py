@@ -51,7 +51,7 @@ async def settle() -> None:
 
 async def test_places_are_shared_by_weight_in_seconds_whatever_the_number_of_calls() -> None:
     clock = Clock()
-    calls = Calls(Places(8, clock=clock))
+    calls = Calls(Places(lambda: 8, clock=clock))
     for _ in range(400):
         await calls.begin("heavy", 3.0)
     for _ in range(400):
@@ -64,7 +64,7 @@ async def test_places_are_shared_by_weight_in_seconds_whatever_the_number_of_cal
 
 
 async def test_a_tenant_that_holds_none_gets_the_place_that_is_kept() -> None:
-    calls = Calls(Places(2))
+    calls = Calls(Places(lambda: 2))
     for _ in range(50):
         await calls.begin("hog")
     assert calls.begun == ["hog", "hog"]
@@ -77,7 +77,7 @@ async def test_a_tenant_that_holds_none_gets_the_place_that_is_kept() -> None:
 
 
 async def test_one_tenants_calls_begin_in_their_order_and_hear_that_the_queue_moves() -> None:
-    calls = Calls(Places(1))
+    calls = Calls(Places(lambda: 1))
     await calls.begin("a")
     await calls.begin("a")
     assert (calls.begun, calls.beats) == (["a"], Counter())
@@ -86,7 +86,7 @@ async def test_one_tenants_calls_begin_in_their_order_and_hear_that_the_queue_mo
 
 
 async def test_a_call_that_is_cancelled_leaves_its_place_to_the_next() -> None:
-    calls = Calls(Places(1))
+    calls = Calls(Places(lambda: 1))
     running, waiting = await calls.begin("a"), await calls.begin("a")
     await calls.begin("a")
     waiting.cancel()

@@ -1,8 +1,10 @@
 """What a hostile tenant sends: it is refused or waits its turn, and meanwhile others are answered."""
 
 import asyncio
+import errno
 import gc
 import json
+import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable
@@ -12,14 +14,29 @@ from typing import Any, TypeVar
 import openai
 import pytest
 from fastapi.routing import APIRoute
+from starlette.datastructures import UploadFile
 
 from common.messages import GradeRequest, GradeResult
-from manager_service.api import connections
+from manager_service.api import body_limit, connections
 from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.values import MAX_VALUES
 from manager_service.api.sampling import requests
-from tests.support.api_server import GRADER, ApiServer, Script, item, jsonl, played, played_grader, running_api, upload
+from manager_service.api.schemas import Page, SampleObject
+from manager_service.jobs.journal import MAX_TEXT, SAMPLED_GROUPS
+from manager_service.records import JSON, SampleRecord
+from tests.support.api_server import (
+    GRADER,
+    ApiServer,
+    Script,
+    item,
+    jsonl,
+    method,
+    played,
+    played_grader,
+    running_api,
+    upload,
+)
 
 T = TypeVar("T")
 
@@ -203,6 +220,31 @@ async def test_many_choices_of_one_request_leave_room_for_others(server: ApiServ
         assert len(script.seen) == 129
 
 
+async def test_the_api_answers_others_while_it_sends_the_samples_of_large_groups(server: ApiServer) -> None:
+    job = await server.openai.fine_tuning.jobs.create(
+        model="tiny", training_file=await upload(server.openai), extra_body={"method": method()}
+    )
+    text = "\1" * MAX_TEXT  # six bytes each in JSON
+    samples = [
+        SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(SAMPLED_GROUPS) for n in range(256)
+    ]
+    await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
+    url = f"/v1/fine_tuning/jobs/{job.id}/samples"
+    answer, stop_s = await longest_stop(_read(server, url))
+    assert JSON.encode(samples) in answer, "it goes out as it is stored"
+    assert stop_s < LONGEST_STOP_S
+    found = Page[SampleObject].model_validate_json(answer)
+    assert [(s.group, s.sample, s.text, s.prompt) for s in found.data] == [
+        (s.group, s.sample, text, text) for s in samples
+    ]
+
+
+async def _read(server: ApiServer, url: str) -> bytes:
+    """The body of an answer, put together once."""
+    async with server.http.stream("GET", url, timeout=60) as answer:
+        return b"".join([part async for part in answer.aiter_raw()])
+
+
 # Connections ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,3 +304,65 @@ async def test_a_body_without_a_key_is_refused_unread(server: ApiServer) -> None
     with await half_open(server, head) as connection:
         answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5)
     assert b"401 " in answer and b"no API key" in answer
+
+
+# Uploads that take long ----------------------------------------------------------------------------------------------
+
+FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+
+
+async def uploading(server: ApiServer, key: str, content: bytes) -> socket.socket:
+    """An upload that has sent its first bytes and sends no more."""
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 90000000\r\n"
+    return await half_open(
+        server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + FORM + content
+    )
+
+
+async def answer_of(connection: socket.socket) -> bytes:
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
+
+
+async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limit, "PAUSE_S", 0.5)
+    with await uploading(server, server.key, b"x") as connection:
+        answered = asyncio.create_task(answer_of(connection))
+        while not answered.done():
+            await asyncio.get_running_loop().sock_sendall(connection, b"x")
+            await asyncio.sleep(0.1)
+    assert b"408 " in answered.result() and b"too slowly" in answered.result()
+
+
+def spooled_files() -> int:
+    """Files of this process that have no name any more."""
+    return sum(os.readlink(link).endswith("(deleted)") for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+
+
+async def test_a_tenants_uploads_under_way_are_bounded_and_leave_nothing_behind(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path / "data", max_uploads_bytes=3_000_000) as server:
+        other, before = await server.new_tenant("bluebird"), spooled_files()
+        # Given an upload of two megabytes that goes on
+        with await uploading(server, server.key, b"x" * 2_000_000):
+            while spooled_files() == before:
+                await asyncio.sleep(0.01)
+            # Then another of the same tenant is refused, and one of another tenant is not
+            with await uploading(server, server.key, b"x" * 2_000_000) as second:
+                answer = await answer_of(second)
+            assert b"507 " in answer and b"uploads under way have more than 3000000 bytes" in answer
+            await upload(other, jsonl(*(item("x" * 10_000) for _ in range(200))))
+        # And when the client goes away, its file goes too, and the tenant may upload again
+        while spooled_files() > before:
+            await asyncio.sleep(0.01)
+        await upload(server.openai, jsonl(*(item("x" * 10_000) for _ in range(200))))
+
+
+async def test_an_upload_for_which_the_disk_has_no_room_says_so(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(self: UploadFile, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFile, "write", full)
+    files = {"file": ("f", jsonl(item()))}
+    answer = await server.http.post("/v1/files", files=files, data={"purpose": "fine-tune"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "disk_full")

@@ -2,6 +2,7 @@
 
 import io
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_an_item_is_parsed_when_it_is_asked_for() -> None:
         file.write(b'{"n": 0}\r\n\n{"n": 1}\nnonsense')
         items = Items(LinesOnDisk(file))
         assert len(items) == 3 and items[1] == {"n": 1}
+
+
+def test_a_queued_file_holds_no_memory_however_many_lines_it_has() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(b'{"n": 0}\n' * 200_000)
+        tracemalloc.start()
+        lines = LinesOnDisk(file)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert (len(lines), lines[199_999]) == (200_000, b'{"n": 0}\n')
+    assert held < 100_000
 
 
 @pytest.mark.parametrize("size", [0, 10, PART_BYTES + 10])

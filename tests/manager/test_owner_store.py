@@ -1,8 +1,10 @@
 """An owner whose object storage is slow: nothing waits for it but the job whose payload or version it is."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from common.messages import ScoredTrajectory, Start, f32, i32, u8
 from common.objects import Objects
 from common.streams import Cell, partition_of
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
+from manager_service.owner import owner, partition
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
 from tests.manager.test_owner import LEASE_S, System
@@ -260,3 +263,57 @@ def _with_known_lock(start: Any) -> Any:
         return owner
 
     return started
+
+
+# ---- files that cannot be read ---------------------------------------------------------------------------------------
+
+ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A disk for temporary files without room. The result makes room."""
+    opened = partial(Path("/dev/full").open, "rb+", 0)
+    monkeypatch.setattr(partition.tempfile, "TemporaryFile", opened)
+    monkeypatch.setattr(owner, "FETCH_AGAIN_S", 0.1)
+    return monkeypatch.undo
+
+
+async def waiting(system: Owning, job: str) -> bool:
+    text = "The job waits, because its files cannot be read: the manager's disk"
+    return any(text in event.message for event in await system.events(job))
+
+
+async def test_a_job_whose_file_finds_no_room_says_so_and_goes_on_when_there_is_some(
+    system: Owning, objects: Objects, full_disk: Callable[[], None]
+) -> None:
+    system.gated.gate.set()
+    await objects.write("files/acme/file-1", ITEMS)
+    spec, other = _with_file(job_spec("filed", num_steps=1, **SMALL)), job_spec("small", OTHER, num_steps=1, **SMALL)
+    await create(system.bus, spec)
+    await until(lambda: waiting(system, spec.id))
+    # Then another job begins and ends meanwhile, and the reason is told once
+    await create(system.bus, other)
+    await until_status(system.bus, other.id, "succeeded")
+    assert (await state_of(system.bus, spec.id)).status == "validating_files"
+    assert len(await system.events(spec.id)) == 1
+    full_disk()
+    await until_status(system.bus, spec.id, "succeeded")
+
+
+async def test_a_job_whose_file_finds_no_room_for_long_fails(
+    system: Owning, objects: Objects, full_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "GIVE_UP_S", 0.5)
+    await objects.write("files/acme/file-1", ITEMS)
+    spec = _with_file(job_spec("filed", num_steps=1, **SMALL))
+    await create(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "failed")
+    assert state.error is not None and state.error.code == "files_unavailable"
+    assert await waiting(system, spec.id)
+    active = system.bus.cell.active(partition_of(spec.tenant))
+    await until(lambda: _is_empty(system.bus, active))
+
+
+async def _is_empty(bus: Bus, key: str) -> bool:
+    return not await bus.client.scard(key)

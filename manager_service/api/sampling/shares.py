@@ -182,7 +182,7 @@ class Inference:
 
     def _resize(self) -> None:
         for places in self._places.values():
-            places.resize()
+            places.serve()
 
     async def _send_cancels(self) -> None:
         while True:
