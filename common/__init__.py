@@ -29,6 +29,7 @@ It imports no service and no torch.
     settings.py           reads the settings that all services share
     errors.py             declares the error tree
     fairness.py           says who of several tenants was served least for its weight
+    helpers.py            asks helper processes, and runs one
     places.py             shares a number of places between tenants
     log.py                writes logs as events
     environments.py       declares environments as data, and checks them

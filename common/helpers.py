@@ -1,0 +1,103 @@
+"""Helper processes: for work that may take forever, or would stop the event loop, and that only the end of its process can stop.
+
+    HelperPool ─ a question, as bytes ─► process ─ the answer, as bytes ─► HelperPool
+
+A helper starts when it is first needed and answers one question after the other. One that does not answer is killed.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+LENGTH_BYTES = 8
+"""Before each question and each answer stands its length."""
+PR_SET_PDEATHSIG = 1
+
+
+class Helper:
+    """One process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def ask(self, question: bytes) -> bytes:
+        """Kills the helper unless it answers. Raises ConnectionError if it ended by itself."""
+        process, answered = self._process, False
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(len(question).to_bytes(LENGTH_BYTES) + question)
+            await process.stdin.drain()
+            answer = await process.stdout.readexactly(int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES)))
+            answered = True
+        except EOFError as error:
+            raise ConnectionError("the helper ended") from error
+        finally:
+            if not answered:
+                await self.close()
+        return answer
+
+    async def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.communicate()
+
+
+class HelperPool:
+    """Idle helpers that run one program. `close` when done."""
+
+    def __init__(self, module: str, *arguments: str, variables: Mapping[str, str]) -> None:
+        """`module`: the program, which calls `serve`. `variables`: its environment."""
+        self._program = ("-m", module, *arguments)
+        self._variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+        self._idle: list[Helper] = []
+
+    def idle(self) -> Helper | None:
+        """Hands out a helper that has answered before, if there is one."""
+        while self._idle:
+            if (helper := self._idle.pop()).alive:
+                return helper
+        return None
+
+    async def start(self) -> Helper:
+        pipe = asyncio.subprocess.PIPE
+        return Helper(
+            await asyncio.create_subprocess_exec(
+                sys.executable, *self._program, stdin=pipe, stdout=pipe, env=self._variables
+            )
+        )
+
+    def give_back(self, helper: Helper) -> None:
+        """Takes back a helper that has answered."""
+        self._idle.append(helper)
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop().close()
+
+
+def serve(answer: Callable[[bytes], bytes], *, memory_bytes: int | None = None) -> None:
+    """Runs a helper: answers questions until standard input ends. The kernel kills it with its parent, and where memory runs out
+    before its parent. A Ctrl-C in the terminal is for the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    with os.fdopen(os.dup(1), "wb") as sink:
+        os.dup2(2, 1)  # what a library prints is no answer
+        while length := sys.stdin.buffer.read(LENGTH_BYTES):
+            encoded = answer(sys.stdin.buffer.read(int.from_bytes(length)))
+            sink.write(len(encoded).to_bytes(LENGTH_BYTES) + encoded)
+            sink.flush()

@@ -1,0 +1,72 @@
+"""Helper processes, as graders and the manager's API have them."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.helpers import HelperPool, serve
+
+
+def answer(question: bytes) -> bytes:
+    match question:
+        case b"die":
+            os._exit(1)
+        case b"hang":
+            while True:
+                pass
+        case b"pid":
+            return str(os.getpid()).encode()
+        case _:
+            print("a library prints this")
+            return question * 2
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[HelperPool]:
+    pool = HelperPool("tests.common.test_helpers", variables={})
+    yield pool
+    await pool.close()
+
+
+async def ask(pool: HelperPool, question: bytes) -> bytes:
+    helper = pool.idle() or await pool.start()
+    async with asyncio.timeout(20):
+        found = await helper.ask(question)
+    pool.give_back(helper)
+    return found
+
+
+async def test_a_helper_answers_one_question_after_the_other_of_any_size(pool: HelperPool) -> None:
+    pid = await ask(pool, b"pid")
+    large = os.urandom(1 << 20)
+    assert [await ask(pool, question) for question in (b"", b"x", large)] == [b"", b"xx", large * 2]
+    assert await ask(pool, b"pid") == pid
+
+
+async def test_a_helper_that_dies_or_hangs_is_ended_and_another_takes_its_place(pool: HelperPool) -> None:
+    with pytest.raises(ConnectionError):
+        await ask(pool, b"die")
+    helper = await pool.start()
+    pid = int(await helper.ask(b"pid"))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await helper.ask(b"hang")
+    assert not helper.alive
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert await ask(pool, b"x") == b"xx"
+
+
+async def test_a_helper_that_died_while_idle_is_not_handed_out(pool: HelperPool) -> None:
+    pid = int(await ask(pool, b"pid"))
+    os.kill(pid, 9)
+    while (helper := pool.idle()) is not None:
+        pool.give_back(helper)
+        await asyncio.sleep(0.01)
+    assert await ask(pool, b"x") == b"xx"
+
+
+if __name__ == "__main__":
+    serve(answer)
