@@ -54,6 +54,9 @@ class Changes:
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     begun: list[str] = field(default_factory=list)  # have a version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
+    oldest_in_use: dict[str, int] = field(
+        default_factory=dict
+    )  # job with a new version -> oldest that messages may name
     finished: list[str] = field(default_factory=list)  # jobs that leave the active set
     moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
     moved: list[Moved] = field(default_factory=list)

@@ -411,6 +411,8 @@ class Job:
         due = state.version == 0 or last or (hyper.eval_interval and state.version % hyper.eval_interval == 0)
         if due and self.spec.num_eval_items and state.status not in FINAL:
             state.evals[str(state.version)] = new_tally(self.spec.num_eval_items, hyper.eval_samples)
+        sampling = [group.version for group in self.open.groups.values()]
+        changes.oldest_in_use[self.id] = min([state.version, *sampling, *map(int, state.evals)])
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 

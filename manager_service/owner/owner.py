@@ -10,6 +10,7 @@ each partition's changes by one fenced script. A partition whose commit is refus
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -89,7 +90,9 @@ class Owner:
         self._arrived = asyncio.Event()  # new jobs are to be fetched
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
-        self._untidy: asyncio.Queue[str] = asyncio.Queue()  # folders that nobody needs any more
+        self._untidy: asyncio.Queue[tuple[str, float]] = (
+            asyncio.Queue()
+        )  # job, oldest version whose payloads are needed
         self._wanted = asyncio.Event()  # a partition wants something of the object storage
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
@@ -336,17 +339,21 @@ class Owner:
             return
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
-        for job in changes.finished:
-            self._untidy.put_nowait(f"payloads/{job}")
+        for job, version in {**changes.oldest_in_use, **dict.fromkeys(changes.finished, math.inf)}.items():
+            self._untidy.put_nowait((job, version))
 
     async def _tidy(self) -> None:
-        """Deletes the payloads of finished jobs' big messages. A payload that stays costs space and nothing else."""
+        """Deletes the payloads of big messages that name old versions, those that a crash left too. A payload that stays costs
+        space and nothing else.
+        """
         while True:
-            folder = await self._untidy.get()
+            job, oldest = await self._untidy.get()
             try:
-                await self._objects.delete_folder(folder)
+                for version in await self._objects.folders(f"payloads/{job}"):
+                    if int(version) < oldest:
+                        await self._objects.delete_folder(f"payloads/{job}/{version}")
             except Unavailable as error:
-                log.warning("not_deleted", folder=folder, reason=str(error))
+                log.warning("not_deleted", job_id=job, reason=str(error))
 
     def _archive_now(self) -> tuple[list[int], float]:
         """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""

@@ -10,9 +10,20 @@ import pytest
 
 from common.adapters import AdapterStore
 from common.bus import Bus
-from common.messages import Cancel, DeadLetter, Failure, Start, TrainStep, Usage, decode, encode
+from common.messages import (
+    AdapterRef,
+    AdapterUpdate,
+    Cancel,
+    DeadLetter,
+    Failure,
+    Start,
+    TrainStep,
+    Usage,
+    decode,
+    encode,
+)
 from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, partition_of
+from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, Cell, partition_of
 from common.worker import Inbox
 from harness.redis_server import RedisServer
 from harness.standin import (
@@ -29,11 +40,14 @@ from harness.standin import (
     until_status,
 )
 from manager_service.api.quota import count_inference
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.owner import Owner
 from manager_service.owner.surroundings import KEEP_HINTS
 from manager_service.owner.transaction import Fence, Lost
-from manager_service.records import EventRecord, TenantRecord
+from manager_service.records import EventRecord, JobState, TenantRecord, Training
 from manager_service.scheduling.policies import MARLAAS
 from manager_service.tenants import TENANTS, Tenants
 from tests.common.test_worker import length, until
@@ -503,3 +517,33 @@ async def test_hints_and_cancels_are_trimmed_to_what_is_worth_reading(system: Sy
 
 async def has_at_most(bus: Bus, stream: str, count: int) -> bool:
     return await bus.client.xlen(stream) <= count
+
+
+async def test_payloads_go_once_no_message_can_name_their_version(system: System) -> None:
+    """Those that a crash left too: nobody remembers them."""
+    spec = job_spec(num_steps=10_000)
+    for version in (0, 1, 9_999):
+        await system.objects.write(f"payloads/{spec.id}/{version:08d}/left", b"by a crash")
+    await create_job(system.bus, spec)
+    await until(lambda: kept(system.objects, spec.id, minimum=1))
+    await command(system.bus, spec, "cancel")
+    await until(lambda: kept(system.objects, spec.id, minimum=None))
+
+
+async def kept(objects: Objects, job: str, *, minimum: int | None) -> bool:
+    """Is the oldest version with payloads at least this one? None: has none any?"""
+    versions = [int(folder) for folder in await objects.folders(f"payloads/{job}")]
+    return not versions if minimum is None else bool(versions) and min(versions) >= minimum
+
+
+def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
+    spec = job_spec(batch_size=1, group_size=2, max_staleness=1)
+    job = Job(Cell("tiny"), spec, JobState(status="running", version=0), Items(), Items())
+    for _ in range(2):
+        job.issue_group(Changes())
+    changes, training = Changes(), Training("b", (), 0, (0,))
+    job.state.training = training
+    job.open.groups.pop(0)
+    update = AdapterUpdate(id="u", **job.orders.about(job.state), adapter=AdapterRef("acme", spec.id, 1), batch="b")
+    job.on_adapter(update, 1.0, changes)
+    assert changes.oldest_in_use == {spec.id: 0}
