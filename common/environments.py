@@ -92,6 +92,9 @@ DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
     "python": {"type": "math"},
 }
 
+WITH_TOOLS = ("calculator", "search", "python")
+"""The environments with tools that the model must be told of."""
+
 MAKES_ITEMS = ("calculator",)
 """The environments that need no training file."""
 
@@ -123,6 +126,13 @@ def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
 
 def is_multi_turn(spec: EnvSpec) -> bool:
     return spec.name != "single_turn"
+
+
+def wants_tools(spec: EnvSpec) -> bool:
+    """True if the model must be told of tools. Of an installed environment its class says so, by an attribute `tools`."""
+    if spec.name in BUILT_IN:
+        return spec.name in WITH_TOOLS
+    return bool(getattr(load_installed(spec.name), "tools", ()))
 
 
 def makes_items(spec: EnvSpec) -> bool:

@@ -33,7 +33,7 @@ class Places:
         self._num = num
         self._clock = clock
         self._held: list[Claim] = []
-        self._waiting: list[Claim] = []
+        self._waiting: dict[str, dict[Claim, None]] = {}  # by tenant, in order of arrival; no tenant without a claim
         self._fairness = Fairness()
 
     @asynccontextmanager
@@ -48,7 +48,7 @@ class Places:
     async def take(self, tenant: str, weight: float, advanced: Callable[[], None] = lambda: None) -> Claim:
         """Waits for a place, which is held until `end`."""
         claim = Claim(tenant, weight, advanced)
-        self._waiting.append(claim)
+        self._waiting.setdefault(tenant, {})[claim] = None
         try:
             self.serve()
             await claim.given.wait()
@@ -59,20 +59,27 @@ class Places:
 
     def end(self, claim: Claim) -> None:
         """Takes back a place, or a claim that was cancelled while it waited."""
-        if claim in self._waiting:
-            self._waiting.remove(claim)
+        if claim in self._waiting.get(claim.tenant, ()):
+            self._leave(claim)
             return
         self._held.remove(claim)
         self._fairness.charge(claim.tenant, self._clock() - claim.since_s, claim.weight)
-        for waiting in self._waiting:
-            waiting.advanced()
+        for claims in self._waiting.values():
+            for waiting in claims:
+                waiting.advanced()
         self.serve()
+
+    def _leave(self, claim: Claim) -> None:
+        """Takes a claim out of those that wait."""
+        del self._waiting[claim.tenant][claim]
+        if not self._waiting[claim.tenant]:
+            del self._waiting[claim.tenant]
 
     def serve(self) -> None:
         """Gives away what is free. Call when there may be more places than before."""
-        self._fairness.busy(claim.tenant for claim in self._held + self._waiting)
+        self._fairness.busy([*self._waiting, *(claim.tenant for claim in self._held)])
         while claim := self._next():
-            self._waiting.remove(claim)
+            self._leave(claim)
             self._held.append(claim)
             claim.since_s = self._clock()
             claim.given.set()
@@ -80,7 +87,8 @@ class Places:
     def _next(self) -> Claim | None:
         """The claim whose turn it is; None if it must wait."""
         held = Counter(claim.tenant for claim in self._held)
-        allowed = [claim for claim in self._waiting if self._may_have(held.total(), held[claim.tenant])]
+        firsts = [next(iter(claims)) for claims in self._waiting.values()]
+        allowed = [claim for claim in firsts if self._may_have(held.total(), held[claim.tenant])]
         served = self._served()
         return min(allowed, key=lambda one: (served[one.tenant], held[one.tenant] / one.weight), default=None)
 
@@ -90,7 +98,7 @@ class Places:
     def _served(self) -> dict[str, float]:
         """Seconds over weight of each tenant, with those of the places that it holds now."""
         now = self._clock()
-        served = {claim.tenant: self._fairness.virtual_time(claim.tenant) for claim in self._waiting}
+        served = {tenant: self._fairness.virtual_time(tenant) for tenant in self._waiting}
         for claim in self._held:
             if claim.tenant in served:
                 served[claim.tenant] += (now - claim.since_s) / claim.weight

@@ -47,6 +47,8 @@ class BuiltService:
     inboxes: list[Inbox]
     slots: int
     kv_tokens: int | None = None
+    ahead: int = 0
+    """Messages that it reads beyond its slots: the handler decides which of them it works on first."""
     drain_s: float = 0.0
     progress_s: float = 0.0
     max_lora_rank: int | None = None
@@ -158,6 +160,7 @@ def _worker(settings: Settings, bus: Bus, service: BuiltService, reporter: Repor
         reporter=reporter,
         lease_s=settings.lease_s,
         max_deliveries=settings.max_deliveries,
+        ahead=service.ahead,
         drain_s=service.drain_s,
         progress_s=service.progress_s,
         on_adapter_new=service.on_adapter_new,

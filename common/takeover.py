@@ -33,14 +33,16 @@ class Takeover:
         inboxes: Sequence[Inbox],
         underway: Underway,
         *,
+        most: int,
         lease_s: float,
         begin: Callable[[Delivery], "asyncio.Task[None]"],
     ) -> None:
+        """`most`: deliveries that the worker has at once, besides orphans."""
         self._bus = bus
         self._worker = reporter.worker
         self._inboxes = inboxes
         self._underway = underway
-        self._slots = reporter.slots
+        self._most = most
         self._at_once = max(1, reporter.slots // ORPHANS_SHARE)
         self._lease_s = lease_s
         self._every_s = min(LOOK_EVERY_S, lease_s / 4)
@@ -78,7 +80,7 @@ class Takeover:
         if not once:
             await self._run_alone(inbox, found[0])
             return
-        room = min(self._at_once - self._underway.num_orphans, self._slots + self._at_once - len(self._underway))
+        room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
         if room <= 0:
             await self._underway.changed(self._every_s)
         for delivery in await self._claim(inbox, once[: max(0, room)]):

@@ -130,13 +130,15 @@ class Worker:
         reporter: Reporter,
         lease_s: float = 10.0,
         max_deliveries: int = 10,
+        ahead: int = 0,
         drain_s: float = 0.0,
         progress_s: float = 0.0,
         unavailable_limit_s: float = 600.0,
         on_adapter_new: Callable[[AdapterNew], None] | None = None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`reporter.slots` deliveries are worked on at once, fewer while `has_room` says no: asked after each that ends.
+        """`reporter.slots` deliveries, and `ahead` more, are with the handler at once, fewer while `has_room` says no: asked after
+        each that ends.
 
         `drain_s`: how long SIGTERM lets work finish before hand-back. `progress_s`: time between two writes of the progress of
         work under way, if the handler gives any; 0: none is kept.
@@ -147,6 +149,7 @@ class Worker:
         self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and progress_s else None
         self._inboxes = list(inboxes)
         self._reporter = reporter
+        self._most = reporter.slots + ahead
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
         self._drain_s = drain_s
@@ -157,7 +160,9 @@ class Worker:
         self._underway = Underway()
         self._voided = Voided()
         self._settler = Settler(bus, reporter)
-        self._takeover = Takeover(bus, reporter, inboxes, self._underway, lease_s=lease_s, begin=self._begin)
+        self._takeover = Takeover(
+            bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
+        )
         self._drained = False  # the last read took all that there was
 
     @property
@@ -196,7 +201,7 @@ class Worker:
 
     @property
     def _free(self) -> int:
-        return self._reporter.slots - len(self._underway) if not self._underway or self._has_room() else 0
+        return self._most - len(self._underway) if not self._underway or self._has_room() else 0
 
     async def _read(self) -> None:
         while True:

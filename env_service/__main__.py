@@ -16,6 +16,8 @@ from env_service.handler import EnvHandler
 from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
 
+AHEAD = 16
+"""Messages that wait in a worker for a slot, for each slot: among them the next of a tenant whose turn it is can be found."""
 DRAIN_S = 1.0
 """Most work of an env worker is short; tools that take longer are handed back."""
 
@@ -39,12 +41,22 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     )
     environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
     handler = EnvHandler(
-        cell=parts.cell, tokenizer=tokenizer, environments=environments, step_timeout_s=settings.step_timeout_s
+        cell=parts.cell,
+        tokenizer=tokenizer,
+        environments=environments,
+        step_timeout_s=settings.step_timeout_s,
+        slots=settings.env_slots,
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
     close = [math_checker.close, text_comparer.close, endpoints.close, sandbox.close]
     return BuiltService(
-        handler, inboxes, slots=settings.env_slots, drain_s=DRAIN_S, counters=handler.counters, close=close
+        handler,
+        inboxes,
+        slots=settings.env_slots,
+        ahead=AHEAD * settings.env_slots,
+        drain_s=DRAIN_S,
+        counters=handler.counters,
+        close=close,
     )
 
 

@@ -37,6 +37,7 @@ from common.messages import (
     turn_id,
     u8,
 )
+from common.places import Places
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
 from env_service import work
@@ -45,7 +46,7 @@ from env_service.environments.catalogue import Catalogue
 from env_service.failures import EnvironmentFailed, TrajectoryFailed
 from env_service.graders.runner import as_reward
 from env_service.requests import Written, first_request, made_item, seed_of
-from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state
+from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
 Out = tuple[str, Message]
 T = TypeVar("T")
@@ -61,30 +62,55 @@ class Ending:
     failure: Failure | None = None
 
 
+PUT_BACK_S = 2.0
+"""A message that waited for a slot for so long goes to the end of the stream."""
+
+
 class EnvHandler:
     """Gives the same messages for the same message, but for time and tools with effects: any replica can take it."""
 
     def __init__(
-        self, *, cell: Cell, tokenizer: ChatTokenizer, environments: Catalogue, step_timeout_s: float = 900.0
+        self,
+        *,
+        cell: Cell,
+        tokenizer: ChatTokenizer,
+        environments: Catalogue,
+        step_timeout_s: float = 900.0,
+        slots: int = 64,
     ) -> None:
+        """`slots`: messages worked on at once, which tenants share by weight; others wait in it."""
         self._cell = cell
         self._tokenizer = tokenizer
         self._environments = environments
         self._step_timeout_s = step_timeout_s
+        self._slots = Places(lambda: slots)
         self._can_multi_turn = tokenizer.is_prefix_stable()
         tools = ("tool_turns", "sum_log_tool_s", "sum_squared_log_tool_s")
         names = ("starts", "start_s", *tools, "graded", "grade_s", "sum_squared_calls")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
-        doing = work.begin(beat, message.tenant)
+        """Works on a message once its tenant's turn for a slot comes. Puts it back if that takes long: another worker may have a
+        free slot, and messages of other tenants may stand behind it.
+        """
+        doing = work.begin(beat, message.tenant, _weight_of(message))
+        try:
+            async with asyncio.timeout(PUT_BACK_S):
+                claim = await self._slots.take(doing.tenant, doing.weight, beat)
+        except TimeoutError:
+            return [(self._cell.env, message)]
+        try:
+            return await self._work(message, doing)
+        finally:
+            self._slots.end(claim)
+
+    async def _work(self, message: Message, doing: work.Work) -> list[Out]:
         match message:
             case Start():
                 return await self._start(message, doing)
             case TurnResult():
                 return await self._turn(message, doing)
             case GradeRequest():
-                doing.weight = message.weight
                 return await self._grade(message)
             case _:
                 raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
@@ -203,7 +229,6 @@ class EnvHandler:
     async def _advance(self, result: TurnResult, doing: work.Work) -> tuple[Context, Ending | None, list[int]]:
         """Takes one step of the environment. Returns the trajectory's ending, or the tokens that follow the turn."""
         context = decode_context(result.request.context)
-        doing.weight = context.weight
         environment = self._environments.get(context.env)
         turn = self._read_turn(result, context, environment)
         step = await environment.step(decode_state(context.state), turn)
@@ -331,6 +356,13 @@ class EnvHandler:
             return Failure("infrastructure", f"the environment took longer than {self._step_timeout_s:g} seconds")
         except Exception as error:
             return Failure("environment", f"{type(error).__name__}: {_one_line(error)}")
+
+
+def _weight_of(message: Message) -> float:
+    """The weight of the message's tenant, where it says one."""
+    if isinstance(message, TurnResult):
+        return weight_in(message.request.context)
+    return message.weight if isinstance(message, Start | GradeRequest) else 1.0
 
 
 def _graded(request: GradeRequest, ending: Ending, seconds: float = 0.0) -> Out:

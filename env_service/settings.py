@@ -9,7 +9,7 @@ from common.settings import Settings
 
 class EnvSettings(Settings):
     env_slots: int = Field(default=64, ge=1)
-    """Messages worked on at once; most of them wait for a tool or an endpoint."""
+    """Messages worked on at once; most of them wait for a tool or an endpoint. Tenants share them by weight."""
     sandbox_processes: int = Field(default=4, ge=1)
     """Sandboxed calls that run at once in this worker, and one more of a tenant that has none running."""
     sandbox_memory_mb: int = Field(default=512, ge=64)

@@ -24,8 +24,13 @@ class Context(msgspec.Struct, frozen=True):
     reward_parts: dict[str, float] = {}
 
 
+class _Weighed(msgspec.Struct):
+    weight: float = 1.0
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Context)
+_weighed = msgspec.msgpack.Decoder(_Weighed)
 
 
 def encode_context(context: Context) -> bytes:
@@ -38,6 +43,14 @@ def decode_context(data: bytes) -> Context:
         return _decoder.decode(data)
     except (msgspec.DecodeError, ValueError) as error:
         raise CorruptObject(f"the trajectory's context cannot be read: {error}") from error
+
+
+def weight_in(data: bytes) -> float:
+    """The tenant's weight, of a packed context; 1 if it cannot be read."""
+    try:
+        return _weighed.decode(data).weight
+    except (msgspec.DecodeError, ValueError):
+        return 1.0
 
 
 def encode_state(state: Any) -> bytes:

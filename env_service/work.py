@@ -23,9 +23,9 @@ BEAT_EVERY_S = 1.0
 class Work:
     """One message being handled."""
 
-    def __init__(self, beat: Callable[[], None], tenant: str) -> None:
+    def __init__(self, beat: Callable[[], None], tenant: str, weight: float = 1.0) -> None:
         self.tenant = tenant
-        self.weight = 1.0
+        self.weight = weight
         """The tenant's, where places are shared."""
         self.beat = beat
         """Says that the work advanced, so that no other worker takes it over."""
@@ -36,9 +36,9 @@ class Work:
 _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
-def begin(beat: Callable[[], None], tenant: str) -> Work:
+def begin(beat: Callable[[], None], tenant: str, weight: float = 1.0) -> Work:
     """Makes a new Work the current one of this task."""
-    work = Work(beat, tenant)
+    work = Work(beat, tenant, weight)
     _current.set(work)
     return work
 

@@ -168,6 +168,14 @@ class ChatTokenizer:
         told = "" if suffixes[0] is None else self.decode(suffixes[0])
         return "a reply" in told and all(suffix == suffixes[0] for suffix in suffixes)
 
+    def shows_tools(self) -> bool:
+        """True if the chat template tells the model of the tools that it may call."""
+        talk = dummy_turn(1)[:1]
+        try:
+            return self.render(talk, [DUMMY_TOOL]) != self.render(talk)
+        except ValueError:
+            return False
+
     # ------------------------------------------------------------------------------------------ ids to text
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

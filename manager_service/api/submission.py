@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import grader_of, is_multi_turn, makes_items, validate_environment
+from common.environments import grader_of, is_multi_turn, makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.graders import Grader, item_fields, validate_grader
 from common.messages import EnvSpec
@@ -194,6 +194,12 @@ def _check_base(base: Base, plan: JobPlan) -> None:
         raise InvalidInput(
             f"the chat template of {base.name!r} cannot do multi-turn environments such as {plan.env.name!r}",
             param="method.reinforcement.environment",
+        )
+    if wants_tools(plan.env) and not tokenizer.shows_tools():
+        raise InvalidInput(
+            f"the environment {plan.env.name!r} has tools, and the chat template of {base.name!r} does not tell the model of them",
+            param="method.reinforcement.environment",
+            code="no_tools",
         )
     limit = base.cluster.max_lora_rank()
     if limit is not None and given.lora_rank > limit:

@@ -213,6 +213,12 @@ def test_a_tool_reply_begins_right_after_the_end_of_turn_token(chatml: ChatToken
     )
 
 
+def test_a_template_that_leaves_tools_out_is_seen(tiny: ChatTokenizer, tmp_path: Path) -> None:
+    silent = ChatTokenizer.load(_make_base(tmp_path, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
+    assert silent.is_prefix_stable()
+    assert (tiny.shows_tools(), silent.shows_tools()) == (True, False)
+
+
 def test_only_tool_messages_are_tool_replies(tiny: ChatTokenizer) -> None:
     for replies in ([], [{"role": "user", "content": "x"}]):
         with pytest.raises(ValueError, match="role 'tool'"):

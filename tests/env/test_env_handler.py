@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.environments import makes_items, validate_environment
+from common.environments import BUILT_IN, makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput
 from common.messages import (
     AdapterRef,
@@ -788,3 +788,11 @@ def test_an_unreadable_context_fails_the_trajectory() -> None:
         return await run.turn(request, "1<|end|>")
 
     assert "cannot be read" in asyncio.run(go())[1].failure.reason
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_environments_with_tools_are_those_that_say_so(name: str) -> None:
+    args = {"search": {"documents": [{"id": "1", "text": "x"}]}, "single_turn": {"grader": EXACT}}.get(name, {})
+    spec = EnvSpec(name, args)
+    made = Run().handler._environments.get(spec)  # pyright: ignore[reportPrivateUsage]
+    assert wants_tools(spec) == bool(getattr(made, "tools", ()))

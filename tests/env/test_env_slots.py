@@ -1,0 +1,118 @@
+"""An env worker's slots are shared by weight: one tenant's many slow steps do not keep another waiting."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from common.bus import Bus
+from common.messages import EnvSpec, GradeRequest, GradeResult
+from common.streams import GROUP_ENV
+from common.tasks import running
+from common.telemetry import Reporter
+from common.text.tokens import ChatTokenizer
+from common.worker import Inbox, Worker
+from env_service.environment import Step, Turn
+from env_service.environments.catalogue import Catalogue
+from env_service.handler import EnvHandler
+
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+SLOTS = 4
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass
+class Gated:
+    """An environment whose steps end when the test says so; `spec.name` is the tenant."""
+
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    under_way: int = 0
+    most: int = 0
+
+    def get(self, spec: EnvSpec) -> "Gated":
+        return self
+
+    def reset(self, item: Mapping[str, Any], seed: int) -> tuple[Any, list[Any]]:
+        return None, []
+
+    async def step(self, state: Any, turn: Turn) -> Step:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            if turn.text == "slow":
+                await self.open.wait()
+            return Step(state=None, messages=[], done=True, reward=1.0)
+        finally:
+            self.under_way -= 1
+
+
+def asked(bus: Bus, tenant: str, number: int, text: str = "slow", weight: float = 1.0) -> tuple[str, GradeRequest]:
+    request = GradeRequest(
+        id=f"{tenant}-{number}",
+        tenant=tenant,
+        job=tenant,
+        partition=0,
+        env=EnvSpec("gated", {}),
+        item={},
+        output_text=text,
+        reply_to=bus.cell.reply("test"),
+        weight=weight,
+    )
+    return bus.cell.env, request
+
+
+async def answers(bus: Bus, num: int) -> list[str]:
+    """The tenants of the first answers."""
+    found: list[str] = []
+    cursor = "0"
+    while len(found) < num:
+        entries = await bus.follow(bus.cell.reply("test"), cursor, block_ms=100)
+        for _, message in entries:
+            assert isinstance(message, GradeResult) and message.reward == 1.0
+            found.append(message.tenant)
+        cursor = entries[-1][0] if entries else cursor
+    return found[:num]
+
+
+@asynccontextmanager
+async def working(bus: Bus, environment: Gated) -> AsyncGenerator[None]:
+    tokenizer = ChatTokenizer.load(TINY)
+    handler = EnvHandler(cell=bus.cell, tokenizer=tokenizer, environments=cast("Catalogue", environment), slots=SLOTS)
+    reporter = Reporter("env-1", "env", "tiny", slots=SLOTS)
+    worker = Worker(bus, handler, inboxes=[Inbox(bus.cell.env, GROUP_ENV)], reporter=reporter, ahead=16 * SLOTS)
+    await bus.ensure_group(bus.cell.reply("test"), "alive")
+    stop = asyncio.Event()
+    async with running(worker.run(stop)):
+        yield
+        environment.open.set()
+        stop.set()
+
+
+async def test_a_step_behind_a_hundred_slow_ones_of_another_tenant_is_done_while_they_run(bus: Bus) -> None:
+    environment = Gated()
+    await bus.publish([asked(bus, "many", n) for n in range(100)])
+    await bus.publish([asked(bus, "one", 0, text="quick")])
+    async with working(bus, environment):
+        assert await answers(bus, 1) == ["one"]
+        assert environment.most == SLOTS + 1, "a slot is kept for a tenant that holds none"
+
+
+async def test_with_more_workers_none_is_idle_while_messages_wait_in_another(bus: Bus) -> None:
+    """The first worker reads all; the second gets those that the first puts back."""
+    first, second = Gated(), Gated()
+    await bus.publish([asked(bus, "many", n) for n in range(SLOTS * 3)])
+    async with working(bus, first):
+        while first.under_way < SLOTS:
+            await asyncio.sleep(0.01)
+        async with working(bus, second):
+            while second.under_way < SLOTS:
+                await asyncio.sleep(0.01)
+            assert first.under_way == SLOTS
+            first.open.set()
+            second.open.set()
+            assert Counter(await answers(bus, SLOTS * 3)) == {"many": SLOTS * 3}
