@@ -128,7 +128,8 @@ class Act:
             if len(self.cluster.commits) > seen:
                 seen, since = len(self.cluster.commits), time.monotonic()
             elif time.monotonic() > since + STUCK_S:
-                raise Stuck(f"no version for {STUCK_S:g} s")
+                open_jobs = [run.id for run in self.runs if not (run.job and run.job["finished_at"])]
+                raise Stuck(f"no version for {STUCK_S:g} s; these jobs have not ended: {', '.join(open_jobs)}")
 
     # ---- verdict ----------------------------------------------------------------------------------------------------
 
