@@ -43,12 +43,19 @@ class HelperPool:
         """The limit begins when it is this question's turn. Raises GraderFailed if it takes too long or too much memory."""
         async with work.place(self._places):
             try:
-                helper = await self._idle_one()
-                with work.charged():
-                    return await self._ask(helper, arguments, timeout_s)
+                with contextlib.suppress(
+                    ConnectionError
+                ):  # somebody killed it, or it took too much memory, as the next will
+                    return await self._ask_one(arguments, timeout_s)
+                return await self._ask_one(arguments, timeout_s)
             except (TimeoutError, ConnectionError) as error:
                 reason = f"longer than {timeout_s:g} seconds" if isinstance(error, TimeoutError) else "too much memory"
                 raise GraderFailed(f"{self._name}: comparing the texts took {reason}") from error
+
+    async def _ask_one(self, arguments: Sequence[Any], timeout_s: float) -> Any:
+        helper = await self._idle_one()
+        with work.charged():
+            return await self._ask(helper, arguments, timeout_s)
 
     async def close(self) -> None:
         while self._idle:
@@ -86,7 +93,7 @@ async def _exchange(helper: asyncio.subprocess.Process, arguments: Sequence[Any]
     helper.stdin.write(json.dumps(arguments).encode() + b"\n")
     await helper.stdin.drain()
     line = await helper.stdout.readline()
-    if not line:
+    if not line.endswith(b"\n"):
         raise ConnectionError("the helper ended")
     return json.loads(line)
 
