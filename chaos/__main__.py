@@ -38,17 +38,17 @@ def main() -> None:
     seconds = QUICK_S if given.quick else given.seconds
     again = f"make chaos ARGS='--seed {given.seed} --faults {given.faults} --mode {mode}'"
     sys.stdout.write(f"seed {given.seed}; the same again: {again}\n")
-    wrong = 0
-    for deterministic in MODES[mode]:
-        num_faults = given.faults // len(MODES[mode])
-        plan = Plan(seed=given.seed, num_faults=num_faults, seconds=seconds, deterministic=deterministic)
-        wrong += act(plan)
+    wrong, each = 0, given.faults // len(MODES[mode])
+    for number, deterministic in enumerate(MODES[mode]):
+        faults = range(number * each, (number + 1) * each)
+        wrong += act(Plan(seed=given.seed, faults=faults, seconds=seconds, deterministic=deterministic))
     if wrong:
         sys.exit(f"{wrong} findings; the same faults again: {again}")
 
 
 def act(plan: Plan) -> int:
     """Plays an act and tells of it. Returns how much was wrong; then its folder stays."""
+    sys.stdout.write(f"{'deterministic' if plan.deterministic else 'default'} mode\n")
     folder = Path(tempfile.mkdtemp(prefix="marlaas-chaos-"))
     story = asyncio.run(Act(plan, Cluster(folder, plan.deterministic)).run())
     tell(story)
@@ -61,7 +61,8 @@ def act(plan: Plan) -> int:
 
 def tell(story: Story) -> None:
     kills = sum(fault.kind == "kill" for _, fault in story.strikes)
-    sys.stdout.write(f"{len(story.strikes)} faults, {kills} of them SIGKILL\n")
+    survived = "with findings" if story.wrong else "survived"
+    sys.stdout.write(f"{len(story.strikes)} faults {survived}, {kills} of them SIGKILL\n")
     sys.stdout.write("".join(f"WRONG  {line}\n" for line in story.wrong))
     if story.ended:
         sys.stdout.write(table(costs(story)) + "\n")

@@ -31,7 +31,8 @@ POLL_S = 0.5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     seed: int
-    num_faults: int
+    faults: range
+    """Numbers of the faults, from 0, among those that the seed draws."""
     seconds: float | None = None
     """Of the storm at most."""
     deterministic: bool = True
@@ -109,7 +110,7 @@ class Act:
     async def _storm(self) -> None:
         free, end = defaultdict[str, asyncio.Lock](asyncio.Lock), time.monotonic() + (self.plan.seconds or 1e9)
         async with asyncio.TaskGroup() as group:
-            for fault in islice(draw(self.plan.seed), self.plan.num_faults):
+            for fault in islice(draw(self.plan.seed), self.plan.faults.start, self.plan.faults.stop):
                 await asyncio.sleep(fault.gap_s)
                 if time.monotonic() > end:
                     return
@@ -128,7 +129,8 @@ class Act:
             if len(self.cluster.commits) > seen:
                 seen, since = len(self.cluster.commits), time.monotonic()
             elif time.monotonic() > since + STUCK_S:
-                raise Stuck(f"no version for {STUCK_S:g} s")
+                open_jobs = [run.id for run in self.runs if not (run.job and run.job["finished_at"])]
+                raise Stuck(f"no version for {STUCK_S:g} s; these jobs have not ended: {', '.join(open_jobs)}")
 
     # ---- verdict ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 MANAGERS = ("manager-0", "manager-1")
 WORKERS = ("rollout-0", "rollout-1", "env-0", "env-1", "trainer-0", "trainer-1")
 PROCESSES = MANAGERS + WORKERS
+HELPED = ("env-0", "env-1", *MANAGERS)
 REDIS, STORE = "redis", "store"
 LINKS = ("redis link", "store link")
 GAP_S = (0.8, 2.4)
@@ -28,6 +29,7 @@ class Kind:
 
 KINDS = (
     Kind("kill", 38, PROCESSES, (0, 0)),  # SIGKILL
+    Kind("kill a helper", 3, HELPED, (0, 0)),  # SIGKILL of a process that it started for graders or large texts
     Kind("freeze", 12, PROCESSES, (0.2, 5)),  # SIGSTOP, SIGCONT: up to two and a half leases
     Kind(
         "clock", 6, PROCESSES, (0.5, 8)

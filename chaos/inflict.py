@@ -1,19 +1,25 @@
 """Applies and heals each kind of fault."""
 
 import asyncio
+import contextlib
 import resource
 import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+import psutil
+
 from chaos.cluster import Cluster
 from chaos.faults import LINKS, REDIS, STORE, Fault
+from harness.processes import with_descendants
 
 POLL_S = 0.02
 DAY_S = 86_400.0
 FAILED_SHARE = 0.1
 CALLS = (b"GET /", b"PUT /", b"HEAD /", b"POST /", b"DELETE /")
 WRITES = (b"PUT /", b"POST /")
+HELPERS = {"env_service.graders.math", "env_service.graders.similarity", "manager_service.api.reading.process"}
+"""Modules that they run."""
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 507 Insufficient Storage\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -42,6 +48,16 @@ async def _running(cluster: Cluster, name: str) -> int:
 async def kill(cluster: Cluster, fault: Fault) -> AsyncGenerator[None]:
     while not cluster.services.kill(fault.victim, signal.SIGKILL):
         await asyncio.sleep(POLL_S)
+    yield
+
+
+@asynccontextmanager
+async def kill_a_helper(cluster: Cluster, fault: Fault) -> AsyncGenerator[None]:
+    """Kills all that there are: none is missed, and idle ones are started again when they are needed."""
+    for process in with_descendants([await _running(cluster, fault.victim)]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if set(process.cmdline()) & HELPERS:
+                process.kill()
     yield
 
 
@@ -194,6 +210,7 @@ async def halved(cluster: Cluster, fault: Fault) -> AsyncGenerator[None]:
 Infliction = Callable[[Cluster, Fault], AbstractAsyncContextManager[None]]
 INFLICTIONS: dict[tuple[str, str], Infliction] = {
     ("kill", "process"): kill,
+    ("kill a helper", "process"): kill_a_helper,
     ("freeze", "process"): freeze,
     ("clock", "process"): clock,
     ("full disk", "process"): full_disk,

@@ -1,5 +1,6 @@
 """Helper processes of graders that may take forever: arguments and answers are JSON. See `common.helpers`."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -32,12 +33,19 @@ class HelperPool:
         """The limit begins when it is this question's turn. Raises GraderFailed if it takes too long or too much memory."""
         async with work.place(self._places):
             try:
-                helper = self._pool.idle() or await self._ready()
-                with work.charged():
-                    return await self._ask(helper, arguments, timeout_s)
+                with contextlib.suppress(
+                    ConnectionError
+                ):  # it was killed, or it took too much memory, as the next will
+                    return await self._ask_one(arguments, timeout_s)
+                return await self._ask_one(arguments, timeout_s)
             except (TimeoutError, ConnectionError) as error:
                 reason = f"longer than {timeout_s:g} seconds" if isinstance(error, TimeoutError) else "too much memory"
                 raise GraderFailed(f"{self._name}: comparing the texts took {reason}") from error
+
+    async def _ask_one(self, arguments: Sequence[Any], timeout_s: float) -> Any:
+        helper = self._pool.idle() or await self._ready()
+        with work.charged():
+            return await self._ask(helper, arguments, timeout_s)
 
     async def _ready(self) -> Helper:
         """A new helper that has answered the first question."""

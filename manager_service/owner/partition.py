@@ -204,6 +204,8 @@ class Partition:
         """
         for stream in self.inboxes:
             await self._handle_unseen(stream, now, changes)
+        for job in self.jobs.values():
+            job.changed_at = min(job.changed_at, now)  # the clock may have gone back
         quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
         searched, self._searched = self._searched, {}
         if not quiet or self.fetching or not await nothing_under_way():

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +21,7 @@ from env_service.graders.math import MathChecker, final_answer
 from env_service.graders.runner import Grade, GraderRunner, make_sample
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
-from tests.support.processes import left_behind
+from tests.support.processes import descendants, left_behind
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -436,3 +438,15 @@ def test_the_fields_that_a_grader_needs_are_checked_against_a_row() -> None:
     check_item(grader, {"answer": "95"})
     with pytest.raises(InvalidInput, match="did you mean 'answr'"):
         check_item(grader, {"answr": "95"})
+
+
+async def test_a_helper_that_is_killed_while_it_compares_is_asked_again() -> None:
+    checker = MathChecker()
+    before = descendants(os.getpid())
+    asking = asyncio.create_task(checker.equal("3*x+1", "1+x*3", timeout_s=60))
+    while not (helpers := descendants(os.getpid()) - before):
+        await asyncio.sleep(0.01)
+    for pid, _ in helpers:
+        os.kill(pid, signal.SIGKILL)
+    assert await asking
+    await checker.close()

@@ -16,6 +16,7 @@ from common.messages import (
     Cancel,
     DeadLetter,
     Failure,
+    Init,
     Start,
     TrainStep,
     Usage,
@@ -45,9 +46,10 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.owner import Owner
+from manager_service.owner.partition import Partition
 from manager_service.owner.surroundings import KEEP_HINTS
 from manager_service.owner.transaction import Fence, Lost
-from manager_service.records import EventRecord, JobState, TenantRecord, Training
+from manager_service.records import JSON, EventRecord, JobState, TenantRecord, Training
 from manager_service.scheduling.policies import MARLAAS
 from manager_service.tenants import TENANTS, Tenants
 from tests.common.test_worker import length, until
@@ -321,6 +323,24 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
     # Then they are issued again, and the job ends as if nothing had been
     await until_status(system.bus, spec.id, "succeeded", seconds=30)
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus, objects: Objects) -> None:
+    # Given a job whose Init is lost, in the memory of an owner whose clock then goes back
+    spec, changes = job_spec(), Changes()
+    state = JSON.encode(JobState(status="running", initialising=True))
+    await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
+    await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)
+    partition = Partition(partition_of(spec.tenant), bus, objects, AdapterStore(objects))
+    await partition.load(10_000.0, changes)
+
+    async def nothing_under_way() -> bool:
+        return True
+
+    # Then it is sent again as soon as nothing has come for a while by the clock as it is now
+    for now in (5_000.0, 5_002.0):
+        await partition.reconcile(now, changes, quiet_s=1.0, nothing_under_way=nothing_under_way)
+    assert [type(message) for _, message in changes.published] == [Init]
 
 
 async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: System) -> None:
