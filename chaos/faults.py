@@ -28,9 +28,9 @@ class Kind:
 
 
 KINDS = (
-    Kind("kill", 38, PROCESSES, (0, 0)),  # SIGKILL
+    Kind("kill", 36, PROCESSES, (0, 0)),  # SIGKILL
     Kind("kill a helper", 3, HELPED, (0, 0)),  # SIGKILL of a process that it started for graders or large texts
-    Kind("freeze", 12, PROCESSES, (0.2, 5)),  # SIGSTOP, SIGCONT: up to two and a half leases
+    Kind("freeze", 11, PROCESSES, (0.2, 5)),  # SIGSTOP, SIGCONT: up to two and a half leases
     Kind(
         "clock", 6, PROCESSES, (0.5, 8)
     ),  # the wall clock is off by a second to a day, either way, and then right again
