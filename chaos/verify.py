@@ -19,7 +19,8 @@ from harness.s3_server import S3Server
 CELL = Cell("tiny")
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "samples:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
-    "rev:", "weights", "owners", "bits", "telemetry", "control", "adapters:new",
+    "finished:", "num-archived", "rev:", "weights", "inference", "owners", "bits", "memory", "dropped", "telemetry", "control",
+    "adapters:new",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
 EXPIRING = ("reply:", "looked:", "lease:")
@@ -118,8 +119,8 @@ def is_work(name: str) -> bool:
 
 
 def left_objects(store: S3Server) -> list[str]:
-    """Call once all files and models have been deleted."""
-    return [f"object {path} is left" for path in store.paths() if not path.startswith("cell/probe/")]
+    """Call once all files and models have been deleted. Records of finished jobs stay for good."""
+    return [f"object {path} is left" for path in store.paths() if not path.startswith(("cell/probe/", "cell/records/"))]
 
 
 def left_files(folder: Path) -> list[str]:
