@@ -117,9 +117,11 @@ def is_work(name: str) -> bool:
     return inbox or name in ("env", "rollout", "rollout:first", "train", "dead")
 
 
-def left_objects(store: S3Server) -> list[str]:
-    """Call once all files and models have been deleted."""
-    return [f"object {path} is left" for path in store.paths() if not path.startswith("cell/probe/")]
+def left_objects(store: S3Server, forgotten: Iterable[str]) -> list[str]:
+    """Call once all files and models have been deleted. `forgotten`: jobs that a replica has never heard of, so that
+    nobody can delete their versions; and a process that is killed as it starts leaves the object of its probe."""
+    known = [path for path in store.paths() if not path.startswith("cell/probe/")]
+    return [f"object {path} is left" for path in known if not any(f"/{job}/" in path for job in forgotten)]
 
 
 def left_files(folder: Path) -> list[str]:
