@@ -145,9 +145,13 @@ class Act:
         await self._clear()
         await self.cluster.stop_services()
         wrong += verify.left_keys(self.cluster)
-        wrong += verify.left_objects(self.cluster.store)
+        wrong += verify.left_objects(self.cluster.store, self._forgotten())
         wrong += verify.left_files(self.cluster.folder)
         wrong += [f"process {line} is left" for line in self.cluster.left_processes()]
+
+    def _forgotten(self) -> list[str]:
+        attempts = [attempt.id for attempt in self.hostile.attempts if attempt.forgotten]
+        return attempts + [run.id for run in self.runs if run.forgotten]
 
     async def _judge_jobs(self, tenant: Tenant) -> list[str]:
         wrong, paths, store = list[str](), self.cluster.store.paths(), self.cluster.store
