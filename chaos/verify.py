@@ -119,9 +119,9 @@ def is_work(name: str) -> bool:
 
 
 def left_objects(store: S3Server, forgotten: Iterable[str]) -> list[str]:
-    """Call once all files and models have been deleted. `forgotten`: jobs that a replica has never heard of, so that
-    nobody can delete their versions; and a process that is killed as it starts leaves the object of its probe. Records of finished jobs stay for good.
-    """
+    """Call once all files and models have been deleted. Records of finished jobs stay for good. `forgotten`: jobs that a
+    replica has never heard of, so that nobody can delete their versions. A process that is killed as it starts leaves the
+    object of its probe."""
     known = [path for path in store.paths() if not path.startswith(("cell/probe/", "cell/records/"))]
     return [f"object {path} is left" for path in known if not any(f"/{job}/" in path for job in forgotten)]
 

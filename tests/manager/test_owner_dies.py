@@ -60,7 +60,8 @@ OCCURRENCES: dict[str, Iterable[int]] = {
     "XREADGROUP": (1, 25, *range(47, 57)),
     "INFO": (1,),
     "TIME": (1,),
-    "XTRIM": (1, 2, 3),
+    "XTRIM": range(1, 7),
+    "MEMORY": (1, 2),
 }
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 
