@@ -53,6 +53,7 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
         prefix_bytes=settings.rollout_prefix_bytes,
         turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
         min_rows=min_rows,
+        exact=deterministic,
     )
     return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits), bits
 

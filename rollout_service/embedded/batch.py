@@ -222,7 +222,9 @@ class RunningRows:
         inputs[1, :num] = seats.length[layout.seats] - 1
         tokens, positions = torch.from_numpy(inputs).to(self._device)
         longest = [int(seats.length[pool.seats].max()) for pool in layout.pools]
-        attend = kv.DecodeAttend(self._config, kv.slices(layout.pools, positions[:num], longest))
+        attend = kv.DecodeAttend(
+            self._config, kv.slices(layout.pools, positions[:num], longest), exact=self._limits.exact
+        )
         hidden = self._model.forward(tokens, positions, attend, layout.products)
         uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)

@@ -18,6 +18,10 @@ MERGED_HEADS = 2
 """Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
 
 
+BLOCK = 128
+"""Positions of one product of weights and values in deterministic mode."""
+
+
 @dataclass(slots=True)
 class Slice:
     """The rows of one pool inside a forward."""
@@ -47,8 +51,10 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
 class DecodeAttend:
     """Attention of one new token a row on its pool's rows."""
 
-    def __init__(self, config: DecoderConfig, parts: Sequence[Slice]) -> None:
+    def __init__(self, config: DecoderConfig, parts: Sequence[Slice], *, exact: bool) -> None:
+        """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU."""
         self._parts = parts
+        self._exact = exact
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
 
@@ -68,15 +74,15 @@ class DecodeAttend:
         cache.view(-1, 2 * k, qkv.shape[2]).index_copy_(0, part.places, qkv[:, self._heads :])
         q = qkv[:, : self._heads].reshape(num, k, -1, qkv.shape[2])
         seen = cache[:num, : part.mask.shape[3]]  # [n, L, 2K, D]
-        if cache.device.type == "cpu" and k <= MERGED_HEADS:
-            return _merged_attention(q, seen, part.mask)
+        if self._exact or (cache.device.type == "cpu" and k <= MERGED_HEADS):
+            return _merged_attention(q, seen, part.mask, block=BLOCK if self._exact else seen.shape[1])
         seen = seen.transpose(1, 2)
         out = F.scaled_dot_product_attention(q, seen[:, :k], seen[:, k:], attn_mask=part.mask)
         return out.reshape(num, -1)
 
 
-def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
-    """q [n, K, G, D], seen [n, L, 2K, D], mask [n, 1, 1, L] -> [n, K * G * D]
+def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor, block: int) -> Tensor:
+    """q [n, K, G, D], seen [n, L, 2K, D], mask [n, 1, 1, L] -> [n, K * G * D]; values are summed `block` positions at a time.
 
     On a CPU the cost of small heads is that of the calls. Here all heads of a row share one product: a query stands in the
     columns of its own key head, with zeros elsewhere.
@@ -87,8 +93,20 @@ def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
     spread = spread.view(num, k * group, k * size)
     keys, values = seen.view(num, -1, 2, k * size).unbind(2)
     scores = torch.baddbmm(mask.squeeze(1), spread, keys.transpose(1, 2), alpha=size**-0.5)
-    out = torch.bmm(torch.softmax(scores, dim=-1), values).view(num, k, group, k, size)
+    out = _summed(torch.softmax(scores, dim=-1), values, block).view(num, k, group, k, size)
     return torch.diagonal(out, dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(num, -1)
+
+
+def _summed(weights: Tensor, values: Tensor, block: int) -> Tensor:
+    """weights [n, Q, L], values [n, L, S] -> their product [n, Q, S].
+
+    A product over more positions is summed in another order, even if the weights of those beyond are zero, so that the length of a
+    row's neighbours would show in its bits. Summed in blocks it would not: a block of zeros adds nothing.
+    """
+    out = torch.bmm(weights[:, :, :block], values[:, :block])
+    for first in range(block, values.shape[1], block):
+        out = out.baddbmm_(weights[:, :, first : first + block], values[:, first : first + block])
+    return out
 
 
 class PrefillAttend:

@@ -42,6 +42,7 @@ class EngineLimits:
     prefix_bytes: int = 64 << 20  # the most of it for prefixes
     turn_bytes: int = 64 << 20  # and for turns
     min_rows: int = DEFAULT.min_rows  # of a forward, and of an adapter's product in it
+    exact: bool = False  # deterministic mode: a row's bits do not depend on how long its neighbours are
 
     @property
     def prefixes(self) -> int:

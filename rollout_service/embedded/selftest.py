@@ -21,6 +21,8 @@ from rollout_service.embedded.seats import TurnRow
 
 RANKS = (8, 3, 16)
 LENGTHS = (5, 40, 70, 1, 33, 12)
+LONG = {3: 300, 8: 410}
+"""Row -> its length. Two that differ attend to different numbers of positions, alone and together."""
 MAX_TOKENS = (6, 3, 9)
 CROWD = 60
 """Rows that run together; as they end, forwards of every number of rows occur."""
@@ -65,7 +67,7 @@ def _adapter(decoder: Decoder, seed: int, rank: int) -> FusedAdapter:
 
 def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
     which = index % (len(adapters) + 1)
-    num = LENGTHS[index % len(LENGTHS)]
+    num = LONG.get(index, LENGTHS[index % len(LENGTHS)])
     room = decoder.config.context // 2
     tokens = (uniform(index, "selftest", np.arange(min(num, room))) * decoder.config.vocab).astype(np.int32)
     request = TurnRequest(
@@ -85,7 +87,7 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
 
 
 def _run(decoder: Decoder, rows: list[TurnRow], *, slots: int, min_rows: int) -> Turns:
-    limits = EngineLimits(slots=slots, min_rows=min_rows)
+    limits = EngineLimits(slots=slots, min_rows=min_rows, exact=True)
     running = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
     results: Turns = {}
     with torch.inference_mode():

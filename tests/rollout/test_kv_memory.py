@@ -10,7 +10,7 @@ from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 from tests.support.kv_bytes import KvBytes
-from tests.support.rollout_cases import adapter_of, decoder, ref, request
+from tests.support.rollout_cases import adapter_of, decoder, exact_limits, ref, request
 
 pytestmark = pytest.mark.timeout(120)
 KV_BYTES = 8 << 20
@@ -57,6 +57,6 @@ def test_all_keys_values_and_copies_of_factors_stay_below_the_limit() -> None:
 
 @pytest.mark.exact
 def test_little_memory_changes_no_bit(min_rows: int) -> None:
-    little, _ = sample_all(EngineLimits(kv_bytes=KV_BYTES, turn_bytes=0, min_rows=min_rows), turns=1, longest=60)
-    much, _ = sample_all(EngineLimits(turn_bytes=0, min_rows=min_rows), turns=1, longest=60)
+    little, _ = sample_all(exact_limits(min_rows, kv_bytes=KV_BYTES), turns=1)
+    much, _ = sample_all(exact_limits(min_rows), turns=1)
     assert little == much
