@@ -91,7 +91,7 @@ async def list_jobs(
 async def _known(store: JobStore, tenant: TenantRecord, after: str | None) -> str | None:
     """The cursor. Raises InvalidInput if it is no job of the tenant's."""
     try:
-        return after and (await store.find(tenant.id, after)).spec.id
+        return None if after is None else (await store.find(tenant.id, after)).spec.id
     except NotFound as error:
         raise InvalidInput(f"after: {after!r} is not in this list", param="after", code="invalid_cursor") from error
 

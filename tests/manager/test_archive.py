@@ -222,6 +222,12 @@ async def test_a_stream_of_events_resumes_anywhere(many_rows: tuple[Archive, Arc
     assert seen == list(range(max(1, last + 1), 2 * ROWS_A_PART + 2))
 
 
+async def test_a_cursor_that_is_no_job_is_refused(server: ApiServer) -> None:
+    for after in ("", "..", "ftjob-0"):
+        answer = await server.http.get("/v1/fine_tuning/jobs", params={"after": after})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_cursor")
+
+
 @pytest.mark.parametrize("job", ["..", "../../other/tiny/ftjob-1", "jobs/20261122", "", "."])
 async def test_a_strange_id_is_no_job(objects: Objects, job: str) -> None:
     assert await Archive(objects, "tiny").find("default", job) is None
