@@ -24,7 +24,7 @@ def rewarded(text: str, reference: str = "18") -> bool:
     return equal
 
 
-@pytest.mark.parametrize("texts,least", [(TEXTS, 99.5), (HELD_OUT, 99.0)], ids=["known", "held out"])
+@pytest.mark.parametrize("texts,least", [(TEXTS, 99.5), (HELD_OUT, 99.5)], ids=["known", "held out"])
 def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path, least: float) -> None:
     results = asyncio.run(graded(texts))
     assert len(results) == len(texts.read_text().splitlines())

@@ -121,7 +121,7 @@ def _expression_at(text: str) -> str | None:
     end = found.end()
     # a letter or bracket that belongs to the words after it
     inside = re.sub(r"\s+(?:a|I|[(\[{])\s*$", "", found[0]).strip()
-    if inside.endswith("\\text"):
+    if re.search(r"\\text\s*\{?$", inside):
         return value_of(text)
     if re.match(r"\s*[A-Za-z]{2}", text[end:]) and re.search(r"[-+*/=]$", inside):
         return None

@@ -49,6 +49,12 @@ _ASSIGNMENT = re.compile(r"⟦\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 _COMPOUND = re.compile(
     r"\s*(?:hours?|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?", re.IGNORECASE
 )
+_SAME_AS_SO = re.compile(
+    r"\d[^\d;.]{0,60}\band [＄€£]?\d[^;.]{0,60},? i\.e\.,? (?=[＄€£]?\d)"  # 35 to walk and 20 to cycle, i.e. 55
+    r"|= ?-?[\d.]+, an? (?:drop|fall|decrease|reduction|rise|increase|gain|growth|change|profit|loss) of (?=\d)"
+)
+_CLOCK = re.compile(r"\d{1,2}:\d\d\b")
+_ARRIVES = re.compile(r"\b(?:arriv|end|finish|land|return|reach)[a-z]*\b[^.,;]{0,30}\bat\s+$", re.IGNORECASE)
 _CALCULATION = re.compile(r"^[\s\d+\-*/^().,=×÷·xX＄€£%⟦⟧]+$")
 
 
@@ -140,11 +146,15 @@ def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candida
     kept, hidden_end = list[Candidate](), -1
     for at, text in free:
         joined = hidden_end >= 0 and re.fullmatch(r"(?: [a-z]+){1,2} and ", sentence[hidden_end:at])
-        if at not in money and (joined or SOFT.search(_before(sentence, at))):
+        if at not in money and not _is_arrival(sentence, at) and (joined or SOFT.search(_before(sentence, at))):
             hidden_end = at + len(text)
         else:
             kept.append((at, text))
     return kept
+
+
+def _is_arrival(sentence: str, at: int) -> bool:
+    return bool(_CLOCK.match(sentence, at) and _ARRIVES.search(_before(sentence, at)))
 
 
 def _terse(sentence: str) -> str | None:
@@ -168,7 +178,9 @@ def _terse(sentence: str) -> str | None:
 
 
 def _concluded(sentence: str) -> str:
-    """The part of a sentence after its last `so` that still has a number."""
+    """The part of a sentence after its last `so` that still has a number, or after what says the same."""
+    if other := _SAME_AS_SO.search(sentence):
+        return sentence[other.end() :]
     for found in reversed(list(CONCLUSION.finditer(sentence))):
         rest = sentence[found.end() :]
         if has_number(rest) and not re.match(r"\s*(?:many|much|far)\b", rest):

@@ -92,7 +92,7 @@ FILLER = either("""
 CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(r"""
-        so|therefore|thus|hence|which means|meaning|which gives|for a total of|which rounds? (?:up |down )?to
+        so|therefore|thus|hence|which means|meaning|which gives|settles? on|for a total of|which rounds? (?:up |down )?to
         which is(?! \d+ (?:more|less|fewer|times)| more| less| fewer| not| twice| double| triple| half)
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
         donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb|daher|поэтому|значит
