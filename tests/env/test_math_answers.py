@@ -12,8 +12,7 @@ from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS
 
-TEXTS = Path(__file__).resolve().parents[1] / "data" / "math_texts_dev.jsonl"
-HELD_OUT = Path(__file__).resolve().parents[1] / "data" / "math_texts_heldout.jsonl"
+DATA = Path(__file__).resolve().parents[1] / "data"
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
 
@@ -24,12 +23,12 @@ def rewarded(text: str, reference: str = "18") -> bool:
     return equal
 
 
-@pytest.mark.parametrize("texts,least", [(TEXTS, 99.5), (HELD_OUT, 99.5)], ids=["known", "held out"])
-def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path, least: float) -> None:
+@pytest.mark.parametrize("texts", sorted(DATA.glob("math_texts_*.jsonl")), ids=lambda path: path.stem)
+def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> None:
     results = asyncio.run(graded(texts))
     assert len(results) == len(texts.read_text().splitlines())
     wrong = [f"{r.style}: {r.text[-100:]!r} and {r.reference!r}" for r in results if not r.agrees]
-    assert percent(results) >= least, "\n".join(wrong)
+    assert percent(results) >= 99.5, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,9 @@ def test_the_time_does_not_grow_with_a_hostile_text(part: str) -> None:
 
 
 def test_the_texts_have_both_labels_in_most_styles() -> None:
-    labels = {line["style"]: set[int]() for line in map(json.loads, TEXTS.read_text().splitlines())}
-    for line in map(json.loads, TEXTS.read_text().splitlines()):
+    labels = {
+        line["style"]: set[int]() for line in map(json.loads, (DATA / "math_texts_dev.jsonl").read_text().splitlines())
+    }
+    for line in map(json.loads, (DATA / "math_texts_dev.jsonl").read_text().splitlines()):
         labels[line["style"]].add(line["label"])
     assert sum(len(found) == 2 for found in labels.values()) > 0.8 * len(labels)
