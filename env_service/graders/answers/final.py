@@ -18,6 +18,7 @@ from env_service.graders.answers.sentences import has_number, split, stated_resu
 from env_service.graders.answers.vocabulary import (
     ANSWER,
     BEFORE_OTHER_ANSWER,
+    CHECK,
     IS,
     NEGATED,
     PARTIAL,
@@ -64,12 +65,18 @@ def final_answer(text: str) -> str:
     kept = [mark for mark in found if mark[0] >= taken_back]
     if kept:
         return kept[-1][1]
-    rest = text[taken_back:]
+    rest = _unchecked(text[taken_back:])
     if (weak := next(_weak(rest), None)) is not None:
         return weak
     if _dangling(rest):
         return ""
     return stated_result(rest)
+
+
+def _unchecked(text: str) -> str:
+    """The text before it verifies what it has stated."""
+    check = next((found for found in CHECK.finditer(text) if has_number(text[: found.start()])), None)
+    return text[: check.start()] if check else text
 
 
 def _said(text: str) -> str:

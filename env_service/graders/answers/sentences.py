@@ -56,6 +56,9 @@ _SAME_AS_SO = re.compile(
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
+_ASSIGNMENTS = re.compile(
+    r"\bsolutions?\b[^=]*?((?<![A-Za-z])[a-z] ?= ?-?\d+(?:[./]\d+)?(?:(?:,? and|,) [a-z] ?= ?-?\d+(?:[./]\d+)?)+)[.\s]*$"
+)
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _ARRIVES = re.compile(r"\b(?:arriv|end|finish|land|return|reach)[a-z]*\b[^.,;]{0,30}\bat\s+$", re.IGNORECASE)
 _CALCULATION = re.compile(r"^[\s\d+\-*/^().,=×÷·xX＄€£%⟦⟧]+$")
@@ -131,7 +134,7 @@ def result_of(sentence: str) -> str:
         return ""
     if (whole := _terse(sentence)) is not None:
         return whole
-    if solutions := _SOLUTIONS.search(sentence):
+    if solutions := _SOLUTIONS.search(sentence) or _ASSIGNMENTS.search(sentence):
         return ", ".join(re.findall(r"= ?([-\d./]*\d)", solutions[0]))
     sentence = _without_aside(_concluded(sentence), REASON)
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):

@@ -71,6 +71,12 @@ QUESTION = re.compile(
     rf"^[ \t*#⟪]*{either('question|problem|q|human|user|exercise|frage|pregunta|вопрос|问题|問題|문제')}\s*\d*\s*:",
     re.IGNORECASE | re.MULTILINE,
 )
+CHECK = re.compile(
+    r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
+    r"(?:(?:let's|let us|to|we can) (?:verify|check)\b|verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Where what follows makes sure of a result that was stated before."""
 HEDGE = compiled(
     words("""
         either|could (?:also )?be|might be|may be|one of|not sure|unsure|can't (?:tell|decide|say)|cannot (?:tell|decide|say)
