@@ -262,7 +262,9 @@ class Partition:
 
     async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
         """Handles the pending entries of an inbox that no job holds. Each pending entry is looked at once."""
-        held = self._held() if stream == self._cell.scored(self.number) else set[str]()
+        held = {entry for commands in self._arriving.values() for entry in commands}
+        if stream == self._cell.scored(self.number):
+            held = self._held()
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from common.adapters import AdapterStore
 from common.bus import Bus
@@ -568,3 +569,20 @@ def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
     update = AdapterUpdate(id="u", **job.orders.about(job.state), adapter=AdapterRef("acme", spec.id, 1), batch="b")
     job.on_adapter(update, 1.0, changes)
     assert changes.oldest_in_use == {spec.id: 0}
+
+
+async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_one(bus: Bus, objects: Objects) -> None:
+    spec, changes = job_spec(), Changes()
+    partition = Partition(partition_of(spec.tenant), bus, objects, AdapterStore(objects))
+    await partition.load(1.0, changes)
+    await create_job(bus, spec)
+    (delivery,) = await bus.read([bus.cell.jobs(partition.number)], GROUP_MANAGER, OWNER, count=1, block_ms=1000)
+    await partition.handle(delivery, 1.0, changes)
+    assert partition.arriving == [spec.id]
+
+    async def nothing_under_way() -> bool:
+        return True
+
+    with capture_logs() as logs:
+        await partition.reconcile(2.0, changes, quiet_s=1.0, nothing_under_way=nothing_under_way)
+    assert "entry_unseen" not in {line["event"] for line in logs}
