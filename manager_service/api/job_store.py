@@ -142,9 +142,15 @@ class JobStore:
             yield entry
 
     async def several(self, tenant: str, entries: Sequence[Entry]) -> list[JobRow]:
-        """Those of the jobs that exist, in their order."""
-        rows = await asyncio.gather(*(self._row(entry.base, tenant, entry.job) for entry in entries))
-        return [row for row in rows if row is not None]
+        """Those of the tenant's jobs that exist, in their order."""
+        live: dict[str, JobRow] = {}
+        for base in self._api.bases.values():
+            jobs = [entry.job for entry in entries if entry.base is base]
+            live |= {row.spec.id: row for row in (await self.present(base, jobs) if jobs else [])}
+        moved = [entry for entry in entries if entry.job not in live]
+        rows = await asyncio.gather(*(self._row(entry.base, tenant, entry.job) for entry in moved))
+        found = live | {row.spec.id: row for row in rows if row is not None}
+        return [found[entry.job] for entry in entries if entry.job in found]
 
     async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
         """Those of the jobs that are in Redis, whosever they are."""
