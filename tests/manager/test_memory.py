@@ -53,7 +53,7 @@ async def test_a_job_that_stalls_on_a_full_redis_names_what_fills_it(
     monkeypatch.setattr(memory, "EVERY_S", 0.1)
     await fill(bus)
     used: Any = await bus.client.info("memory")
-    await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.7))
+    await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.8))
     system, spec = System(bus, objects), job_spec()
     await system.start()
     try:
