@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from common.adapters import AdapterStore
-from common.bus import Bus, Delivery
+from common.bus import Bus, Delivery, Undecodable
 from common.errors import Fenced, Unavailable
 from common.messages import TrainStep
 from common.objects import Objects
@@ -90,6 +90,7 @@ class Owner:
         self._arrived = asyncio.Event()  # new jobs are to be fetched
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
+        self._with_payloads: set[str] = set()  # jobs that may have payloads in the object storage
         self._untidy: asyncio.Queue[tuple[str, float]] = (
             asyncio.Queue()
         )  # job, oldest version whose payloads are needed
@@ -160,6 +161,7 @@ class Owner:
                 return  # the lease was lost meanwhile
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
+            self._with_payloads.update(partition.jobs)  # of the last owner, for all that is known
             await self._commit(number, changes)
         if partition.arriving:
             self._arrived.set()
@@ -286,6 +288,8 @@ class Owner:
     async def _fetch(self, number: int, owned: tuple[Partition, Fence], entry: tuple[str, str], fetch: Fetch) -> None:
         async with self._fetches:
             delivery = await fetch()
+        if not isinstance(delivery.message, Undecodable):
+            self._with_payloads.add(delivery.message.job)
         async with self._lock:
             if self._owned.get(number) is owned:  # else the next owner reads it
                 owned[0].fetching.discard(entry)
@@ -339,8 +343,12 @@ class Owner:
             return
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
-        for job, version in {**changes.oldest_in_use, **dict.fromkeys(changes.finished, math.inf)}.items():
-            self._untidy.put_nowait((job, version))
+        self._with_payloads.update(out[1].job for out, path in zip(changes.published, paths, strict=True) if path)
+        for job in self._with_payloads & changes.oldest_in_use.keys():
+            self._untidy.put_nowait((job, changes.oldest_in_use[job]))
+        for job in changes.finished:
+            self._with_payloads.discard(job)
+            self._untidy.put_nowait((job, math.inf))
 
     async def _tidy(self) -> None:
         """Deletes the payloads of big messages that name old versions, those that a crash left too. A payload that stays costs

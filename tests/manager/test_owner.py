@@ -547,6 +547,9 @@ async def test_payloads_go_once_no_message_can_name_their_version(system: System
     for version in (0, 1, 9_999):
         await system.objects.write(f"payloads/{spec.id}/{version:08d}/left", b"by a crash")
     await create_job(system.bus, spec)
+    await until(lambda: len(system.trainer.seen) >= 1)
+    await system.kill_owner()
+    system.start_owner()
     await until(lambda: kept(system.objects, spec.id, minimum=1))
     await command(system.bus, spec, "cancel")
     await until(lambda: kept(system.objects, spec.id, minimum=None))
