@@ -7,7 +7,9 @@ after ten deliveries an entry becomes a dead letter, of which the job's owner he
 It imports no service and no torch.
 
     text/                 from chat messages to tokens and back
-    messages.py           declares everything that one service says to another
+    messages.py           declares what one service says to another about jobs
+    operations.py         declares what one service says to another about runs
+    wire.py               makes bytes of messages, and messages of bytes
     streams.py            names every key of a cell
     bus.py                publishes, and acknowledges by one script
     scripts.py            what Redis does for the bus in one go

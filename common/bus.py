@@ -27,11 +27,12 @@ import structlog
 from redis import exceptions as redis_errors
 
 from common.errors import InvalidInput, NotFound
-from common.messages import AnyMessage, Message, decode, encode
+from common.messages import Message
 from common.objects import Objects, patiently
 from common.redis_connection import make_client, passes
 from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
+from common.wire import AnyMessage, decode, encode
 
 CLAIM_CHECK_BYTES = 1 << 20
 MAX_BACKOFF_S = 2.0

@@ -3,8 +3,9 @@
 from typing import Any
 
 from common.bus import Delivery, Undecodable
-from common.messages import DeadLetter, encode
+from common.messages import DeadLetter
 from common.streams import NUM_PARTITIONS
+from common.wire import encode
 
 MAX_PAYLOAD = 64 << 10
 """Bytes of the original that a dead letter keeps."""

@@ -1,4 +1,4 @@
-"""The message types: everything that one service says to another.
+"""The message types: everything that one service says to another about jobs (those about runs: `common/operations.py`).
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
 take their default, so that old and new workers can run side by side; a change of meaning needs a new class name.
@@ -433,35 +433,3 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     reason: str = ""  # why it was refused, or what it waits for
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics
-
-
-AnyMessage = (
-    Start
-    | TurnRequest
-    | TurnResult
-    | TurnDelta
-    | ScoredTrajectory
-    | Parked
-    | Init
-    | TrainStep
-    | AdapterUpdate
-    | JobCommand
-    | GradeRequest
-    | GradeResult
-    | Cancel
-    | AdapterNew
-    | DeadLetter
-    | WorkerReport
-)
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(payload: bytes) -> AnyMessage:
-    """Raises msgspec.ValidationError or msgspec.DecodeError on anything but a well-formed message."""
-    return _decoder.decode(payload)

@@ -8,9 +8,11 @@
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate, DeadLetter                  group `manager`, consumer `owner`
     jobs:<p>                   stream   JobCommand                                 group `manager`, consumer `owner`
+    ops:<p>                    stream   Operation                                  group `manager`, consumer `owner`
+    train:<worker>             stream   Operations whose gradient that trainer has group `trainer`
     reply:<api>                stream   TurnResult, TurnDelta, GradeResult         no group, has a time to live
     control, adapters:new,
-    telemetry                  stream   broadcasts, trimmed by age                 no group
+    done, telemetry            stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
     partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds
     looked:<stream>            string   set while nobody need look for idle entries; expires
@@ -37,6 +39,12 @@
     samples:<job>              hash     version -> samples shown to the user, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
+    run:<run>                  hash     `spec` (immutable), `state` (mutable): JSON
+    seqs:<run>                 hash     number of an operation -> sha256 of what was asked
+    results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
+    tenant-runs:<tenant>       zset     run id by creation time
+    session:<session>          string   JSON; expires when its client is silent
+    sampler:<sampler>          string   JSON: what it samples with
     idempotency:<tenant>:<key> string   job id, expires
 
 The braces are literal: Redis Cluster hashes only what stands between them, so one script may touch any key of a cell.
@@ -136,6 +144,35 @@ class Cell:
 
     def reply(self, api: str) -> str:
         return self.key(f"reply:{api}")
+
+    def ops(self, partition: int) -> str:
+        return self.key(f"ops:{partition}")
+
+    def trainer(self, worker: str) -> str:
+        """The inbox of one trainer."""
+        return self.key(f"train:{worker}")
+
+    @property
+    def done(self) -> str:
+        return self.key("done")
+
+    def run(self, run: str) -> str:
+        return self.key(f"run:{run}")
+
+    def seqs(self, run: str) -> str:
+        return self.key(f"seqs:{run}")
+
+    def results(self, run: str) -> str:
+        return self.key(f"results:{run}")
+
+    def tenant_runs(self, tenant: str) -> str:
+        return self.key(f"tenant-runs:{tenant}")
+
+    def session(self, session: str) -> str:
+        return self.key(f"session:{session}")
+
+    def sampler(self, sampler: str) -> str:
+        return self.key(f"sampler:{sampler}")
 
     def lease(self, partition: int) -> str:
         return self.key(f"lease:{partition}")

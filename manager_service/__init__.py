@@ -15,6 +15,7 @@ Its files:
     jobs/           one job: a state machine of events in, Changes out
     scheduling/     which job is served next, as pure decisions over all jobs
     owner/          the loop that applies messages to jobs and commits the changes
+    runs/           jobs whose loop their user keeps, through the Tinker protocol
     archive/        records of finished jobs, in object storage
     api/            the HTTP API
     local/          the whole of MARLaaS on one machine

@@ -7,8 +7,9 @@ import msgspec
 from fastapi import APIRouter, Query
 
 from common.errors import InvalidInput
-from common.messages import DeadLetter, WorkerReport, decode
+from common.messages import DeadLetter, WorkerReport
 from common.streams import Cell
+from common.wire import decode
 from manager_service.api.context import Admin, Parts
 from manager_service.api.errors import COMMON
 from manager_service.api.paging import After, Limit, page

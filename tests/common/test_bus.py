@@ -13,9 +13,10 @@ import pytest
 
 from common.bus import CLAIM_CHECK_BYTES, Bus, Delivery, Idle, Progress, Settlement, Undecodable, connect
 from common.errors import InvalidInput
-from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep, decode, encode
+from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
+from common.wire import decode, encode
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
 

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from common.bus import Bus, Out, Progress
 from common.errors import StoreUnavailable, Unavailable
-from common.messages import Cancel, DeadLetter, Failure, Start, decode
+from common.messages import Cancel, DeadLetter, Failure, Start
 from common.streams import GROUP_ENV, Cell
 from common.telemetry import Reporter
+from common.wire import decode
 from common.worker import Beat, Inbox, Worker
 from tests.common.test_bus import start
 

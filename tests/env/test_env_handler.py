@@ -30,13 +30,12 @@ from common.messages import (
     TurnRequest,
     TurnResult,
     Usage,
-    decode,
-    encode,
     f32,
     i32,
 )
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
+from common.wire import decode, encode
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.search import Index, load_collection
 from env_service.graders.endpoint import Endpoints

@@ -10,7 +10,8 @@ import msgspec
 import openai
 import pytest
 
-from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, decode
+from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult
+from common.wire import decode
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.records import JSON, JobState
 from tests.support.api_server import (

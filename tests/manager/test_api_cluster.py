@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from common.bus import Bus
-from common.messages import Cancel, DeadLetter, Span, WorkerReport, encode
+from common.messages import Cancel, DeadLetter, Span, WorkerReport
 from common.telemetry import KEEP_S
+from common.wire import encode
 from manager_service.cluster import Cluster
 from tests.support.api_server import ApiServer, method, running_api, upload
 

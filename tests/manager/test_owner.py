@@ -21,11 +21,10 @@ from common.messages import (
     Start,
     TrainStep,
     Usage,
-    decode,
-    encode,
 )
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_MANAGER, GROUP_TRAINER, NUM_PARTITIONS, OWNER, Cell, partition_of
+from common.wire import decode, encode
 from common.worker import Inbox
 from harness.redis_server import RedisServer
 from harness.standin import (

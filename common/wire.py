@@ -1,0 +1,59 @@
+"""Messages as bytes: msgpack, tagged by the message's class name."""
+
+import msgspec
+
+from common.messages import (
+    AdapterNew,
+    AdapterUpdate,
+    Cancel,
+    DeadLetter,
+    GradeRequest,
+    GradeResult,
+    Init,
+    JobCommand,
+    Message,
+    Parked,
+    ScoredTrajectory,
+    Start,
+    TrainStep,
+    TurnDelta,
+    TurnRequest,
+    TurnResult,
+    WorkerReport,
+)
+from common.operations import Operation, Operations, OperationsAnswered, OperationsDone
+
+AnyMessage = (
+    Start
+    | TurnRequest
+    | TurnResult
+    | TurnDelta
+    | ScoredTrajectory
+    | Parked
+    | Init
+    | TrainStep
+    | AdapterUpdate
+    | JobCommand
+    | GradeRequest
+    | GradeResult
+    | Cancel
+    | AdapterNew
+    | DeadLetter
+    | WorkerReport
+    | Operation
+    | Operations
+    | OperationsDone
+    | OperationsAnswered
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything but a well-formed message."""
+    return _decoder.decode(payload)
