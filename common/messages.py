@@ -329,6 +329,8 @@ class Init(Message, frozen=True, kw_only=True):
     adapter: AdapterRef  # version 0
     seed: int
     lora: LoraSpec
+    source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
+    with_optimizer: bool = False  # of the source
 
 
 class TrainStep(Message, frozen=True, kw_only=True):

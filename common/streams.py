@@ -237,8 +237,8 @@ class Cell:
         )
 
     def inboxes(self, partition: int) -> tuple[str, ...]:
-        """The streams that a partition's owner reads, each in the group `manager`."""
-        return (self.jobs(partition), self.adapters(partition), self.scored(partition))
+        """The streams that a partition's owner reads, each in the group `manager`; a new owner reads `ops` before what answers them."""
+        return (self.jobs(partition), self.ops(partition), self.adapters(partition), self.scored(partition))
 
     @property
     def owners(self) -> str:

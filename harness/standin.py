@@ -28,6 +28,7 @@ from common.messages import (
     TrajectoryRef,
     TurnRequest,
     Usage,
+    WorkerReport,
     f32,
     i32,
     turn_id,
@@ -222,6 +223,10 @@ class FixedSlots:
     rollout: int = 64
     trainer: int = 1
     env: int = 64
+    workers: list[WorkerReport] = field(default_factory=list[WorkerReport])
+
+    def working(self, service: str | None = None) -> list[WorkerReport]:
+        return [worker for worker in self.workers if service in (None, worker.service)]
 
     def waits_for(self) -> str:
         return ""

@@ -31,9 +31,9 @@ from common.streams import NUM_PARTITIONS, Cell
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
-from manager_service.jobs.job_table import JobTable
 from manager_service.records import Hyper, JobSpec, JobState, TenantRecord
 from manager_service.scheduling.allocator import Allocator
+from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from simulator.calibration import Calibration, Run, Spread, Workload, jain
@@ -62,7 +62,7 @@ class World:
     policy: Policy
     discipline: Discipline = "fused"
     clock: Clock = field(default_factory=Clock)
-    jobs: JobTable = field(default_factory=JobTable)
+    jobs: MemberTable[Job] = field(default_factory=MemberTable[Job])
     progress: dict[str, RunProgress] = field(default_factory=dict[str, RunProgress])
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     issued: int = 0  # trajectories

@@ -68,6 +68,7 @@ CATCHES_ALL = {
     "manager_service/api/event_stream.py": "a stream's client must hear that it ended in an error",
     "manager_service/owner/owner.py": "a partition that cannot be loaded must not stop the others",
     "manager_service/owner/partition.py": "one job's trouble must not stop the other tenants' owner",
+    "manager_service/runs/runs.py": "one run's trouble must not stop the other tenants' owner",
     "manager_service/local/supervisor.py": "children are stopped before the error goes on",
     "trainer_service/fusion.py": "an error goes to whoever waits for the step",
     "rollout_service/process/process_engine.py": "whatever keeps an engine's process from starting may pass",

@@ -6,7 +6,6 @@
 Its files:
 
     job.py                  holds one job's state machine: what may be issued, what a result changes, when a version ends
-    job_table.py            holds the unfinished jobs of a partition, and tells who follows them which have changed
     open_trajectories.py    holds a job's trajectories that are issued and not settled, in memory and as Redis has them
     groups.py               gathers scored trajectories into groups, and groups into a batch
     evaluation.py           counts the trajectories of an evaluation

@@ -12,6 +12,7 @@ import msgspec
 
 from common.bus import Out
 from common.messages import Usage
+from common.operations import OperationResult
 from common.streams import GROUP_MANAGER, Cell
 from manager_service.records import (
     ARCHIVED,
@@ -22,8 +23,11 @@ from manager_service.records import (
     EventRecord,
     JobState,
 )
+from manager_service.runs.records import RunState
 
 Command = list[Any]
+KEEP_RESULTS_S = 3600
+"""Time in which a run's user may ask for the result of an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,13 @@ class Changes:
     finished: list[str] = field(default_factory=list)  # jobs that leave the active set
     moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
     moved: list[Moved] = field(default_factory=list)
+    runs: dict[str, RunState] = field(default_factory=dict)  # changed runs
+    results: dict[str, list[OperationResult]] = field(default_factory=dict)  # run -> of its operations
+    expiring: list[str] = field(default_factory=list)  # streams that vanish an hour after what is published now
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
-        parts += (self.moving, self.moved)
+        parts += (self.moving, self.moved, self.runs)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -110,6 +117,7 @@ def commands(
     result += [["HSET", cell.job(job), MOVING, "1"] for job in changes.moving]
     for moved in changes.moved:
         result += _deletions(moved, cell, partition)
+    result += _of_runs(changes, cell, partition)
     for stream, entries in changes.acks.items():
         result.append(["XACK", stream, GROUP_MANAGER, *entries])
         result.append(["XDEL", stream, *entries])
@@ -156,6 +164,18 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[Command]:
         result.append(["HDEL", cell.usage(tenant), f"{job}/{counter}"])
         result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{ARCHIVED}/{counter}", repr(amount)])
     return result
+
+
+def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
+    result: list[Command] = []
+    for run, state in changes.runs.items():
+        result.append(["HSET", cell.run(run), "state", JSON.encode(state)])
+        if state.status == "ended":
+            result.append(["SREM", cell.active(partition), run])
+    for run, found in changes.results.items():
+        pairs = [part for each in found for part in (each.seq, msgspec.msgpack.encode(each))]
+        result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]
+    return [*result, *(["EXPIRE", stream, KEEP_RESULTS_S] for stream in changes.expiring)]
 
 
 def _flat(values: Mapping[str, str]) -> list[str]:

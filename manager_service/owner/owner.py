@@ -32,10 +32,10 @@ from manager_service.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Fetch, Partition
-from manager_service.owner.surroundings import Surroundings
+from manager_service.owner.surroundings import Seen, Surroundings
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import day_field
-from manager_service.scheduling.allocator import Allocator, Slots
+from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.fairness import MAX_MEMORY_USED
 from manager_service.scheduling.policies import MARLAAS, Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
@@ -65,7 +65,7 @@ class Owner:
         self,
         *,
         bus: Bus,
-        cluster: Slots,
+        cluster: Seen,
         store: AdapterStore,
         objects: Objects,
         tenants: Tenants,
@@ -77,6 +77,7 @@ class Owner:
     ) -> None:
         self._bus = bus
         self._cell = bus.cell
+        self._cluster = cluster
         self._store = store
         self._objects = objects
         self._lease_s = lease_s
@@ -196,6 +197,7 @@ class Owner:
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
             self._allocator.forget(owned[0].jobs)
+            self._allocator.forget(owned[0].runs.table)
             self._big_steps.forget(owned[0].jobs)
             log.warning("partition_forgotten", partition=number, reason=reason)
 
@@ -313,6 +315,7 @@ class Owner:
                 self._arrived.set()
         for partition, _ in self._owned.values():
             self._allocator.follow(partition.jobs, now)
+            self._allocator.follow(partition.runs.table, now)
         await self._look_at_env()
         self._allocator.decide(now, changes)
         await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
@@ -381,6 +384,7 @@ class Owner:
         """Follows what changes slowly: tenants, memory, quotas, the age of broadcasts, stalls."""
         while True:
             await self._surroundings.look(measures=0 in self._owned)
+            await self._look_after_runs()
             await self._tell_stalls()
             await asyncio.sleep(min(1.0, self._lease_s / 4))
 
@@ -392,6 +396,18 @@ class Owner:
                 changes = Changes()
                 for job in partition.jobs.values():
                     job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
+                if changes:
+                    await self._commit(number, changes)
+
+    async def _look_after_runs(self) -> None:
+        """Lets runs know of trainers that died, and ends those whose user has gone."""
+        runs = [run for partition, _ in self._owned.values() for run in partition.runs.table.values()]
+        silent = await self._surroundings.silent_sessions({run.spec.session for run in runs})
+        live = {report.id for report in self._cluster.working("trainer")}
+        async with self._lock:
+            for number, (partition, _) in list(self._owned.items()):
+                changes = Changes()
+                partition.runs.look(live, silent, time.time(), changes)
                 if changes:
                     await self._commit(number, changes)
 
@@ -413,6 +429,7 @@ class Owner:
         """
         work = [stream for stream, _ in self._cell.work]
         inboxes = [name for partition, _ in self._owned.values() for name in partition.inboxes]
+        work += sorted({name for partition, _ in self._owned.values() for name in partition.runs.trainer_streams})
 
         async def call() -> list[Any]:
             pipe = self._bus.client.pipeline(transaction=True)

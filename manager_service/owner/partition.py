@@ -25,9 +25,11 @@ from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items, LinesOnDisk
 from manager_service.jobs.job import Job
-from manager_service.jobs.job_table import JobTable
 from manager_service.kept import LIMITS, Limits
 from manager_service.records import JobError, JobSpec, JobState
+from manager_service.runs.records import is_run
+from manager_service.runs.runs import Runs
+from manager_service.scheduling.members import MemberTable
 
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
@@ -54,7 +56,8 @@ class Partition:
 
     def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore, limits: Limits = LIMITS) -> None:
         self.number = number
-        self.jobs = JobTable()
+        self.jobs: MemberTable[Job] = MemberTable()
+        self.runs = Runs(number, bus)
         self._bus = bus
         self._cell = bus.cell
         self._objects = objects
@@ -82,11 +85,12 @@ class Partition:
         """
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
-        await self._load_jobs(
-            [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))], now, changes
-        )
+        names = [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))]
+        await self.runs.load([name for name in names if is_run(name)], now)
+        await self._load_jobs([name for name in names if not is_run(name)], now, changes)
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
+        self.runs.advance_all(now, changes)
         for job in list(self.jobs.values()):
             await self._isolated(job.id, now, changes, self._search_and_reconcile(job, now, changes))
 
@@ -178,7 +182,7 @@ class Partition:
         after = "0"
         while deliveries := await self._bus.read_pending(stream, GROUP_MANAGER, OWNER, after=after):
             for delivery in deliveries:
-                if not self._restored(delivery):
+                if not self._restored(delivery, changes):
                     await self.handle(delivery, now, changes)
             self._looked_at[stream] = after = deliveries[-1].entry
 
@@ -208,8 +212,9 @@ class Partition:
             job.changed_at = min(job.changed_at, now)  # the clock may have gone back
         quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
         searched, self._searched = self._searched, {}
-        if not quiet or self.fetching or not await nothing_under_way():
+        if not (quiet or self.runs.table) or self.fetching or not await nothing_under_way():
             return
+        self.runs.resend_quiet(now - quiet_s, now, changes)
         for job in quiet:
             known = searched.get(job.id)
             if known is None or known.since != job.changed_at:
@@ -265,6 +270,8 @@ class Partition:
         held = {entry for commands in self._arriving.values() for entry in commands}
         if stream == self._cell.scored(self.number):
             held = self._held()
+        elif stream == self._cell.ops(self.number):
+            held = self.runs.held_entries
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
@@ -287,11 +294,11 @@ class Partition:
         """Entries that stay pending because a job in memory holds them."""
         return {entry for job in self.jobs.values() for entry in job.open.held_entries}
 
-    def _restored(self, delivery: Delivery) -> bool:
+    def _restored(self, delivery: Delivery, changes: Changes) -> bool:
         """Puts a result that the last owner had counted back into its group. False: it is to be handled."""
         message = delivery.message
         if not isinstance(message, ScoredTrajectory):
-            return False
+            return self.runs.restore(delivery, changes)
         job = self.jobs.get(message.job)
         return job is not None and job.open.restore(delivery.entry, message)
 
@@ -305,6 +312,9 @@ class Partition:
             message = dead_letter(delivery, message.reason)
             delivery = replace(delivery, message=message)
         try:
+            if is_run(message.job):
+                await self.runs.handle(delivery, now, changes)
+                return
             job = await self._dispatch(delivery, now, changes)
         except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
             log.exception("transition_failed", job_id=message.job, message_id=message.id)
@@ -339,9 +349,8 @@ class Partition:
             job.on_adapter(message, now, changes)
         elif isinstance(message, DeadLetter):
             changes.ack(delivery.stream, delivery.entry)
-            if (
-                message.stream not in self.inboxes[:2]
-            ):  # `reconcile` finds lost updates; a lost command's user asks again
+            if message.stream not in (self._cell.jobs(self.number), self._cell.adapters(self.number)):
+                # `reconcile` finds lost updates; a lost command's user asks again
                 job.on_dead_letter(delivery.entry, message, now, changes)
         else:
             self._to_dead(delivery, f"a {type(message).__name__} has no business here", changes)
@@ -412,6 +421,7 @@ class Partition:
             if job.settled:
                 self.jobs.remove(job.id)
                 changes.finished.append(job.id)
+        self.runs.note(changes, now)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
         changes.published.append((self._cell.dead, dead_letter(delivery, reason)))

@@ -1,18 +1,28 @@
 """Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory; and trims the broadcasts."""
 
 import time
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from common.bus import Bus
+from common.messages import WorkerReport
 from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.kept import Limits
 from manager_service.owner.memory import RedisMemory, bound
 from manager_service.records import INFERENCE, ROLLOUT_COUNTERS, day_field
-from manager_service.scheduling.allocator import Allocator
+from manager_service.scheduling.allocator import Allocator, Slots
 from manager_service.tenants import Tenants
 
-KEEP_CANCELS, KEEP_HINTS = 10_000, 1_000
-"""Messages that the streams `control` and `adapters:new` keep at most."""
+KEEP_CANCELS, KEEP_HINTS, KEEP_ANSWERS = 10_000, 1_000, 10_000
+"""Messages that the streams `control`, `adapters:new` and `done` keep at most."""
+
+
+class Seen(Slots, Protocol):
+    """What the workers' telemetry shows."""
+
+    def working(self, service: str | None = None) -> Sequence[WorkerReport]:
+        """Live workers: of one service, or of all."""
+        ...
 
 
 class Surroundings:
@@ -61,6 +71,20 @@ class Surroundings:
             self._allocator.charge_rollouts(tenant, max(0.0, total - self._completed.get(tenant, total)))
         self._completed = totals
 
+    async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
+        """Those of these whose client has said nothing for too long."""
+
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for session in sessions:
+                pipe.exists(self._cell.session(session))
+            return await pipe.execute()
+
+        if not sessions:
+            return set()
+        there = await self._bus.retrying(call)
+        return {session for session, alive in zip(sessions, there, strict=True) if not alive}
+
     async def _used_today(self, tenants: list[str]) -> dict[str, int]:
         """Tokens that each of these tenants has used today, chats included."""
 
@@ -82,6 +106,7 @@ class Surroundings:
         for stream, most in {
             self._cell.control: KEEP_CANCELS,
             self._cell.adapters_new: KEEP_HINTS,
+            self._cell.done: KEEP_ANSWERS,
             self._cell.telemetry: KEEP_REPORTS,
         }.items():
             await self._bus.retrying(lambda s=stream: self._bus.client.xtrim(s, minid=oldest, approximate=True))

@@ -8,6 +8,7 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
     operation      <run>:<seq>, also the id of its future
 """
 
+import math
 import re
 from typing import Any, Literal
 
@@ -33,6 +34,11 @@ class RunSpec(msgspec.Struct, frozen=True):
     with_optimizer: bool = False  # of the source
     weight: float = 1.0  # the tenant's, when it was created
     user_metadata: dict[str, Any] = {}
+
+    @property
+    def urgency(self) -> tuple[float, float]:
+        """As of a job without priority and deadline."""
+        return 0.0, math.inf
 
     @property
     def public_id(self) -> str:
@@ -62,17 +68,24 @@ class RunState(msgspec.Struct):
     status: RunStatus = "queued"
     version: int = -1  # the newest that is committed; -1: none yet
     head: int = 1  # number of the first operation that has no result
-    attempt: int = 0  # of what a trainer does
-    held: int = 0  # operations of the log that the holder's gradient stands for
+    attempt: int = 0  # number of the last message to a trainer
+    sent: int = 0  # number of the last operation of the message that is with a trainer; 0: none is
+    sent_to: str = ""  # the one trainer that can carry it out; empty: any
     holder: str = ""  # the trainer with the gradient; empty: none
+    held: int = 0  # that trainer's count of the operations in it
+    in_log: int = 0  # how many of the log are in it
     failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
     checkpoints: list[Checkpoint] = []
     samplers: dict[str, SamplerState] = {}
-    failure: Failure | None = None  # why there is no version 0
-    changed_at: int = 0
+    failure: Failure | None = None  # why it can do nothing more
 
 
 def run_of(public_id: str) -> str | None:
     """The run that its user names so; None for what is no name of a run."""
     found = _PUBLIC.fullmatch(public_id)
     return f"run-{found[1]}-{int(found[2])}" if found else None
+
+
+def is_run(name: str) -> bool:
+    """Does a name that stands where jobs' ids do mean a run?"""
+    return name.startswith("run-")

@@ -8,7 +8,8 @@ Its files:
 
     allocator.py        decides, each time that the owner has read messages, which job starts, is issued a group, has its batch trained
     fairness.py         says for the allocator whom to serve next, by weight, and how much may be issued
-    demand.py           sums up what all jobs want, and keeps the sums current by difference
+    members.py          says what decisions need to know of a job or a run, and lists them
+    demand.py           sums up what all of them want, and keeps the sums current by difference
     policies.py         says what each scheduling policy does differently, as one row of data
     training_queue.py   orders the complete batches for the trainers
 """

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -16,8 +16,8 @@ from common.streams import partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
-from manager_service.jobs.job_table import JobTable
 from manager_service.records import QUOTA_COUNTERS, ROLLOUT_COUNTERS, JobError, TenantRecord, day_field
+from manager_service.runs.run import Run
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
@@ -28,12 +28,14 @@ from manager_service.scheduling.fairness import (
     room,
     serve,
 )
+from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.training_queue import ReadyBatch, TrainingQueue
 
 STEPS_PER_SLOT = 2
 """Batches under way for each trainer slot: one is trained, one waits."""
 
+Member = Job | Run
 log = structlog.get_logger()
 
 
@@ -76,7 +78,7 @@ class Allocator:
     """May the job's complete batch be published? If not, the job is looked at again once it may."""
     env_backlog: int = 0  # entries of the cell's `env` stream: trajectories that are not at a rollout worker
     demand: Demand = field(default_factory=Demand)
-    _jobs: dict[str, Job] = field(default_factory=dict)
+    _members: dict[str, Member] = field(default_factory=dict)
     _rollouts: Fairness = field(default_factory=Fairness)
     _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
     _closed: bool = False  # the barrier, under a policy that has one
@@ -84,32 +86,32 @@ class Allocator:
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
-    def follow(self, jobs: JobTable, now: float) -> None:
-        """Looks again at the jobs of a partition that have changed, and forgets those that have left."""
-        for name, job in jobs.take_changed():
-            if job is None:
-                self._forget_job(name)
+    def follow(self, members: MemberTable[Any], now: float) -> None:
+        """Looks again at the jobs, or runs, of a partition that have changed, and forgets those that have left."""
+        for name, member in members.take_changed():
+            if member is None:
+                self._forget_member(name)
             else:
-                self._look_at(job, now)
+                self._look_at(member, now)
 
-    def forget(self, jobs: JobTable) -> None:
-        """Forgets the jobs of a partition that the owner has lost."""
-        for name in (*jobs, *(name for name, _ in jobs.take_changed())):
-            self._forget_job(name)
+    def forget(self, members: MemberTable[Any]) -> None:
+        """Forgets the jobs, or runs, of a partition that the owner has lost."""
+        for name in (*members, *(name for name, _ in members.take_changed())):
+            self._forget_member(name)
 
-    def _forget_job(self, name: str) -> None:
-        self._jobs.pop(name, None)
+    def _forget_member(self, name: str) -> None:
+        self._members.pop(name, None)
         self.demand.update(name, None)
         self.queue.remove(name)
 
-    def _look_at(self, job: Job, now: float) -> None:
-        self._jobs[job.id] = job
-        self.demand.update(job.id, view_of(job))
-        if job.id not in self.demand.ready:
-            self.queue.remove(job.id)
-        elif job.id not in self.queue.batches and self.admits(job):
-            tokens = num_tokens(job.open.groups[number] for number in job.next_batch() or ())
-            self.queue.put(ReadyBatch(job.id, job.spec.tenant, now, tokens, job.spec.urgency))
+    def _look_at(self, member: Member, now: float) -> None:
+        self._members[member.id] = member
+        self.demand.update(member.id, view_of(member) if isinstance(member, Job) else member.view())
+        if member.id not in self.demand.ready:
+            self.queue.remove(member.id)
+        elif member.id not in self.queue.batches and (isinstance(member, Run) or self.admits(member)):
+            spec = member.spec
+            self.queue.put(ReadyBatch(spec.id, spec.tenant, now, _ready_tokens(member), spec.urgency))
 
     def charge(self, changes: Changes) -> None:
         """Charges the tenants for what they actually used."""
@@ -147,20 +149,20 @@ class Allocator:
         """Starts as many jobs as the policy and each tenant's number of concurrent jobs allow, oldest first."""
         demand = self.demand
         left = may_start(self.policy, num_running=demand.num_running, num_queued=sum(map(len, demand.queued.values())))
-        found: list[Job] = []
+        found: list[Member] = []
         for tenant in list(demand.queued) if left else []:
             free = self._tenant(tenant).max_jobs - demand.active[tenant]
             found += self._next_starts(tenant, min(free, left))
         for job in sorted(found, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
-            self._guarded(job, now, changes, Job.start)
+            self._guarded(job, now, changes, _start)
 
-    def _next_starts(self, tenant: str, num: int) -> list[Job]:
-        """The tenant's queued jobs that start next: the most urgent ones, and every fourth time the oldest."""
+    def _next_starts(self, tenant: str, num: int) -> list[Member]:
+        """The tenant's queued jobs and runs that start next: the most urgent ones, and every fourth time the oldest."""
         if num <= 0:
             return []
-        waiting = sorted((self._jobs[name] for name in self.demand.queued[tenant]), key=_age)
-        found: list[Job] = []
+        waiting = sorted((self._members[name] for name in self.demand.queued[tenant]), key=_age)
+        found: list[Member] = []
         while waiting and len(found) < num:
             oldest = is_longest_waiting(self._starts[tenant] + len(found))
             found.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
@@ -172,9 +174,12 @@ class Allocator:
             return
         self.queue.fairness.busy(self.demand.active)
         for name in self.queue.take(free, now, self._weight):
-            self._guarded(self._jobs[name], now, changes, self._publish_step)
+            self._guarded(self._members[name], now, changes, self._publish_step)
 
-    def _publish_step(self, job: Job, now: float, changes: Changes) -> None:
+    def _publish_step(self, job: Member, now: float, changes: Changes) -> None:
+        if isinstance(job, Run):
+            job.publish(changes)
+            return
         numbers = job.next_batch()
         if numbers is not None:
             job.journal.check_sampling_gap(now, self.cluster.sampling_gap_bound(), changes)
@@ -235,7 +240,8 @@ class Allocator:
         name = self.demand.next_job(tenant)
         if name is None:
             return None
-        job, before = self._jobs[name], self.demand.open_work
+        job, before = self._members[name], self.demand.open_work
+        assert isinstance(job, Job), "runs want nothing issued"
         if job.next_kv_tokens > largest_group(self.cluster.least_kv_tokens()):
             self._guarded(job, now, changes, self._fail_as_too_large)
             return 0.0, 0
@@ -246,16 +252,17 @@ class Allocator:
         issued = self.demand.open_work - before
         return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
 
-    def _fail_as_too_large(self, job: Job, now: float, changes: Changes) -> None:
+    def _fail_as_too_large(self, job: Member, now: float, changes: Changes) -> None:
         most = largest_group(self.cluster.least_kv_tokens())
+        assert isinstance(job, Job)
         reason = (
             f"a group needs keys and values for {job.next_kv_tokens:.0f} tokens at once, and the rollout workers take at most"
             f" {most:.0f} since one with less memory joined: lower group_size, eval_samples or max_tokens"
         )
         job.fail(JobError("group_too_large", reason), now, changes)
 
-    def _guarded(self, job: Job, now: float, changes: dict[int, Changes], act: "Act") -> None:
-        """Acts on a job. An error of ours fails this job, and only this job."""
+    def _guarded(self, job: Member, now: float, changes: dict[int, Changes], act: "Act") -> None:
+        """Acts on a job. An error of ours fails it, and only it."""
         change = changes[job.partition]
         try:
             act(job, now, change)
@@ -286,9 +293,9 @@ class Allocator:
             return True
         limit, today = self._tenant(tenant).max_tokens_per_day, day_field(now)
         for name in self.demand.jobs_of(tenant):
-            if (name, today) not in self._told_quota:
+            job = self._members[name]
+            if isinstance(job, Job) and (name, today) not in self._told_quota:
                 self._told_quota.add((name, today))
-                job = self._jobs[name]
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
                 job.journal.warn(now, text, changes[job.partition])
         return False
@@ -308,20 +315,32 @@ class Allocator:
         return max(1e-6, self._tenant(tenant).weight)
 
 
-Act = Callable[[Job, float, Changes], None]
+Act = Callable[[Member, float, Changes], None]
 
 
-def _issue_one(job: Job, _now: float, changes: Changes) -> None:
+def _start(member: Member, now: float, changes: Changes) -> None:
+    member.start(now, changes)
+
+
+def _ready_tokens(member: Member) -> int:
+    """Tokens of what is handed to the trainers next."""
+    if isinstance(member, Run):
+        return member.ready_tokens()
+    return num_tokens(member.open.groups[number] for number in member.next_batch() or ())
+
+
+def _issue_one(job: Member, _now: float, changes: Changes) -> None:
+    assert isinstance(job, Job)
     if job.wants_group():
         job.issue_group(changes)
     else:
         job.issue_eval(changes)
 
 
-def _age(job: Job) -> tuple[int, str]:
+def _age(job: Member) -> tuple[int, str]:
     return job.spec.created_at, job.id
 
 
-def _most_urgent(jobs: Sequence[Job]) -> int:
+def _most_urgent(jobs: Sequence[Member]) -> int:
     """Index of the most urgent job; the first of equals."""
     return min(range(len(jobs)), key=lambda n: jobs[n].spec.urgency)

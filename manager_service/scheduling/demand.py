@@ -1,6 +1,6 @@
 """Sums up what all jobs of an owner want, and keeps the sums current by difference.
 
-A pass of the owner changes a few jobs, and must not cost more when there are thousands of others. So each job is reduced
+A pass of the owner changes a few jobs, and must not cost more when there are thousands of others. So each of them is reduced
 to a small `View`, and the sums change by the difference between its old view and its new one.
 """
 
@@ -11,27 +11,7 @@ from dataclasses import dataclass, field
 
 from manager_service.jobs.job import Job
 from manager_service.scheduling.fairness import is_longest_waiting
-
-Urgency = tuple[float, ...]
-"""Smaller first within a tenant: priority, deadline, training before evaluation, the groups that a batch still misses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The facts about one job that decisions need."""
-
-    tenant: str
-    queued: bool = False
-    active: bool = False  # counts towards the tenant's concurrent jobs
-    running: bool = False
-    behind: bool = False  # samples what it must train next
-    waiting: int = 0  # trajectories under way
-    tokens: float = 0.0  # that the waiting trajectories will use, estimated
-    kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
-    training: bool = False  # a TrainStep is under way
-    ready: bool = False  # a TrainStep could be published
-    urgency: Urgency | None = None  # None: wants nothing issued
-    fresh: bool = False  # wants its first group
+from manager_service.scheduling.members import Urgency, View
 
 
 def view_of(job: Job) -> View:

@@ -11,9 +11,9 @@ from harness.standin import FixedSlots, StandInEnv
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
-from manager_service.jobs.job_table import JobTable
 from manager_service.records import JobSpec, JobState
 from manager_service.scheduling.allocator import Allocator
+from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 
@@ -28,7 +28,7 @@ class World:
     policy: Policy = MARLAAS
     discipline: Discipline = "fused"
     cluster: FixedSlots = field(default_factory=lambda: FixedSlots(rollout=8, trainer=1, env=8))
-    jobs: JobTable = field(default_factory=JobTable)
+    jobs: MemberTable[Job] = field(default_factory=MemberTable[Job])
     in_env: list[Any] = field(default_factory=list)  # scored trajectories that still wait for their grader
     on_its_way: list[Any] = field(default_factory=list)
     issued: Counter[str] = field(default_factory=Counter)  # job -> groups for training

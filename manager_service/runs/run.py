@@ -1,0 +1,382 @@
+"""The state machine of one run: operations and answers come in, Changes go out. It does no input or output; the time is an argument.
+
+    queued ─► creating ─► ready ─► ended          (or: creating ─► failed)
+
+    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step ─► version + 1
+
+One message is under way at a time: the longest stretch of operations that are there, up to a quantum. Operations that only name
+versions are answered here, when their turn comes. The entries of the *log*, the answered `forward_backward`s since the newest version,
+stay pending, so that another trainer or owner can begin the gradient again.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
+from common.operations import (
+    Operation,
+    OperationResult,
+    Operations,
+    OperationsDone,
+    RunOperation,
+    Saved,
+    SaveWeights,
+)
+from common.streams import Cell, partition_of
+from manager_service.jobs.changes import Changes
+from manager_service.records import JobError
+from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.scheduling.members import View
+
+MAX_TOKENS = 16_384
+"""Positions in one message to a trainer: what tenants take turns by. One operation may have more."""
+MAX_BYTES = 512 << 10
+"""Of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
+HOLE_S = 420.0
+"""Time after which a number is given up that others have come behind of: the SDK tries to send one for 5 minutes."""
+SAVES = ("save_weights", "save_for_sampler")
+
+
+class Held(NamedTuple):
+    """An operation, with the entry that stays pending for it."""
+
+    entry: str
+    operation: Operation
+
+
+class Run:
+    """One run that has not ended, in the memory of its partition's owner."""
+
+    def __init__(self, cell: Cell, spec: RunSpec, state: RunState) -> None:
+        self.cell = cell
+        self.spec = spec
+        self.state = state
+        self.partition = partition_of(spec.tenant)
+        self.changed_at = 0.0
+        """When something last came back or was sent: seconds since 1970."""
+        self._inbox = cell.ops(self.partition)
+        self._waiting: dict[int, Held] = {}  # by number: those without a result
+        self._log: dict[int, Held] = {}  # in order
+        self._hole = (0, 0.0)  # a number that others have come behind of, and since when
+
+    # ---- what others ask --------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def under_way(self) -> bool:
+        """Is a message of the run with a trainer?"""
+        return self.state.status == "creating" or self.state.sent > 0
+
+    @property
+    def settled(self) -> bool:
+        return self.state.status == "ended"
+
+    @property
+    def held_entries(self) -> set[str]:
+        """Entries that stay pending because this run holds them."""
+        return {held.entry for held in (*self._waiting.values(), *self._log.values())}
+
+    @property
+    def trainer_stream(self) -> str:
+        """The stream of the trainer that has the gradient; empty if none has."""
+        return self.cell.trainer(self.state.holder) if self.state.holder else ""
+
+    def view(self) -> View:
+        return View(
+            tenant=self.spec.tenant,
+            queued=self.state.status == "queued",
+            active=self.state.status in ("creating", "ready"),
+            training=self.under_way,
+            ready=bool(self._next()),
+        )
+
+    def ready_tokens(self) -> int:
+        """Positions of the next message to a trainer, at least 1."""
+        return max(1, sum(operation.tokens for operation in self._next()))
+
+    # ---- beginning and end ------------------------------------------------------------------------------------------
+
+    def start(self, now: float, changes: Changes) -> None:
+        """Leads from queued to creating: asks for version 0."""
+        spec = self.spec
+        self.state.status = "creating"
+        init = Init(
+            id=f"{spec.id}/init",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, 0),
+            seed=spec.seed,
+            lora=spec.lora,
+            source=spec.source,
+            with_optimizer=spec.with_optimizer,
+        )
+        changes.published.append((self.cell.train, init))
+        self._dirty(changes)
+
+    def on_init(self, message: AdapterUpdate, changes: Changes) -> None:
+        """Takes in that version 0 was made or refused. A repeat changes nothing."""
+        if self.state.status != "creating" or message.adapter.version != 0:
+            return
+        if message.failure is None:
+            self.state.status, self.state.version = "ready", 0
+            self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
+        else:
+            self._refuse_all(message.failure, changes)
+
+    def fail(self, error: JobError, _now: float, changes: Changes) -> None:
+        """Refuses everything from now on. Call for a trouble of ours."""
+        self._refuse_all(Failure("infrastructure", error.message), changes)
+
+    def _refuse_all(self, failure: Failure, changes: Changes) -> None:
+        self._drop_log(changes)
+        self.state.status, self.state.failure, self.state.sent = "failed", failure, 0
+        if self.state.version < 0:
+            self._answer(OperationResult(0, failure=failure), changes)
+        self._dirty(changes)
+
+    def end(self, reason: str, changes: Changes) -> None:
+        """Ends the run: its versions and their names stay. What is not answered fails."""
+        self._drop_log(changes)
+        for number in sorted(self._waiting):
+            self._refuse(number, Failure("cancelled", reason), changes)
+        self.state.status, self.state.sent = "ended", 0
+        self._dirty(changes)
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def take_in(self, entry: str, operation: Operation, changes: Changes) -> None:
+        """Takes in an operation that the API published. A repeat of one is acknowledged."""
+        number = operation.seq
+        known = self._waiting.get(number) or self._log.get(number)
+        if number >= self.state.head and (known is None or known.entry == entry):
+            self._waiting[number] = Held(entry, operation)
+        elif known is None or known.entry != entry:
+            changes.ack(self._inbox, entry)
+
+    def restore(self, entry: str, operation: Operation, changes: Changes) -> None:
+        """Takes in an operation that the last owner had: if it has a result, it is of the log."""
+        if operation.seq >= self.state.head or operation.seq in self._log:
+            self.take_in(entry, operation, changes)
+        else:
+            self._log[operation.seq] = Held(entry, operation)
+            self._log = dict(sorted(self._log.items()))
+
+    def advance(self, now: float, changes: Changes) -> None:
+        """Answers the operations, up to the first that is a trainer's."""
+        while self.state.status in ("ready", "failed") and not self.state.sent:
+            held = self._waiting.get(self.state.head)
+            if held is None or not self._answered_here(held.operation, now, changes):
+                return
+
+    def _answered_here(self, operation: Operation, now: float, changes: Changes) -> bool:
+        state, number = self.state, operation.seq
+        failure = state.failure or operation.failure
+        if failure is None and operation.action == "optim_step" and state.failed_at is not None:
+            failure = Failure(
+                "invalid", f"the gradient is not whole: operation {state.failed_at} of this step has failed"
+            )
+        if failure is not None:
+            self._refuse(number, failure, changes)
+        elif operation.action in SAVES:
+            saved = self._save(msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.action, now)
+            self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
+        elif operation.action == "unload":
+            self._settle(number, OperationResult(number, msgspec.msgpack.encode(Saved(state.version))), changes)
+            self.end("the model was unloaded", changes)
+        else:
+            return False
+        return True
+
+    def _save(self, wanted: SaveWeights, action: str, now: float) -> Saved:
+        """Names the newest version."""
+        state = self.state
+        kind = "weights" if action == "save_weights" else "sampler_weights"
+        if wanted.name:
+            expires = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
+            others = [known for known in state.checkpoints if (known.kind, known.name) != (kind, wanted.name)]
+            state.checkpoints = [*others, Checkpoint(kind, wanted.name, state.version, int(now), expires)]
+        if wanted.inflight:
+            moved = {name: SamplerState(state.version, True) for name, each in state.samplers.items() if each.inflight}
+            state.samplers = state.samplers | moved
+        if wanted.sampler:
+            state.samplers = state.samplers | {wanted.sampler: SamplerState(state.version, wanted.inflight)}
+        return Saved(state.version, wanted.name, wanted.sampler)
+
+    # ---- trainers ---------------------------------------------------------------------------------------------------
+
+    def _next(self) -> list[Operation]:
+        """The operations of the next message: of the log, what the holder's gradient lacks; then those that wait, to an optim_step."""
+        state = self.state
+        if state.status != "ready" or state.sent or state.head not in self._waiting:
+            return []
+        found: list[Operation] = []
+        bytes_left, tokens_left = MAX_BYTES, MAX_TOKENS
+        known = [held.operation for held in self._log.values()][state.in_log :]
+        waiting = (held.operation for held in self._stretch())
+        for operation in (*known, *waiting):
+            bytes_left, tokens_left = bytes_left - len(operation.payload), tokens_left - operation.tokens
+            if found and (bytes_left < 0 or tokens_left < 0):
+                break
+            found.append(operation)
+            if operation.action == "optim_step":
+                break
+        return found
+
+    def _stretch(self) -> list[Held]:
+        """The waiting operations from the head on that trainers carry out."""
+        found: list[Held] = []
+        number = self.state.head
+        while (held := self._waiting.get(number)) and _is_trainers(held.operation):
+            if held.operation.action == "optim_step" and self.state.failed_at is not None:
+                break
+            found.append(held)
+            number += 1
+        return found
+
+    def publish(self, changes: Changes) -> None:
+        """Sends the next stretch: to the trainer that has the gradient, or to any if it begins with the first of the log."""
+        operations, state, spec = self._next(), self.state, self.spec
+        if not operations:
+            return
+        state.attempt += 1
+        state.sent = operations[-1].seq
+        state.sent_to = state.holder if state.held else ""
+        message = Operations(
+            id=f"{spec.id}:{state.head}/{state.attempt}",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, state.version),
+            seed=spec.seed,
+            lora=spec.lora,
+            first=state.held,
+            operations=tuple(_for_trainer(operation, state.head) for operation in operations),
+            attempt=state.attempt,
+        )
+        changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
+        if state.sent_to:
+            changes.expiring.append(self.cell.trainer(state.sent_to))
+        self._dirty(changes)
+
+    def on_done(self, message: OperationsDone, changes: Changes) -> None:
+        """Takes in a trainer's answer. One that is not waited for changes nothing but the tenant's usage."""
+        changes.add_usage(self.spec.tenant, self.id, message.usage)
+        state = self.state
+        if not state.sent or message.attempt != state.attempt:
+            return
+        last, state.sent = state.sent, 0
+        self._dirty(changes)
+        if message.absent:
+            self._forget_gradient()
+            return
+        committed = message.adapter.version == state.version + 1
+        if not committed:
+            state.holder, state.held = (message.holder, message.held) if message.held else ("", 0)
+        for result in sorted(message.results, key=lambda result: result.seq):
+            self._take_result(result, changes)
+        state.in_log = sum(number <= last for number in self._log)
+        if committed:
+            state.version += 1
+            self._drop_log(changes)
+        elif state.failed_at is not None:
+            self._forget_gradient()
+
+    def _take_result(self, result: OperationResult, changes: Changes) -> None:
+        held = self._waiting.get(result.seq)
+        if held is None or result.seq != self.state.head:
+            return
+        action = held.operation.action
+        if result.failure is not None:
+            self._refuse(result.seq, result.failure, changes)
+        elif action == "forward_backward" and self.state.failed_at is None:
+            self._log[result.seq] = held
+            del self._waiting[result.seq]
+            self.state.head += 1
+            self._answer(result, changes)
+        else:
+            self._settle(result.seq, result, changes)
+
+    def look(self, live_trainers: Collection[str], now: float, changes: Changes) -> None:
+        """Takes in which trainers are alive: the gradient of one that is not must begin again. A number that never comes counts as
+        a failed operation.
+        """
+        state = self.state
+        if not self._waiting or state.head in self._waiting or self._hole[0] != state.head:
+            self._hole = state.head, now
+        elif now - self._hole[1] > HOLE_S:
+            self._drop_log(changes)
+            state.failed_at, state.head = state.failed_at or state.head, state.head + 1
+            self._dirty(changes)
+        if state.holder and state.holder not in live_trainers:
+            if state.sent_to == state.holder:
+                state.sent = 0
+            self._forget_gradient()
+            self._dirty(changes)
+
+    def on_dead_letter(self, letter: DeadLetter, changes: Changes) -> None:
+        """Takes in that no trainer can read the message under way: what it asked for has failed."""
+        failure = Failure("dead_letter", f"a message could not be read: {letter.reason}")
+        if self.state.status == "creating":
+            self._refuse_all(failure, changes)
+        elif self.state.sent and letter.id.endswith(f"/{self.state.attempt}"):
+            last, self.state.sent = self.state.sent, 0
+            for number in range(self.state.head, last + 1):
+                self._refuse(number, failure, changes)
+
+    def resend(self, now: float, changes: Changes) -> None:
+        """Sends again what the run waits for. Call when nothing of it is in any stream."""
+        if self.state.status == "creating":
+            self.start(now, changes)
+        else:
+            self.state.sent = 0
+            self._forget_gradient()
+            self._dirty(changes)
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, number: int, failure: Failure, changes: Changes) -> None:
+        """Answers an operation with a failure. A step with a failed operation comes to nothing: its gradient goes."""
+        operation = self._waiting[number].operation
+        if operation.action == "forward_backward" and self.state.status == "ready":
+            self.state.failed_at = self.state.failed_at or number
+            self._drop_log(changes)
+        elif operation.action == "optim_step":
+            self._drop_log(changes)
+            self.state.failed_at = None
+        self._settle(number, OperationResult(number, failure=failure), changes)
+
+    def _settle(self, number: int, result: OperationResult, changes: Changes) -> None:
+        """Answers an operation that the gradient does not need."""
+        changes.ack(self._inbox, self._waiting.pop(number).entry)
+        self.state.head = max(self.state.head, number + 1)
+        self._answer(result, changes)
+
+    def _answer(self, result: OperationResult, changes: Changes) -> None:
+        changes.results.setdefault(self.id, []).append(result)
+        self._dirty(changes)
+
+    def _drop_log(self, changes: Changes) -> None:
+        for held in self._log.values():
+            changes.ack(self._inbox, held.entry)
+        self._log = {}
+        self._forget_gradient()
+
+    def _forget_gradient(self) -> None:
+        self.state.holder, self.state.held, self.state.in_log, self.state.sent_to = "", 0, 0, ""
+
+    def _about(self) -> dict[str, Any]:
+        return {"tenant": self.spec.tenant, "job": self.id, "partition": self.partition}
+
+    def _dirty(self, changes: Changes) -> None:
+        changes.runs[self.id] = self.state
+
+
+def _is_trainers(operation: Operation) -> bool:
+    return operation.failure is None and operation.action in ("forward", "forward_backward", "optim_step")
+
+
+def _for_trainer(operation: Operation, head: int) -> RunOperation:
+    assert operation.action in ("forward", "forward_backward", "optim_step")
+    return RunOperation(operation.seq, operation.action, operation.payload, answered=operation.seq < head)

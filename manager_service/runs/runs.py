@@ -1,0 +1,156 @@
+"""The runs of one partition: the messages that concern them, and what a new owner must know of them."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+import structlog
+
+from common.bus import Bus, Delivery
+from common.messages import AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
+from common.operations import Operation, OperationResult, OperationsAnswered, OperationsDone
+from common.streams import Cell
+from manager_service.jobs.changes import Changes
+from manager_service.records import JobError
+from manager_service.runs.records import RunSpec, RunState
+from manager_service.runs.run import Run
+from manager_service.scheduling.members import MemberTable
+
+log = structlog.get_logger()
+
+
+class Runs:
+    """All methods fill `changes`; the owner commits them."""
+
+    def __init__(self, number: int, bus: Bus) -> None:
+        self.table: MemberTable[Run] = MemberTable()
+        self._bus = bus
+        self._cell: Cell = bus.cell
+        self._number = number
+
+    @property
+    def held_entries(self) -> set[str]:
+        """Entries of `ops:<p>` that stay pending because a run in memory holds them."""
+        return {entry for run in self.table.values() for entry in run.held_entries}
+
+    @property
+    def trainer_streams(self) -> set[str]:
+        """The streams of single trainers in which something of these runs may be."""
+        return {run.trainer_stream for run in self.table.values() if run.trainer_stream}
+
+    # ---- a new owner ------------------------------------------------------------------------------------------------
+
+    async def load(self, names: Sequence[str], now: float) -> None:
+        """Brings runs into memory; those that have ended, or whose records are gone, are left out."""
+        records = await self._bus.read_hashes([self._cell.run(name) for name in names])
+        for name, record in zip(names, records, strict=True):
+            try:
+                spec = msgspec.json.decode(record[b"spec"], type=RunSpec)
+                state = msgspec.json.decode(record[b"state"], type=RunState)
+            except (KeyError, msgspec.MsgspecError) as error:
+                log.error("record_unreadable", run_id=name, reason=str(error))
+                continue
+            if state.status != "ended":
+                run = Run(self._cell, spec, state)
+                run.changed_at = now
+                self.table.add(run)
+
+    def restore(self, delivery: Delivery, changes: Changes) -> bool:
+        """Gives a pending operation back to its run. False: it is to be handled."""
+        message = delivery.message
+        run = self.table.get(message.job) if isinstance(message, Operation) else None
+        if run is None or not isinstance(message, Operation):
+            return False
+        run.restore(delivery.entry, message, changes)
+        self.table.touch(run.id)
+        return True
+
+    def advance_all(self, now: float, changes: Changes) -> None:
+        for run in self.table.values():
+            self._guarded(run, now, changes, lambda run: None)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    async def handle(self, delivery: Delivery, now: float, changes: Changes) -> None:
+        """Applies one entry that names a run. An error of ours fails that run, and only that one."""
+        message = _readable(delivery, self._cell.ops(self._number))
+        if message.job not in self.table and isinstance(message, Operation | JobCommand):
+            await self.load([message.job], now)
+        run = self.table.get(message.job)
+        if run is None:
+            changes.ack(delivery.stream, delivery.entry)
+            self._for_nobody(message, changes)
+        elif isinstance(message, Operation):
+            self._guarded(run, now, changes, lambda run: run.take_in(delivery.entry, message, changes))
+        else:
+            changes.ack(delivery.stream, delivery.entry)
+            self._guarded(run, now, changes, lambda run: _apply(run, message, changes))
+
+    def _for_nobody(self, message: Message, changes: Changes) -> None:
+        """Answers what concerns a run that has ended."""
+        changes.add_usage(message.tenant, message.job, getattr(message, "usage", Usage()), wasted=True)
+        if isinstance(message, Operation):
+            ended = Failure("cancelled", "the run has ended; go on from a checkpoint of it")
+            changes.results.setdefault(message.job, []).append(OperationResult(message.seq, failure=ended))
+
+    def _guarded(self, run: Run, now: float, changes: Changes, act: Callable[[Run], None]) -> None:
+        try:
+            act(run)
+            run.advance(now, changes)
+        except Exception as error:  # the boundary: one run's trouble must not stop the other tenants' owner
+            log.exception("transition_failed", run_id=run.id)
+            run.fail(JobError("internal_error", f"{type(error).__name__}: {error}"), now, changes)
+        run.changed_at = now
+        self.table.touch(run.id)
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def look(self, live_trainers: Collection[str], silent: Collection[str], now: float, changes: Changes) -> None:
+        """Takes in which trainers are alive, and which sessions are `silent`: their runs end."""
+        for run in list(self.table.values()):
+            if run.spec.session in silent:
+                self._guarded(run, now, changes, lambda run: run.end("its session has ended", changes))
+                continue
+            run.look(live_trainers, now, changes)
+            if run.id in changes.runs:
+                self._guarded(run, now, changes, lambda run: None)
+
+    def resend_quiet(self, since: float, now: float, changes: Changes) -> None:
+        """Sends again what runs wait for that have been quiet since. Call when nothing is in any stream."""
+        for run in self.table.values():
+            if run.under_way and run.changed_at < since:
+                log.warning("operations_lost", run_id=run.id)
+                self._guarded(run, now, changes, lambda run: run.resend(now, changes))
+
+    def note(self, changes: Changes, now: float) -> None:
+        """Announces results, sets the clocks of the changed runs, and removes the ended ones. Call before each commit."""
+        for name, results in changes.results.items():
+            seqs = tuple(result.seq for result in results)
+            answered = OperationsAnswered(
+                id=f"{name}/{seqs[0]}", tenant="", job=name, partition=self._number, seqs=seqs
+            )
+            changes.published.append((self._cell.done, answered))
+        for name in changes.runs:
+            if run := self.table.get(name):
+                run.changed_at = now
+                if run.settled:
+                    self.table.remove(name)
+
+
+def _apply(run: Run, message: Message, changes: Changes) -> None:
+    if isinstance(message, OperationsDone):
+        run.on_done(message, changes)
+    elif isinstance(message, AdapterUpdate):
+        run.on_init(message, changes)
+    elif isinstance(message, DeadLetter):
+        run.on_dead_letter(message, changes)
+
+
+def _readable(delivery: Delivery, ops: str) -> Message:
+    """The message; of an operation that cannot be read, one that fails when its turn comes. Raises ValueError for a strange id."""
+    message = delivery.message
+    assert isinstance(message, Message), "the partition makes dead letters of what it cannot read"
+    if not isinstance(message, DeadLetter) or message.stream != ops:
+        return message
+    failure = Failure("dead_letter", f"the operation could not be read: {message.reason}")
+    seq = int(message.id.rpartition(":")[2])
+    return Operation(**message.about(), id=message.id, seq=seq, action="forward_backward", failure=failure)

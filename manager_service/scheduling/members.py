@@ -1,0 +1,72 @@
+"""Members of a partition, jobs and runs, as decisions see them; and the table that lists them.
+
+Other tables of members are derived from it: see `MemberTable.take_changed`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+Urgency = tuple[float, ...]
+"""Smaller first within a tenant: priority, deadline, training before evaluation, the groups that a batch still misses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Facts about one member. What a field says of trajectories concerns jobs alone."""
+
+    tenant: str
+    queued: bool = False
+    active: bool = False  # counts towards the tenant's concurrent jobs
+    running: bool = False
+    behind: bool = False  # samples what it must train next
+    waiting: int = 0  # trajectories under way
+    tokens: float = 0.0  # that the waiting trajectories will use, estimated
+    kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
+    training: bool = False  # a TrainStep is under way
+    ready: bool = False  # a TrainStep could be published
+    urgency: Urgency | None = None  # None: wants nothing issued
+    fresh: bool = False  # wants its first group
+
+
+class Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+M = TypeVar("M", bound=Named)
+
+
+class MemberTable(Mapping[str, M], Generic[M]):
+    """The unfinished members of a partition, by id."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, M] = {}
+        self._changed: dict[str, None] = {}  # in order of the last change
+
+    def __getitem__(self, name: str) -> M:
+        return self._members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: M) -> None:
+        self._members[member.id] = member
+        self.touch(member.id)
+
+    def touch(self, name: str) -> None:
+        """Marks the member as changed."""
+        self._changed.pop(name, None)
+        self._changed[name] = None
+
+    def remove(self, name: str) -> None:
+        del self._members[name]
+        self.touch(name)
+
+    def take_changed(self) -> list[tuple[str, M | None]]:
+        """Members that were added or touched since the last call; None stands for those that were removed."""
+        changed, self._changed = self._changed, {}
+        return [(name, self._members.get(name)) for name in changed]

@@ -1,0 +1,357 @@
+"""Runs in an owner over a real Redis and a real store, with trainers that compute hashes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.messages import AdapterRef, Failure, JobCommand, LoraSpec
+from common.objects import Objects
+from common.operations import Action, Operation, OperationResult, OperationsAnswered, Outputs, Saved, SaveWeights
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
+from harness.standin import FixedSlots
+from manager_service.owner.owner import Owner
+from manager_service.records import JSON, TenantRecord
+from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState, run_of
+from manager_service.tenants import TENANTS, Tenants
+from tests.common.test_worker import length, until
+from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
+
+LEASE_S = 0.6
+TENANT = "acme"
+PARTITION = partition_of(TENANT)
+
+
+class World:
+    """An owner and trainers on one bus, and a user who sends operations."""
+
+    def __init__(self, bus: Bus, objects: Objects) -> None:
+        self.bus = bus
+        self.objects = objects
+        self.store = AdapterStore(objects)
+        self.slots = FixedSlots()
+        self._stop = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+
+    def start_owner(self) -> None:
+        owner = Owner(
+            bus=self.bus,
+            cluster=self.slots,
+            store=self.store,
+            objects=self.objects,
+            tenants=Tenants(self.bus.client),
+            lease_s=LEASE_S,
+        )
+        self._owner = asyncio.create_task(owner.run(self._stop))
+
+    async def kill_owner(self) -> None:
+        assert self._owner is not None
+        self._owner.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._owner
+
+    @contextlib.asynccontextmanager
+    async def trainer(self) -> AsyncGenerator[HashingTrainer]:
+        """A trainer that is alive until the context ends."""
+        async with hashing_trainer(self.bus, self.store, lease_s=LEASE_S) as trainer:
+            report = trainer.report()
+            self.slots.workers.append(report)
+            try:
+                yield trainer
+            finally:
+                self.slots.workers.remove(report)
+
+    async def stop(self) -> None:
+        self._stop.set()
+        if self._owner:
+            await self._owner
+
+    # ---- a user -------------------------------------------------------------------------------------------------
+
+    async def create(self, number: int = 0, session: str = "ses-0123456789abcdef") -> str:
+        run = run_of(f"{session}:train:{number}")
+        assert run is not None
+        spec = RunSpec(run, TENANT, session, "tiny", "tiny", LoraSpec(), seed=5, created_at=number)
+        cell = self.bus.cell
+        await self.bus.client.set(cell.session(session), "{}")
+        await self.bus.client.hset(cell.run(run), mapping={"spec": JSON.encode(spec), "state": JSON.encode(RunState())})
+        await self.bus.client.sadd(cell.active(PARTITION), run)
+        command = JobCommand(id=f"{run}:0", tenant=TENANT, job=run, partition=PARTITION, action="create")
+        await self.bus.publish([(cell.jobs(PARTITION), command)])
+        return run
+
+    async def send(self, run: str, *operations: tuple[int, Action], failure: Failure | None = None) -> None:
+        for seq, action in operations:
+            await self._publish(run, seq, action, f"{action} {seq}".encode(), failure)
+
+    async def _publish(
+        self, run: str, seq: int, action: Action, payload: bytes, failure: Failure | None = None
+    ) -> None:
+        operation = Operation(
+            id=f"{run}:{seq}",
+            tenant=TENANT,
+            job=run,
+            partition=PARTITION,
+            seq=seq,
+            action=action,
+            payload=payload,
+            tokens=10,
+            failure=failure,
+        )
+        await self.bus.publish([(self.bus.cell.ops(PARTITION), operation)])
+
+    async def save(self, run: str, seq: int, wanted: SaveWeights, action: Action = "save_for_sampler") -> Saved:
+        payload = msgspec.msgpack.encode(wanted)
+        await self._publish(run, seq, action, payload)
+        return msgspec.msgpack.decode((await self.result(run, seq)).outputs, type=Saved)
+
+    async def result(self, run: str, seq: int) -> OperationResult:
+        await until(lambda: self._has(run, seq))
+        found: Any = await self.bus.client.hget(self.bus.cell.results(run), str(seq))
+        return msgspec.msgpack.decode(found, type=OperationResult)
+
+    async def _has(self, run: str, seq: int) -> bool:
+        return bool(await self.bus.client.hexists(self.bus.cell.results(run), str(seq)))
+
+    async def failure(self, run: str, seq: int) -> str:
+        failure = (await self.result(run, seq)).failure
+        assert failure is not None
+        return failure.reason
+
+    async def state(self, run: str) -> RunState:
+        return msgspec.json.decode(await self.bus.client.hget(self.bus.cell.run(run), "state") or b"", type=RunState)
+
+    async def weights(self, run: str, version: int) -> bytes:
+        return (await self.store.read(AdapterRef(TENANT, run, version), (WEIGHTS,)))[WEIGHTS]
+
+    async def sent(self, run: str) -> bool:
+        """Is a message of the run with a trainer?"""
+        return (await self.state(run)).sent > 0
+
+    async def open_operations(self, number: int) -> bool:
+        return await length(self.bus, self.bus.cell.ops(PARTITION), number)
+
+
+@pytest.fixture
+async def world(bus: Bus, objects: Objects) -> AsyncIterator[World]:
+    world = World(bus, objects)
+    world.start_owner()
+    yield world
+    await world.stop()
+
+
+async def test_an_optim_step_commits_a_version_and_every_operation_has_a_result(world: World) -> None:
+    async with world.trainer() as trainer:
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"), (2, "forward"), (3, "forward_backward"), (4, "optim_step"))
+        outputs = msgspec.msgpack.decode((await world.result(run, 4)).outputs, type=Outputs)
+        assert outputs.metrics == {"loss:sum": 4.0}
+        assert [bool((await world.result(run, seq)).outputs) for seq in range(4)] == [True] * 4
+        assert (await world.state(run)).version == 1
+        await until(lambda: world.open_operations(0))
+        assert [op.seq for message in trainer.seen for op in message.operations] == [1, 2, 3, 4]
+    usage = await world.bus.client.hget(world.bus.cell.usage(TENANT), f"{run}/trained_tokens")
+    assert float(usage or 0) == len(trainer.seen)
+
+
+async def test_operations_are_carried_out_in_the_order_of_their_numbers_and_once(world: World) -> None:
+    async with world.trainer() as trainer:
+        run = await world.create()
+        await world.send(run, (3, "optim_step"), (2, "forward_backward"), (2, "forward_backward"))
+        await world.result(run, 0)
+        assert not trainer.seen
+        await world.send(run, (1, "forward_backward"), (3, "optim_step"))
+        await world.result(run, 3)
+        await world.send(run, (1, "forward_backward"), (4, "forward"))
+        await world.result(run, 4)
+        assert [op.seq for message in trainer.seen for op in message.operations] == [1, 2, 3, 4]
+        await until(lambda: world.open_operations(0))
+
+
+async def test_a_gradient_stays_with_its_trainer_and_its_operations_stay_pending(world: World) -> None:
+    async with world.trainer() as first, world.trainer() as second:
+        run = await world.create()
+        for seq in (1, 2, 3):
+            await world.send(run, (seq, "forward_backward"))
+            await world.result(run, seq)
+        assert await world.open_operations(3)
+        holder, other = (first, second) if first.seen else (second, first)
+        assert [message.first for message in holder.seen] == [0, 1, 2] and not other.seen
+        await world.send(run, (4, "optim_step"))
+        await world.result(run, 4)
+        await until(lambda: world.open_operations(0))
+        assert not other.seen
+
+
+async def _weights_after_two_steps(world: World) -> bytes:
+    async with world.trainer():
+        run = await world.create(9)
+        for seq, action in enumerate(SCRIPT, start=1):
+            await world.send(run, (seq, action))
+        await world.result(run, len(SCRIPT))
+        return await world.weights(run, 2)
+
+
+SCRIPT: tuple[Action, ...] = (
+    *("forward_backward", "forward_backward", "optim_step"),
+    *("forward_backward", "forward", "forward_backward", "optim_step"),
+)
+
+
+@pytest.mark.parametrize("killed_after", range(1, len(SCRIPT)))
+async def test_a_killed_trainers_gradient_is_begun_again_elsewhere(world: World, killed_after: int) -> None:
+    undisturbed = await _weights_after_two_steps(world)
+    run = await world.create()
+    async with world.trainer() as doomed:
+        for seq, action in enumerate(SCRIPT[:killed_after], start=1):
+            await world.send(run, (seq, action))
+            await world.result(run, seq)
+        doomed.hold = asyncio.Event()
+        await world.send(run, *enumerate(SCRIPT[killed_after:], start=killed_after + 1))
+        await until(lambda: world.sent(run))
+    async with world.trainer():
+        await world.result(run, len(SCRIPT))
+        assert await world.weights(run, 2) == undisturbed
+        await until(lambda: world.open_operations(0))
+
+
+@pytest.mark.parametrize("killed_after", range(len(SCRIPT)))
+async def test_a_killed_owners_runs_go_on(world: World, killed_after: int) -> None:
+    undisturbed = await _weights_after_two_steps(world)
+    async with world.trainer():
+        run = await world.create()
+        for seq, action in enumerate(SCRIPT[:killed_after], start=1):
+            await world.send(run, (seq, action))
+        await world.result(run, killed_after)
+        await world.kill_owner()
+        await world.send(run, *enumerate(SCRIPT[killed_after:], start=killed_after + 1))
+        world.start_owner()
+        await world.result(run, len(SCRIPT))
+        assert await world.weights(run, 2) == undisturbed
+        await until(lambda: world.open_operations(0))
+
+
+async def test_a_lost_message_to_a_trainer_is_sent_again(world: World) -> None:
+    async with world.trainer() as trainer:
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        trainer.hold = asyncio.Event()
+        await world.send(run, (2, "optim_step"))
+        await until(lambda: world.sent(run))
+        await world.bus.client.delete(world.bus.cell.trainer(trainer.name))
+        trainer.hold.set()
+        await world.result(run, 2)
+        assert (await world.state(run)).version == 1
+
+
+async def test_a_failed_operation_fails_its_step_by_name_and_nothing_else(world: World) -> None:
+    broken = Failure("invalid", "a token is outside the vocabulary")
+    async with world.trainer() as trainer:
+        trainer.refuse = lambda operation: broken if operation.seq == 2 else None
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"), (2, "forward_backward"), (3, "forward_backward"))
+        assert await world.failure(run, 2) == broken.reason
+        assert (await world.result(run, 3)).failure is None
+        await world.send(run, (4, "optim_step"))
+        assert "operation 2 of this step has failed" in await world.failure(run, 4)
+        assert (await world.state(run)).version == 0
+        await world.send(run, (5, "forward_backward"), (6, "optim_step"))
+        assert (await world.result(run, 6)).failure is None
+        await until(lambda: world.open_operations(0))
+        trainer.refuse = lambda operation: None
+        alone = await world.create(1)
+        await world.send(alone, (1, "forward"), (2, "forward"), (3, "forward"), (4, "forward"))
+        await world.send(alone, (5, "forward_backward"), (6, "optim_step"))
+        await world.result(alone, 6)
+        assert await world.weights(run, 1) == await world.weights(alone, 1), "nothing of the failed step is in it"
+
+
+async def test_what_the_api_found_wrong_fails_in_its_turn(world: World) -> None:
+    async with world.trainer():
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"))
+        await world.send(run, (2, "forward_backward"), failure=Failure("invalid", "unknown loss_fn"))
+        await world.send(run, (3, "optim_step"))
+        assert (await world.result(run, 1)).failure is None
+        assert await world.failure(run, 2) == "unknown loss_fn"
+        assert "operation 2" in await world.failure(run, 3)
+
+
+async def test_an_operation_that_nobody_can_read_fails(world: World) -> None:
+    async with world.trainer():
+        run = await world.create()
+        fields = {"id": f"{run}:1", "job": run, "partition": PARTITION, "epoch": 0, "kind": "Operation"}
+        await world.bus.client.xadd(world.bus.cell.ops(PARTITION), {**fields, "payload": b"\xc1"})
+        assert "could not be read" in await world.failure(run, 1)
+        await world.send(run, (2, "forward"))
+        assert (await world.result(run, 2)).failure is None
+
+
+async def test_saves_name_the_newest_version(world: World) -> None:
+    async with world.trainer():
+        run = await world.create()
+        assert await world.save(run, 1, SaveWeights("begin", ttl_s=3600), "save_weights") == Saved(0, "begin")
+        assert await world.save(run, 2, SaveWeights(sampler="s:0", inflight=True)) == Saved(0, "", "s:0")
+        assert await world.save(run, 3, SaveWeights(sampler="s:1")) == Saved(0, "", "s:1")
+        await world.send(run, (4, "forward_backward"), (5, "optim_step"))
+        assert await world.save(run, 6, SaveWeights(sampler="s:2", inflight=True)) == Saved(1, "", "s:2")
+        state = await world.state(run)
+        snapshot, follower = SamplerState(0), SamplerState(1, inflight=True)
+        assert state.samplers == {"s:0": follower, "s:1": snapshot, "s:2": follower}
+        (found,) = state.checkpoints
+        assert found.expires_at == found.created_at + 3600
+        assert found == Checkpoint("weights", "begin", 0, found.created_at, found.expires_at)
+
+
+async def test_results_are_announced(world: World) -> None:
+    async with world.trainer():
+        run = await world.create()
+        await world.send(run, (1, "forward"))
+        await world.result(run, 1)
+    heard = [m for _, m in await world.bus.follow(world.bus.cell.done, "0", block_ms=None)]
+    assert [(m.job, m.seqs) for m in heard if isinstance(m, OperationsAnswered)] == [(run, (0,)), (run, (1,))]
+
+
+async def test_a_run_ends_with_its_session(world: World) -> None:
+    async with world.trainer() as trainer:
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        trainer.hold = asyncio.Event()
+        await world.send(run, (2, "optim_step"))
+        await world.bus.client.delete(world.bus.cell.session("ses-0123456789abcdef"))
+        assert "session has ended" in await world.failure(run, 2)
+        assert (await world.state(run)).status == "ended"
+        await world.send(run, (3, "forward"))
+        assert "has ended" in await world.failure(run, 3)
+        await until(lambda: world.open_operations(0))
+        assert await world.bus.client.scard(world.bus.cell.active(PARTITION)) == 0
+
+
+async def test_no_more_runs_are_active_than_the_tenant_may_have(world: World) -> None:
+    record = TenantRecord(id=TENANT, created_at=0, max_jobs=1)
+    await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
+    await asyncio.sleep(2 * LEASE_S)  # owners look at tenants so often
+    async with world.trainer():
+        first, second = await world.create(0), await world.create(1)
+        await world.result(first, 0)
+        assert (await world.state(second)).status == "queued"
+        await world.send(first, (1, "unload"))
+        await world.result(first, 1)
+        assert (await world.result(second, 0)).failure is None
+
+
+async def test_pending_operations_of_all_partitions_are_none_at_the_end(world: World) -> None:
+    async with world.trainer():
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"), (2, "optim_step"))
+        await world.result(run, 2)
+        for number in range(NUM_PARTITIONS):
+            pending = await world.bus.client.xpending(world.bus.cell.ops(number), GROUP_MANAGER)
+            assert pending["pending"] == 0
