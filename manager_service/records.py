@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.messages import MAX_TOKENS, TEMPERATURE, EnvSpec, LoraSpec, LossSpec, OptimSpec, Usage
+from common.messages import MAX_TOKENS, TEMPERATURE, AdapterRef, EnvSpec, LoraSpec, LossSpec, OptimSpec, Usage
 from manager_service.kept import Kept
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
@@ -81,6 +81,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_items: int  # rows of the training file; 0: the environment makes its own
     num_eval_items: int = 0
     weight: float = 1.0  # the tenant's at creation
+    model: str = ""  # that it goes on from, with its version; empty: it begins with the base model
+    source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
 
     @property
     def tuned_model(self) -> str:

@@ -18,6 +18,7 @@ Its files:
     paging.py            pages through lists as OpenAI does
     jobs.py              serves jobs: create, list, retrieve, cancel, pause, resume
     submission.py        checks a new job, and makes its JobSpec
+    starts.py            finds what a new job starts from
     hyperparameters.py   checks a job's hyperparameters, and makes them what the job uses
     job_store.py         reads jobs, and creates them by one script
     job_records.py       reads what a job has written, from Redis or the archive

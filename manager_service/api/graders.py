@@ -15,7 +15,7 @@ from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.reading.bodies import JsonRoute
-from manager_service.api.submission import find_base
+from manager_service.api.starts import find_base
 
 router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
 

@@ -17,7 +17,7 @@ from manager_service.api.paging import After, Limit, page, take
 from manager_service.api.quota import check_quota
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import ErrorObject, JobObject, Page
-from manager_service.api.submission import JobGiven, build_spec, find_base
+from manager_service.api.submission import JobGiven, build_spec
 from manager_service.kept import Kept
 from manager_service.records import FINAL, Status, TenantRecord
 
@@ -58,7 +58,7 @@ async def create(
 
 async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
     spec = await build_spec(api, tenant, body)
-    base = find_base(api, body.model)
+    base = api.bases[spec.base_model]
     await check_quota(base.redis, base.cell, tenant)
     return spec
 
@@ -163,7 +163,7 @@ def shown(row: JobRow) -> JobObject:
         created_at=spec.created_at,
         finished_at=state.finished_at,
         estimated_finish=_estimated_finish(row),
-        model=spec.base_model,
+        model=spec.model or spec.base_model,
         fine_tuned_model=tuned,
         organization_id=spec.tenant,
         status=state.status,

@@ -19,6 +19,7 @@ from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
 from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckLengths, CheckRows
+from manager_service.api.starts import find_start
 from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
 from manager_service.scheduling.fairness import largest_group
 
@@ -55,7 +56,9 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 class JobGiven(Given):
-    """The body. `model` is a base model; without a `seed` the service chooses one, and returns it."""
+    """The body. `model` is a base model, or a tuned one, `ft:…`, to go on from; without a `seed` the service chooses one, and
+    returns it.
+    """
 
     model: str
     training_file: str | None = None
@@ -79,10 +82,11 @@ class JobPlan:
 
 async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
-    base = find_base(api, body.model)
+    start = await find_start(api, tenant, body.model)
+    base = start.base
     _check_labels(body)
     method = _reinforcement(body)
-    plan = JobPlan(_environment(method), None, parse_hyperparameters(method.hyperparameters or {}))
+    plan = JobPlan(_environment(method), None, start.shaped(parse_hyperparameters(method.hyperparameters or {})))
     plan = JobPlan(plan.env, _grader(method, plan.env), plan.given)
     _check_base(base, plan)
     training = await _file(api, tenant, body.training_file, "training_file")
@@ -114,6 +118,8 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         num_items=num_items,
         num_eval_items=validation.num_items if validation else 0,
         weight=tenant.weight,
+        model=start.name,
+        source=start.source,
     )
 
 
@@ -123,22 +129,6 @@ def _check_size(reinforcement: dict[str, Any]) -> None:
         raise InvalidInput(
             f"method has {num_bytes} bytes; at most {MAX_METHOD_BYTES}", param="method.reinforcement", code="too_large"
         )
-
-
-def find_base(api: Api, model: str) -> Base:
-    """Raises InvalidInput, with the nearest name, if it is not a base model."""
-    if model in api.bases:
-        return api.bases[model]
-    if model.startswith("ft:"):
-        raise InvalidInput(
-            "a job cannot start from a tuned model yet: give its base model", param="model", code="unsupported_model"
-        )
-    known = ", ".join(api.bases)
-    raise InvalidInput(
-        f"unknown model {model!r}{did_you_mean(model, api.bases)}; base models: {known}",
-        param="model",
-        code="model_not_found",
-    )
 
 
 def _check_labels(body: JobGiven) -> None:

@@ -42,7 +42,14 @@ class Orders:
         """Asks for version 0."""
         spec = self._spec
         adapter = AdapterRef(spec.tenant, spec.id, 0)
-        message = Init(id=f"{spec.id}/init", **self.about(state), adapter=adapter, seed=spec.seed, lora=spec.hyper.lora)
+        message = Init(
+            id=f"{spec.id}/init",
+            **self.about(state),
+            adapter=adapter,
+            seed=spec.seed,
+            lora=spec.hyper.lora,
+            source=spec.source,
+        )
         return self._cell.train, message
 
     def start(self, state: JobState, version: int, keys: Sequence[TrajectoryKey]) -> Out:

@@ -99,7 +99,7 @@ async def test_training_ends_at_max_steps_or_epochs_whichever_is_first(
 HYPER = "method.reinforcement.hyperparameters"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "tinny"}, "model", "unknown model 'tinny'; did you mean 'tiny'?"),
-    ({"model": "ft:tiny:default::ftjob-1"}, "model", "cannot start from a tuned model yet"),
+    ({"model": "ft:tiny:default::ftjob-1"}, "model", "there is no model 'ft:tiny:default::ftjob-1'"),
     ({"training_file": "file-none"}, "training_file", "there is no file 'file-none'"),
     ({"validation_file": "file-none"}, "validation_file", "there is no file"),
     ({"training_file": None}, "training_file", "needs a training_file"),

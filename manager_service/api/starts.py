@@ -1,0 +1,60 @@
+"""Finds what a new job starts from: a base model, or a version of a tuned one."""
+
+from dataclasses import dataclass
+
+from common.errors import InvalidInput, NotFound
+from common.messages import AdapterRef, LoraSpec
+from common.spelling import did_you_mean
+from manager_service.api.context import Api, Base
+from manager_service.api.hyperparameters import PARAM, Hyperparameters
+from manager_service.api.model_names import find_model
+from manager_service.records import TenantRecord
+
+
+@dataclass(frozen=True, slots=True)
+class JobStart:
+    base: Base
+    name: str = ""  # of the source, with its version
+    source: AdapterRef | None = None  # whose weights version 0 is a copy of; None: it is drawn
+    lora: LoraSpec | None = None  # of the source
+
+    def shaped(self, given: Hyperparameters) -> Hyperparameters:
+        """The hyperparameters with the source's adapter shape. Raises InvalidInput if another one was asked for."""
+        if self.lora is None:
+            return given
+        shape = {
+            "lora_rank": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_targets": list(self.lora.targets),
+        }
+        for name, value in shape.items():
+            if name in given.model_fields_set and getattr(given, name) != value:
+                raise InvalidInput(
+                    f"{name}: the model that the job starts from has {value!r}; leave it out", param=f"{PARAM}.{name}"
+                )
+        return given.model_copy(update=shape)
+
+
+async def find_start(api: Api, tenant: TenantRecord, model: str) -> JobStart:
+    """Raises InvalidInput, with the nearest name, if there is no such model."""
+    if not model.startswith("ft:"):
+        return JobStart(find_base(api, model))
+    try:
+        named = await find_model(api, tenant, model)
+    except NotFound as error:
+        raise InvalidInput(str(error), param="model", code="model_not_found") from error
+    assert named.row is not None
+    pinned = f"{model.partition('@')[0]}@{named.adapter.version}"
+    return JobStart(named.base, pinned, named.adapter, named.row.spec.hyper.lora)
+
+
+def find_base(api: Api, model: str) -> Base:
+    """Raises InvalidInput, with the nearest name, if it is not a base model."""
+    if model in api.bases:
+        return api.bases[model]
+    known = ", ".join(api.bases)
+    raise InvalidInput(
+        f"unknown model {model!r}{did_you_mean(model, api.bases)}; base models: {known}",
+        param="model",
+        code="model_not_found",
+    )

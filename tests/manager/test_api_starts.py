@@ -1,0 +1,68 @@
+"""Jobs that go on from a tuned model."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from common.messages import AdapterRef, LoraSpec
+from manager_service.records import JSON, JobSpec, JobState
+from tests.support.api_server import ApiServer, method, running_api, upload
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+async def create(client: openai.AsyncOpenAI, model: str, **hyper: Any) -> str:
+    body = {"method": method(**hyper)}
+    job = await client.fine_tuning.jobs.create(model=model, training_file=await upload(client), extra_body=body)
+    return job.id
+
+
+async def tuned(server: ApiServer, version: int, **hyper: Any) -> str:
+    """The name of a model that has come to a version."""
+    job = await create(server.openai, "tiny", **hyper)
+    state = JSON.encode(JobState(status="running", version=version))
+    await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+    return f"ft:tiny:default::{job}"
+
+
+async def spec_of(server: ApiServer, job: str) -> JobSpec:
+    return msgspec.json.decode(await server.api.redis.hget(server.bus.cell.job(job), "spec") or b"", type=JobSpec)
+
+
+async def test_a_job_goes_on_from_the_newest_or_a_pinned_version(server: ApiServer) -> None:
+    model = await tuned(server, 3, lora_rank=4, lora_alpha=32.0, lora_targets=["q_proj"])
+    for asked, version in ((model, 3), (f"{model}@1", 1)):
+        job = await create(server.openai, asked)
+        spec = await spec_of(server, job)
+        assert spec.source == AdapterRef("default", model.rpartition(":")[2], version)
+        assert spec.hyper.lora == LoraSpec(4, 32.0, ("q_proj",)), "the adapter keeps its shape"
+        shown = await server.openai.fine_tuning.jobs.retrieve(job)
+        assert shown.model == f"{model}@{version}"
+        assert shown.method and shown.method.reinforcement
+        given = shown.method.reinforcement.to_dict()["hyperparameters"]
+        assert isinstance(given, dict) and given["lora_rank"] == 4
+
+
+async def test_an_adapter_of_another_shape_is_refused(server: ApiServer) -> None:
+    model = await tuned(server, 3, lora_rank=4)
+    with pytest.raises(openai.BadRequestError, match="lora_rank: the model that the job starts from has 4"):
+        await create(server.openai, model, lora_rank=8)
+    assert (await spec_of(server, await create(server.openai, model, lora_rank=4))).hyper.lora.rank == 4
+
+
+async def test_only_ones_own_models_that_have_a_version_are_starts(server: ApiServer) -> None:
+    model = await tuned(server, 3)
+    fresh = f"ft:tiny:default::{await create(server.openai, 'tiny')}"
+    for wrong in (f"{model}@4", f"{model}x", fresh):
+        with pytest.raises(openai.BadRequestError, match="model"):
+            await create(server.openai, wrong)
+    with pytest.raises(openai.BadRequestError, match="there is no model"):
+        await create(await server.new_tenant("acme"), model)
