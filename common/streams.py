@@ -24,6 +24,7 @@
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
+    sampling                   string   weight of the tenants who sample in bulk; expires
     inference                  hash     API replica -> until when it counts as alive, ms, and which tenants ask it for places
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
     begun                      set      ids of the cell's unfinished jobs that have a version 0
@@ -247,6 +248,10 @@ class Cell:
     @property
     def weights(self) -> str:
         return self.key("weights")
+
+    @property
+    def sampling(self) -> str:
+        return self.key("sampling")
 
     @property
     def inference(self) -> str:

@@ -5,7 +5,8 @@ even share. An owner with more than its share gives the rest back, so a manager 
 an owner that dies run out, and the others take them. All times are Redis' own.
 
 The round also exchanges the weight of the active tenants of each partition. That weight, and not the number of
-partitions, is an owner's part of the workers.
+partitions, is an owner's part of the workers. API replicas whose tenants sample in bulk are among those who share
+(manager_service/api/sampling/cell_share.py): `sampling` has their tenants' weight.
 """
 
 import time
@@ -16,8 +17,8 @@ from enum import Enum
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
 
-# KEYS: owners, weights, then the lease of each partition. ARGV: token, milliseconds, weight of each partition that the
-# owner works for ("" for the others). Answers with the even share, the weight of all partitions, and for each whether
+# KEYS: owners, weights, sampling, then the lease of each partition. ARGV: token, milliseconds, weight of each partition that the
+# owner works for ("" for the others). Answers with the even share, the weight of all who share, and for each partition whether
 # it is another's (0), was taken now (1) or is renewed (2).
 ROUND = """
 local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
@@ -25,14 +26,14 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', owners, now + ms, token)
 redis.call('ZREMRANGEBYSCORE', owners, '-inf', '(' .. now)
-local partitions = #KEYS - 2
+local partitions = #KEYS - 3
 local share = math.ceil(partitions / redis.call('ZCARD', owners))
 local answer, held, free = {}, 0, {}
 for i = 1, partitions do
-  local holder = redis.call('GET', KEYS[i + 2])
+  local holder = redis.call('GET', KEYS[i + 3])
   answer[i] = 0
   if holder == token then
-    redis.call('SET', KEYS[i + 2], token, 'PX', ms)
+    redis.call('SET', KEYS[i + 3], token, 'PX', ms)
     answer[i], held = 2, held + 1
   elseif not holder then
     free[#free + 1] = i
@@ -40,14 +41,14 @@ for i = 1, partitions do
 end
 for _, i in ipairs(free) do
   if held < share then
-    redis.call('SET', KEYS[i + 2], token, 'PX', ms)
+    redis.call('SET', KEYS[i + 3], token, 'PX', ms)
     answer[i], held = 1, held + 1
   end
 end
 for i = 1, partitions do
   if ARGV[i + 2] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 2]) end
 end
-local total = 0
+local total = tonumber(redis.call('GET', KEYS[3]) or 0)
 for _, weight in ipairs(redis.call('HVALS', weights)) do total = total + tonumber(weight) end
 return {share, tostring(total), unpack(answer)}
 """
@@ -75,7 +76,9 @@ class Round:
 
     leases: Mapping[int, Held]  # every partition
     share: int  # partitions that one owner should hold at most
-    other_weight: float  # of active tenants in partitions that this owner does not work for
+    other_weight: (
+        float  # of active tenants in partitions that this owner does not work for, and of those who sample in bulk
+    )
 
     @property
     def surplus(self) -> int:
@@ -104,7 +107,8 @@ class Leases:
         """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for."""
         began_s = time.monotonic()
         told = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
-        keys = [self.bus.cell.owners, self.bus.cell.weights, *self._leases]
+        cell = self.bus.cell
+        keys = [cell.owners, cell.weights, cell.sampling, *self._leases]
         arguments = [self.token, int(self.lease_s * 1000), *told]
         share, total, *held = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
         self.valid_until_s = began_s + self.lease_s

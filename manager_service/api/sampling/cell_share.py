@@ -4,28 +4,36 @@ Each replica tells the others in Redis, every EXCHANGE_S, which tenants ask it f
 they ask for. A tenant's weight is split among the replicas by what it asks of each. A replica has the part of the cell's
 places that its tenants' weights are of all, and shares it by those weights.
 
-    reads, writes: `inference`   after a crash: the others forget the replica after GONE_S
+Tenants who sample in bulk share the rollout workers with jobs: the weight of all of them stands in `sampling`, where owners
+see it, and owners' weight is seen here.
+
+    reads: `weights`   reads, writes: `inference`, `sampling`   after a crash: the others forget the replica after GONE_S
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
 from common.bus import Bus
 
 EXCHANGE_S = 0.5
+BULK = "samples"
+"""The places that are rollout slots, which bulk samples share with jobs."""
 GONE_S = 5.0
 """A replica that was silent for so long has no part any more."""
 
-# KEYS: inference. ARGV: this replica, milliseconds until it counts as gone, what it tells. Answers with what all live ones tell.
+# KEYS: inference, sampling, weights. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
+# sample in bulk. Answers with the weight of the owners' tenants, then with what all live replicas tell.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[2], ARGV[3]))
 local told = redis.call('HGETALL', KEYS[1])
-local answer = {}
+if ARGV[4] ~= '0.0' then redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[2]) end
+local total = 0
+for _, weight in ipairs(redis.call('HVALS', KEYS[3])) do total = total + tonumber(weight) end
+local answer = {tostring(total)}
 for i = 1, #told, 2 do
   local ends, rest = string.match(told[i + 1], '^(%d+) (.*)$')
   if tonumber(ends) < now then
@@ -61,12 +69,16 @@ class CellShare:
         self._exchange = bus.client.register_script(_EXCHANGE)
         self._mine: Mapping[str, Asking] = {}
         self._all: list[_TOLD] = []
+        self._jobs_weight = 0.0
 
     async def exchange(self) -> None:
         """Tells what this replica is asked for, and hears of the others."""
         mine = {kind: dict(asking) for kind, asking in self._asking().items()}
-        words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine)]
-        told: Any = await self._bus.retrying(lambda: self._exchange(keys=[self._bus.cell.inference], args=words))
+        cell = self._bus.cell
+        keys = [cell.inference, cell.sampling, cell.weights]
+        words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine), repr(sum(self._weights(BULK).values()))]
+        total, *told = await self._bus.retrying(lambda: self._exchange(keys=keys, args=words))
+        self._jobs_weight = float(total)
         self._all = [msgspec.json.decode(one, type=_TOLD) for one in told]
         self._mine = mine
 
@@ -78,12 +90,16 @@ class CellShare:
             await asyncio.sleep(EXCHANGE_S)
 
     def part(self, kind: str) -> float:
-        """This replica's part of the cell's places, 0 to 1: an equal one where nobody asks."""
-        weights = {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
+        """This replica's part of the cell's places, 0 to 1: an equal one where nobody asks. Of those for BULK, jobs have theirs."""
+        weights = sum(self._weights(kind).values()) + (self._jobs_weight if kind == BULK else 0.0)
         if not weights:
             return 1 / max(1, len(self._all))
         mine = sum(self.weight(kind, tenant, asked.weight) for tenant, asked in self._mine.get(kind, {}).items())
-        return mine / sum(weights.values())
+        return mine / weights
+
+    def _weights(self, kind: str) -> dict[str, float]:
+        """By tenant that asks any replica."""
+        return {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
 
     def weight(self, kind: str, tenant: str, weight: float) -> float:
         """The part of a tenant's weight that counts here."""
