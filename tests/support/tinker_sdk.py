@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 VERSION = "0.38.0"
-NEEDS = ("httpx[http2]", "numpy", "orjson", "protobuf>=4.21", "pydantic<3", "pyqwest>=0.4.1", "rich", "sniffio", "zstandard")
+NEEDS = (
+    "httpx[http2]",
+    "numpy",
+    "orjson",
+    "protobuf>=4.21",
+    "pydantic<3",
+    "pyqwest>=0.4.1",
+    "rich",
+    "sniffio",
+    "zstandard",
+)
 MORE = ("anyio<5", "click", "distro<2", "typing-extensions<5")
 """What the SDK needs, without what only its tokenizers need."""
 INSTALL_S = 300.0

@@ -4,8 +4,6 @@ import zstandard
 
 from common.errors import InvalidInput
 
-SLICE_BYTES = 1 << 16
-
 
 def unpack(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
     """A body without its Content-Encoding. Raises InvalidInput."""
@@ -13,15 +11,10 @@ def unpack(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
         return body
     if encoding != "zstd":
         raise InvalidInput(f"Content-Encoding {encoding!r} is not known here: use zstd or none")
-    unpacked = bytearray()
     try:
-        with zstandard.ZstdDecompressor(max_window_size=max_bytes).stream_reader(body) as reader:
-            while part := reader.read(SLICE_BYTES):
-                unpacked += part
-                if len(unpacked) > max_bytes:
-                    raise InvalidInput(
-                        f"the body has more than {max_bytes} bytes when it is unpacked", code="too_large"
-                    )
+        announced = zstandard.frame_content_size(body)  # -1: not announced; then max_output_size holds
+        if announced > max_bytes:
+            raise InvalidInput(f"the body has {announced} bytes unpacked: at most {max_bytes}", code="too_large")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=max_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise InvalidInput(f"the body is not zstd: {error}") from error
-    return bytes(unpacked)
+        raise InvalidInput(f"the body is no zstd frame of at most {max_bytes} bytes unpacked: {error}") from error
