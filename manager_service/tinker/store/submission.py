@@ -41,7 +41,7 @@ end
 redis.call('XADD', KEYS[3], '*', unpack(ARGV, 10))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
 redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
-redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[7]))
+if seq > tonumber(ARGV[7]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[7])) end
 if ARGV[3] == 'unload' then redis.call('HSET', KEYS[1], 'unload', seq) end
 if KEYS[4] ~= KEYS[1] then redis.call('SET', KEYS[4], ARGV[8], 'EX', ARGV[9]) end
 return 'new'
