@@ -16,6 +16,7 @@ Its files:
     scheduling/     which job is served next, as pure decisions over all jobs
     owner/          the loop that applies messages to jobs and commits the changes
     runs/           jobs whose loop their user keeps, through the Tinker protocol
+    tinker/         the same runs over HTTP: the Tinker protocol
     archive/        records of finished jobs, in object storage
     api/            the HTTP API
     local/          the whole of MARLaaS on one machine

@@ -25,6 +25,9 @@ from manager_service.api.body_limit import BodyLimit
 from manager_service.api.context import Api
 from manager_service.api.key_first import KeyFirst
 from manager_service.api.sampling import chat, completions
+from manager_service.tinker import operations, retrieval, runs, samplers, sessions
+from manager_service.tinker.futures.patience import Patience
+from manager_service.tinker.parts import make_records
 
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.
@@ -45,6 +48,11 @@ ROUTERS = (
     health,
     metrics,
     docs_page,
+    sessions,
+    runs,
+    operations,
+    samplers,
+    retrieval,
 )
 
 
@@ -59,6 +67,7 @@ def create_app(api: Api) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.api = api
+    app.state.tinker = make_records(api)
     for noun in ROUTERS:
         app.include_router(noun.router)
     errors.install(app)
@@ -70,6 +79,7 @@ def create_app(api: Api) -> FastAPI:
         max_file_bytes=settings.max_file_bytes,
         max_uploads_bytes=settings.max_uploads_bytes,
     )
+    app.add_middleware(Patience)
     app.openapi = cache(partial(_openapi, app))
     return app
 
@@ -77,8 +87,8 @@ def create_app(api: Api) -> FastAPI:
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's document, without the 422 that this API never answers."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    for operations in document["paths"].values():
-        for operation in operations.values():
+    for methods in document["paths"].values():
+        for operation in methods.values():
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)

@@ -1,6 +1,7 @@
 """The parts of the manager that every route may use, and the caller's key and tenant."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,10 @@ from manager_service.cluster import Cluster
 from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import ADMIN, Tenants
+from manager_service.tinker.futures.samples import Samples
+from manager_service.tinker.futures.waiting import Answered
 
+TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0
 """How long a request waits for Redis before it answers 503."""
 
@@ -48,6 +52,8 @@ class Base:
     tokenizer: ChatTokenizer
     inference: Inference
     feed: Feed
+    answered: Answered
+    samples: Samples
     archive: Archive
     linear_layers: frozenset[str]  # leaf names that `lora_targets` may name; empty: not known
     created_at: int
@@ -58,7 +64,8 @@ class Base:
 
     async def run(self) -> None:
         """Runs the loops that its requests need, until cancelled."""
-        async with running(self.cluster.run(), self.inference.run(), self.feed.run()) as tasks:
+        loops = (self.cluster, self.inference, self.feed, self.answered, self.samples)
+        async with running(*(loop.run() for loop in loops)) as tasks:
             await asyncio.wait(tasks)
 
 
@@ -97,14 +104,21 @@ _bearer = HTTPBearer(auto_error=False, description="An API key: `sk-…`")
 async def authenticate(api: Api, scope: Scope) -> KeyRecord:
     """The record of a request's key, which is looked up once. Raises ApiError 401."""
     if "key" not in scope:
-        header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        scheme, key = get_authorization_scheme_param(header)
-        if scheme.lower() != "bearer" or not key:
+        key = _given_key(dict(scope["headers"]))
+        if not key:
             raise _unauthorized("no API key: send the header `Authorization: Bearer sk-…`")
         scope["key"] = await api.tenants.authenticate(key)
     if scope["key"] is None:
         raise _unauthorized("this API key is not known; it may have been deleted")
     return scope["key"]
+
+
+def _given_key(headers: Mapping[bytes, bytes]) -> str:
+    """The key of a request; empty if it has none. `tinker` sends its own way, behind a prefix that it insists on."""
+    if tinker := headers.get(b"x-api-key"):
+        return tinker.decode("latin-1").removeprefix(TINKER_PREFIX)
+    scheme, key = get_authorization_scheme_param(headers.get(b"authorization", b"").decode("latin-1"))
+    return key if scheme.lower() == "bearer" else ""
 
 
 async def get_key(request: Request, api: Parts, shown: Annotated[object, Depends(_bearer)]) -> KeyRecord:

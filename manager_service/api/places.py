@@ -39,9 +39,9 @@ class SharedPlaces:
         finally:
             self.give_back(claim)
 
-    async def take(self, tenant: TenantRecord, timeout_s: float) -> Claim:
-        """Waits for a place. Raises Unavailable after `timeout_s`, ApiError 429 if too many of the tenant's requests wait."""
-        if self._waiting[tenant.id] >= MAX_WAITING:
+    async def take(self, tenant: TenantRecord, timeout_s: float | None, most: int = MAX_WAITING) -> Claim:
+        """Waits for a place. Raises Unavailable after `timeout_s`, ApiError 429 if `most` of the tenant's requests wait."""
+        if self._waiting[tenant.id] >= most:
             raise _too_many(self._name)
         self._waiting[tenant.id] += 1
         self._ask(tenant.id, tenant.weight, 1)

@@ -31,6 +31,8 @@ from manager_service.data_format import check_format
 from manager_service.records import GLOBAL
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap
+from manager_service.tinker.futures.samples import Samples
+from manager_service.tinker.futures.waiting import Answered
 
 DRAIN_S = 5
 """How long open requests may go on after SIGTERM."""
@@ -70,6 +72,13 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
     folder = await asyncio.to_thread(resolve_model, where)
     bus = Bus.connect(settings.redis_url, Cell(name), objects)
     cluster = Cluster(bus)
+    inference = Inference(
+        bus,
+        api_id,
+        silence_s=settings.inference_silence_s,
+        timeout_s=settings.inference_timeout_s,
+        slots=lambda service: int(settings.inference_share * cluster.slots(service)),
+    )
     return Base(
         name=name,
         bus=bus,
@@ -77,14 +86,10 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         cluster=cluster,
         folder=folder,
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder),
-        inference=Inference(
-            bus,
-            api_id,
-            silence_s=settings.inference_silence_s,
-            timeout_s=settings.inference_timeout_s,
-            slots=lambda service: int(settings.inference_share * cluster.slots(service)),
-        ),
+        inference=inference,
         feed=Feed(bus),
+        answered=Answered(bus),
+        samples=Samples(bus, inference, api_id),
         archive=Archive(objects, name),
         linear_layers=linear_layers(folder),
         created_at=int(time.time()),

@@ -5,7 +5,15 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
     session        ses-<16 hex digits>
     run            run-<the same digits>-<n>; to its user `<session>:train:<n>`
     sampler        <session>:sample:<n>
-    operation      <run>:<seq>, also the id of its future
+    operation      <run>:<seq>, also the id of its future; seq 0 is the creation
+
+What an API replica alone writes:
+
+    marlaas:{@}:session:<session>   string   Session, for SESSION_KEPT_S after its last sign of life
+    session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
+    sampler:<sampler>               string   Sampler, for as long after its last use as it says
+    seqs:<run>                      hash     number of an operation -> `<sha256 of what was asked> <what was asked> <bytes>`;
+                                             `last`: the highest number; `unload`: the number of the run's end
 """
 
 import math
@@ -14,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.messages import AdapterRef, Failure, LoraSpec
+from common.messages import BASE, AdapterRef, Failure, LoraSpec
 
 RunStatus = Literal["queued", "creating", "ready", "failed", "ended"]
 Kind = Literal["weights", "sampler_weights"]
@@ -78,6 +86,34 @@ class RunState(msgspec.Struct):
     checkpoints: list[Checkpoint] = []
     samplers: dict[str, SamplerState] = {}
     failure: Failure | None = None  # why it can do nothing more
+
+
+SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One client."""
+
+    id: str
+    tenant: str
+    created_at: int
+    sdk_version: str = ""
+    display_name: str | None = None
+    user_metadata: dict[str, Any] = {}
+    finished: str = ""  # how its client ended, if it said so
+
+
+class Sampler(msgspec.Struct, frozen=True):
+    """What a sampler samples with. It never changes."""
+
+    id: str
+    tenant: str
+    base_model: str  # the cell's name for it
+    asked_model: str  # as its user wrote it
+    keep_s: int
+    run: str = ""  # whose state says the version; empty: `adapter` does
+    adapter: AdapterRef = BASE
+    path: str | None = None  # as its user wrote it
 
 
 def run_of(public_id: str) -> str | None:

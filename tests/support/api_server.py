@@ -154,9 +154,10 @@ class Script:
     chunk: int = 1
     dies_after: int | None = None  # tokens of the first attempt, after which nothing more is heard of it
     seen: list[TurnRequest] = field(default_factory=list)
+    inbox: str = ""  # the stream that it reads; empty: the one of inference
 
     async def run(self) -> None:
-        stream = self.bus.cell.rollout_first
+        stream = self.inbox or self.bus.cell.rollout_first
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)
         while True:
             for delivery in await self.bus.read([stream], GROUP_ROLLOUT, "played", count=8, block_ms=20):

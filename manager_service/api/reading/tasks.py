@@ -9,6 +9,8 @@ from common.errors import InvalidInput
 from common.text.tokens import ChatTokenizer
 from manager_service.api.reading.items import check_lengths, check_lines, check_rows
 from manager_service.api.reading.values import parse_json
+from manager_service.tinker.wire.reading import read_pass
+from manager_service.tinker.wire.samples import read_sample
 
 Ids = TypeVar("Ids", bound=Sequence[int])
 
@@ -61,7 +63,22 @@ class CheckLengths(msgspec.Struct, tag=True, frozen=True):
     param: str
 
 
-Task = ParseBody | Render | Encode | CheckLines | CheckRows | CheckLengths
+class ReadPass(msgspec.Struct, tag=True, frozen=True):
+    """Gives CheckedPass, of a pass over data in the Tinker protocol."""
+
+    body: bytes
+    content_type: str
+    encoding: str
+    max_bytes: int  # unpacked
+
+
+class ReadSample(msgspec.Struct, tag=True, frozen=True):
+    """Gives CheckedSample, of a request for samples in the Tinker protocol."""
+
+    body: bytes
+
+
+Task = ParseBody | Render | Encode | CheckLines | CheckRows | CheckLengths | ReadPass | ReadSample
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -96,6 +113,12 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case CheckLengths():
             tokenizer = tokenizers[task.base]
             return check_lengths(task.lines, before=task.before, most=task.most, tokenizer=tokenizer, param=task.param)
+        case ReadPass():
+            return read_pass(
+                task.body, content_type=task.content_type, encoding=task.encoding, max_bytes=task.max_bytes
+            )
+        case ReadSample():
+            return read_sample(task.body)
 
 
 def _body(text: bytes) -> Any:

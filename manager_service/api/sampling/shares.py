@@ -1,6 +1,6 @@
 """Asks the workers of training for chat turns and grader runs; a turn survives the death of its worker.
 
-    reads: reply:<api>   writes: rollout:first, env, control   holds: turns under way (lost on a crash, with the connection)
+    reads: reply:<api>   writes: rollout:first, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
     when a worker dies: after a silence the turn is asked for again, from the tokens that were already seen
 
@@ -43,7 +43,7 @@ from common.messages import (
 from common.places import Claim
 from common.streams import GROUP_ROLLOUT, partition_of
 from common.tasks import cancel_all, running
-from manager_service.api.places import SharedPlaces
+from manager_service.api.places import MAX_WAITING, SharedPlaces
 from manager_service.api.sampling.cell_share import CellShare
 from manager_service.records import TenantRecord
 
@@ -53,6 +53,7 @@ REFRESH_S = 5.0
 BLOCK_MS = 1000
 CONTROL_KEEP_S = 600.0
 PUBLISH_S = 4.0
+MAX_BULK = 65_536  # turns of one tenant that wait for a place
 log = structlog.get_logger()
 
 Reply = TurnDelta | TurnResult | GradeResult
@@ -123,6 +124,7 @@ class InferenceRequest:
     sampling: Sequence[Sampling]  # one a prompt
     seed: int
     stream: bool
+    bulk: bool = False  # behind the first turns of jobs, and however long it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class Fresh:
 class _Choice:
     request: TurnRequest  # the newest attempt
     prompt: Sequence[int]
+    bulk: bool
     place: Claim | None = None  # held from the request to its result
     entry: str = ""  # where the request stands in the stream; empty before it has a place
     tokens: list[int] = field(default_factory=list[int])
@@ -216,7 +219,8 @@ class Inference:
     async def _ask_for(self, choices: "list[_Choice]", tenant: TenantRecord) -> None:
         """Publishes each request as soon as it has a place. Raises Unavailable."""
         for choice in choices:
-            choice.place = await self._turns.take(tenant, self._timeout_s)
+            limits = (None, MAX_BULK) if choice.bulk else (self._timeout_s, MAX_WAITING)
+            choice.place = await self._turns.take(tenant, *limits)
             await self._publish(choice)
 
     def _end(self, choices: "list[_Choice]") -> None:
@@ -275,18 +279,21 @@ class Inference:
                 reply_to=self._replies.stream,
                 stream=ask.stream,
             )
-            yield _Choice(request, prompt)
+            yield _Choice(request, prompt, ask.bulk)
 
     async def _publish(self, choice: _Choice) -> None:
         """Appends the request, and remembers its entry. Raises Unavailable when Redis is away."""
         fields = await self._bus.fields(choice.request)
         entry = dict(zip(fields[::2], fields[1::2], strict=True))
-        stream = self._bus.cell.rollout_first
+        stream = self._stream(choice)
         async with _within(PUBLISH_S):
             written: Any = await self._bus.retrying(lambda: self._bus.client.xadd(stream, entry))
         choice.entry = written.decode()
         choice.heard_s = time.monotonic()
         choice.advanced_s = choice.advanced_s or choice.heard_s
+
+    def _stream(self, choice: _Choice) -> str:
+        return self._bus.cell.rollout if choice.bulk else self._bus.cell.rollout_first
 
     # ---- silence ----------------------------------------------------------------------------------------------------
 
@@ -295,10 +302,10 @@ class Inference:
         now = time.monotonic()
         if not choice.entry or choice.result is not None or now - choice.heard_s < self._silence_s:
             return
-        if now - choice.advanced_s > self._timeout_s:
+        if now - choice.advanced_s > self._timeout_s and not choice.bulk:
             raise Unavailable(f"no rollout worker answered within {self._timeout_s:g} seconds")
         async with _within(PUBLISH_S):
-            cared_for = await self._is_cared_for(choice.entry)
+            cared_for = await self._is_cared_for(choice)
         if cared_for:
             choice.heard_s = now
             return
@@ -307,9 +314,9 @@ class Inference:
         choice.request = _continued(choice)
         await self._publish(choice)
 
-    async def _is_cared_for(self, entry: str) -> bool:
+    async def _is_cared_for(self, choice: _Choice) -> bool:
         """True if the request waits in the stream, or a worker renewed it within the silence."""
-        stream, client = self._bus.cell.rollout_first, self._bus.client
+        stream, client, entry = self._stream(choice), self._bus.client, choice.entry
         if not await self._bus.retrying(lambda: client.xrange(stream, entry, entry)):
             return False
         try:

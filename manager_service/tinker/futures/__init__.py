@@ -1,0 +1,12 @@
+"""Results that clients wait for.
+
+    done ─► waiting ─► results ─► retrieval (routes)
+    rollout ─► samples ──────────┘
+
+Its files:
+
+    waiting.py    hears which operations have their results
+    results.py    gives an operation's result, as its client wants it
+    samples.py    runs requests for samples, and keeps what they give until it is retrieved
+    patience.py   answers a client that waits when nothing can be said, for it repeats at once after an error
+"""

@@ -1,0 +1,106 @@
+"""Gives an operation's result as its client wants it: waits for it, then encodes it."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from common.errors import NotFound
+from common.messages import Failure
+from common.operations import OperationResult, Outputs, Saved
+from manager_service.runs.records import RunState
+from manager_service.tinker.store.runs import Run
+from manager_service.tinker.wire import plain, protobuf
+
+CREATIONS = ("create_model", "load_weights")
+SERVERS_FAULT = ("infrastructure", "dead_letter", "corrupt_adapter", "cancelled")
+"""Kinds of failures that are not the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A result that is there."""
+
+    body: bytes
+    content_type: str = plain.CONTENT_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """No result yet."""
+
+    state: RunState | None
+
+
+class Expired(NotFound):
+    """The result was there, and is kept no longer."""
+
+
+async def look(run: Run, seq: int, *, wants_protobuf: bool) -> Answer | Pending:
+    """Looks once. Raises NotFound for an operation that nobody asked for, Expired."""
+    bus, cell = run.base.bus, run.base.cell
+
+    async def call() -> Any:
+        pipe = bus.client.pipeline(transaction=False)
+        pipe.hget(cell.seqs(run.id), str(seq))
+        pipe.hget(cell.results(run.id), str(seq))
+        pipe.hget(cell.run(run.id), "state")
+        return await pipe.execute()
+
+    asked, result, record = await bus.retrying(call)
+    if asked is None:
+        raise NotFound(f"there is no request {run.id}:{seq}")
+    action = asked.decode().split()[1]
+    state = None if record is None else msgspec.json.decode(record, type=RunState)
+    if action in CREATIONS:
+        return _creation(run, action, state)
+    if result is not None:
+        found = msgspec.msgpack.decode(result, type=OperationResult)
+        return await asyncio.to_thread(_encoded, run, action, found, wants_protobuf=wants_protobuf)
+    if state is None or seq < state.head:
+        raise Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
+    return Pending(state)
+
+
+def _creation(run: Run, action: str, state: RunState | None) -> Answer | Pending:
+    if state is None or (state.status in ("queued", "creating") and state.version < 0):
+        return Pending(state)
+    if state.version < 0:
+        return failed(state.failure or Failure("cancelled", "the run was ended before it was created"))
+    return _plain({"model_id": run.spec.public_id, "type": action})
+
+
+def _encoded(run: Run, action: str, result: OperationResult, *, wants_protobuf: bool) -> Answer:
+    """In a thread: a result may have a million numbers."""
+    if result.failure is not None:
+        return failed(result.failure)
+    public_id = run.spec.public_id
+    if action == "unload":
+        return _plain({"model_id": public_id, "type": "unload_model"})
+    if action in ("save_weights", "save_for_sampler"):
+        return _saved(public_id, action, msgspec.msgpack.decode(result.outputs, type=Saved))
+    outputs = msgspec.msgpack.decode(result.outputs, type=Outputs)
+    if action == "optim_step":
+        return _plain({"metrics": outputs.metrics, "type": "optim_step"})
+    if wants_protobuf:
+        return Answer(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
+    return Answer(plain.write_outputs(outputs))
+
+
+def _saved(run: str, action: str, saved: Saved) -> Answer:
+    if action == "save_weights":
+        return _plain({"path": f"tinker://{run}/weights/{saved.name}", "type": "save_weights"})
+    kind = {"type": "save_weights_for_sampler"}
+    if saved.name:
+        return _plain({"path": f"tinker://{run}/sampler_weights/{saved.name}"} | kind)
+    return _plain({"sampling_session_id": saved.sampler} | kind)
+
+
+def failed(failure: Failure) -> Answer:
+    category = "server" if failure.kind in SERVERS_FAULT else "user"
+    return _plain({"error": failure.reason, "category": category})
+
+
+def _plain(content: dict[str, Any]) -> Answer:
+    return Answer(msgspec.json.encode(content))

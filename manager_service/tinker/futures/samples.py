@@ -1,0 +1,191 @@
+"""Runs requests for samples, and keeps what they give until it is retrieved.
+
+    asample ─► start ─► a task: waits for quota and places ─► rollout ─► result ─► retrieve_future
+
+holds: requests under way and their results (lost on a crash: the client's future answers 410, and it samples again)
+waits for: places, turns   unblocked by: rollout
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+
+import structlog
+from redis.exceptions import RedisError
+
+from common.bus import Bus
+from common.errors import InvalidInput, MarlaasError, NotFound
+from common.messages import TurnResult, Usage
+from common.tasks import cancel_all
+from manager_service.api.errors import RETRY_AFTER_S, ApiError
+from manager_service.api.quota import count_inference, tokens_today
+from manager_service.api.sampling.shares import Inference, InferenceRequest
+from manager_service.tinker.wire.samples import Sampled
+
+MAX_OPEN = 10_000
+"""Requests of one tenant that are under way."""
+KEPT_S, RETRIEVED_S = 600.0, 30.0
+"""How long a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
+SILENT_S = 300.0
+"""A request that nobody asked about for so long is given up."""
+LOOK_EVERY_S = 10.0
+QUOTA_EVERY_S = 15.0
+log = structlog.get_logger()
+
+
+class Gone(NotFound):
+    """The request is not here, or could not be done: it must be made again."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request for samples."""
+
+    id: str
+    tenant: str
+    ask: InferenceRequest
+    samples: list[Sampled | None]
+    key: tuple[str, str]  # tenant, what names the request, if anything does
+    asked_s: float  # monotonic: when its client last asked about it
+    retrieved: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    waits_for_quota: bool = False
+    error: str = ""  # what is wrong with it, for its user
+    gone: bool = False  # it could not be done
+    usage: Usage = field(default_factory=Usage)
+    task: "asyncio.Task[None] | None" = None
+
+    def result(self) -> list[Sampled]:
+        return [sample for sample in self.samples if sample is not None]
+
+
+class Samples:
+    """The requests for samples that one replica of the API has under way in one cell."""
+
+    def __init__(
+        self, bus: Bus, inference: Inference, api_id: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bus = bus
+        self._inference = inference
+        self._prefix = f"smp-{api_id}-{bus.cell.base_model}-"
+        self._clock = clock
+        self._numbers = count()
+        self._requests: dict[str, Request] = {}
+        self._ids: dict[tuple[str, str], str] = {}  # by `key`
+        self._open: Counter[str] = Counter()  # by tenant
+
+    def start(self, ask: InferenceRequest, once: str = "") -> str:
+        """The id of the request's future. A request that comes again, as `once` names it, is not made again. Raises ApiError 429."""
+        tenant = ask.tenant.id
+        key = (tenant, once)
+        if once and key in self._ids:
+            return self._ids[key]
+        if self._open[tenant] >= MAX_OPEN:
+            raise _too_many()
+        name = f"{self._prefix}{next(self._numbers)}"
+        request = Request(name, tenant, ask, [None] * ask.num_choices, key, self._clock())
+        self._requests[name] = request
+        if once:
+            self._ids[key] = name
+        self._open[tenant] += 1
+        request.task = asyncio.create_task(self._serve(request))
+        return name
+
+    def owns(self, request: str) -> bool:
+        return request.startswith(self._prefix)
+
+    def find(self, tenant: str, request: str) -> Request:
+        """Raises Gone, also for another tenant's."""
+        found = self._requests.get(request)
+        if found is None or found.tenant != tenant:
+            raise Gone(f"the request {request[:64]!r} is not here any more: ask again")
+        found.asked_s = self._clock()
+        return found
+
+    def cancel(self, request: Request) -> None:
+        self._forget(request)
+        if request.task is not None:
+            request.task.cancel()
+
+    async def run(self) -> None:
+        """Gives up what nobody asks about, until cancelled; then everything."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                self.look()
+        finally:
+            await cancel_all([request.task for request in self._requests.values() if request.task is not None])
+
+    def look(self) -> None:
+        """Drops requests whose clients have been silent for too long."""
+        now = self._clock()
+        for request in list(self._requests.values()):
+            if now - request.asked_s > _patience_s(request):
+                self.cancel(request)
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.id, None)
+        if self._ids.get(request.key) == request.id:
+            del self._ids[request.key]
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            await self._within_quota(request)
+            await self._sample(request)
+        except InvalidInput as error:
+            request.error = str(error)
+        except (MarlaasError, RedisError, ApiError) as error:
+            log.warning("samples_given_up", request=request.id, reason=str(error))
+            request.gone = True
+        except Exception:
+            log.error("samples_failed", request=request.id, exc_info=True)
+            request.gone = True
+        finally:
+            request.done.set()
+            self._open[request.tenant] -= 1
+            await asyncio.shield(self._charge(request))
+
+    async def _within_quota(self, request: Request) -> None:
+        """Waits while the tenant's tokens of the day are used up."""
+        limit, redis, cell = request.ask.tenant.max_tokens_per_day, self._bus.client, self._bus.cell
+        while (
+            limit is not None and await self._bus.retrying(lambda: tokens_today(redis, cell, request.tenant)) >= limit
+        ):
+            request.waits_for_quota = True
+            await asyncio.sleep(QUOTA_EVERY_S)
+        request.waits_for_quota = False
+
+    async def _sample(self, request: Request) -> None:
+        async with aclosing(self._inference.answer(request.ask)) as progress:
+            async for fresh in progress:
+                if fresh.result is not None:
+                    request.samples[fresh.choice] = _sampled(fresh.result)
+                    request.usage += fresh.result.usage
+
+    async def _charge(self, request: Request) -> None:
+        usage, cell = request.usage, self._bus.cell
+        if usage != Usage():
+            await self._bus.retrying(lambda: count_inference(self._bus.client, cell, request.tenant, usage))
+
+
+def _patience_s(request: Request) -> float:
+    if not request.done.is_set():
+        return SILENT_S
+    return RETRIEVED_S if request.retrieved else KEPT_S
+
+
+def _sampled(result: TurnResult) -> Sampled:
+    """The context's end reads like the limit of tokens."""
+    return Sampled(result.tokens, result.logprobs, "stop" if result.stop_reason == "stop" else "length")
+
+
+def _too_many() -> ApiError:
+    error = ApiError(
+        429, f"{MAX_OPEN} of your requests for samples are under way: wait until some have ended", code="too_many"
+    )
+    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return error

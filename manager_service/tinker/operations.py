@@ -1,0 +1,154 @@
+"""Routes of a run's operations. Each has a number, and is answered by a future.
+
+A request that cannot be read is refused with 400. One that can be, but makes no sense, is a future that fails: a refusal would leave
+a hole in the run's numbers, and whatever comes behind it would wait.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from common.messages import Failure, OptimSpec
+from common.operations import SaveWeights
+from common.spelling import did_you_mean
+from manager_service.api.context import Base, Parts, Tenant
+from manager_service.api.reading.tasks import ReadPass
+from manager_service.runs.records import Sampler
+from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name
+from manager_service.tinker.parts import PREFIX, Known, answer
+from manager_service.tinker.requests import SaveAsked, StepAsked, read
+from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.samplers import SAVED_KEPT_S
+from manager_service.tinker.store.submission import Asked, submit, wrong
+from manager_service.tinker.wire.learning import CheckedPass
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False)
+
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86_400
+ADAM = {
+    "learning_rate": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
+"""The parameters of a step with their defaults, Tinker's."""
+
+
+@router.post("/forward_backward")
+@router.post("/forward")
+async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+    """A pass over data; `forward` is how older clients ask for one without a gradient."""
+    body, encoding = await request.body(), request.headers.get("content-encoding", "")
+    most = api.settings.max_body_bytes
+    task = ReadPass(body, request.headers.get("content-type", ""), encoding, most)
+    found = await api.helpers.do(tenant, task, num_bytes=most if encoding else len(body))
+    given = msgspec.convert(found, CheckedPass)
+    run = await known.runs.named(tenant.id, given.model)
+    fault = given.fault or _misfit(run.base, given)
+    return await _submitted(
+        run,
+        Asked(
+            seq=given.seq,
+            action="forward" if given.forward_only else "forward_backward",
+            payload=b"" if fault else given.payload,
+            num_tokens=given.num_tokens,
+            failure=wrong(fault) if fault else None,
+        ),
+    )
+
+
+def _misfit(base: Base, given: CheckedPass) -> str:
+    """Why a model cannot read the data; empty if it can."""
+    if given.longest > base.tokenizer.context:
+        return f"a datum has {given.longest} tokens, and the context of {base.name!r} is {base.tokenizer.context}"
+    if given.largest >= base.tokenizer.vocab_size:
+        return f"there is no token {given.largest}: {base.name!r} has {base.tokenizer.vocab_size}"
+    return ""
+
+
+@router.post("/optim_step")
+async def optim_step(request: Request, tenant: Tenant, known: Known) -> Response:
+    asked = await read(request, StepAsked)
+    run = await known.runs.named(tenant.id, asked.model_id)
+    optim = _optim(asked)
+    if isinstance(optim, Failure):
+        return await _submitted(run, Asked(seq=asked.seq_id, action="optim_step", failure=optim))
+    return await _submitted(run, Asked(seq=asked.seq_id, action="optim_step", payload=msgspec.msgpack.encode(optim)))
+
+
+def _optim(asked: StepAsked) -> OptimSpec | Failure:
+    if asked.optimizer_params is not None:
+        return wrong(f"the optimizer {str(asked.optimizer_params.get('type'))[:64]!r} is not offered: use AdamParams")
+    given: dict[str, Any] = asked.adam_params or {}
+    for name, value in given.items():
+        if name not in ADAM:
+            return wrong(f"adam_params has no {name!r}{did_you_mean(name, ADAM)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return wrong(f"adam_params: {name} must be a number")
+        if (value < 0 and name != "grad_clip_norm") or (name.startswith("beta") and value >= 1):
+            return wrong(f"adam_params: {name} cannot be {value:g}")
+    values = {name: float(value) for name, value in (ADAM | given).items()}
+    clip = max(0.0, values.pop("grad_clip_norm"))
+    return OptimSpec(**values, grad_clip=clip)
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request, tenant: Tenant, known: Known) -> Response:
+    asked = await read(request, SaveAsked)
+    run = await known.runs.named(tenant.id, asked.model_id)
+    payload = SaveWeights(_name(asked), ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
+    return await _saved(run, asked, "save_weights", payload)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request, tenant: Tenant, known: Known) -> Response:
+    asked = await read(request, SaveAsked)
+    run = await known.runs.named(tenant.id, asked.model_id)
+    if asked.path is not None or asked.sampling_session_seq_id is None:
+        payload = SaveWeights(_name(asked), ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
+        return await _saved(run, asked, "save_for_sampler", payload)
+    name = sampler_name(run.spec.session, asked.sampling_session_seq_id)
+    payload = SaveWeights(sampler=name, inflight=asked.kind == "inflight", ttl_s=asked.ttl_seconds)
+    sampler = Sampler(name, tenant.id, run.base.name, run.spec.asked_model, SAVED_KEPT_S, run.id)
+    return await _saved(run, asked, "save_for_sampler", payload, sampler)
+
+
+def _name(asked: SaveAsked) -> str:
+    """A save without a name is named by its number."""
+    return f"{asked.seq_id:06d}" if asked.path is None else asked.path
+
+
+async def _saved(
+    run: Run, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
+) -> Response:
+    fault = _save_fault(asked, payload)
+    operation = Asked(
+        seq=asked.seq_id,
+        action=action,
+        payload=msgspec.msgpack.encode(payload),
+        failure=wrong(fault) if fault else None,
+        sampler=None if fault else sampler,
+    )
+    return await _submitted(run, operation)
+
+
+def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
+    """What is wrong with a save; empty if nothing is."""
+    if payload.name and not is_checkpoint_name(payload.name):
+        return f"{payload.name[:64]!r} cannot be a checkpoint's name: 1 to 128 letters, digits, '.', '_' and '-'"
+    if payload.ttl_s is not None and not MIN_TTL_S <= payload.ttl_s <= MAX_TTL_S:
+        return "ttl_seconds is between 3600 (an hour) and 315360000 (ten years)"
+    if asked.kind not in ("snapshot", "inflight"):
+        return f"unknown kind {asked.kind[:64]!r}: snapshot or inflight"
+    if payload.sampler and not 0 <= (asked.sampling_session_seq_id or 0) <= MAX_NUMBER:
+        return f"sampling_session_seq_id is between 0 and {MAX_NUMBER}"
+    return ""
+
+
+async def _submitted(run: Run, asked: Asked) -> Response:
+    return answer({"request_id": await submit(run, asked), "model_id": run.spec.public_id})

@@ -1,0 +1,40 @@
+"""What the protocol's routes use beside the API's own parts."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, Request
+from starlette.responses import Response
+
+from manager_service.api.context import Api
+from manager_service.tinker.store.runs import Runs
+from manager_service.tinker.store.samplers import Samplers
+from manager_service.tinker.store.sessions import Sessions
+
+PREFIX = "/api/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The protocol's records."""
+
+    sessions: Sessions
+    runs: Runs
+    samplers: Samplers
+
+
+def make_records(api: Api) -> Records:
+    runs = Runs(api)
+    return Records(Sessions(api), runs, Samplers(api, runs))
+
+
+async def get_records(request: Request) -> Records:
+    return request.app.state.tinker
+
+
+Known = Annotated[Records, Depends(get_records)]
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,117 @@
+"""The JSON bodies of the protocol, but for those with data or prompts, which `wire/` reads. Fields that are not named are not used."""
+
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from common.errors import InvalidInput
+
+MAX_BYTES = 64 << 10
+"""Of such a body."""
+
+T = TypeVar("T")
+
+
+class ConfigAsked(msgspec.Struct):
+    sdk_version: str = ""
+
+
+class SessionAsked(msgspec.Struct):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    display_name: str | None = None
+
+
+class SessionNamed(msgspec.Struct):
+    session_id: str
+
+
+class FinishReason(msgspec.Struct, frozen=True):
+    type: str = "success"
+
+
+class FinishAsked(msgspec.Struct):
+    reason: FinishReason = FinishReason()
+
+
+class LoraAsked(msgspec.Struct):
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerAsked(msgspec.Struct, frozen=True):
+    type: str = "adamw"
+
+
+class CreateAsked(msgspec.Struct):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraAsked | None = None
+    optimizer_config: OptimizerAsked = OptimizerAsked()
+    user_metadata: dict[str, Any] | None = None
+
+
+class LoadAsked(msgspec.Struct):
+    """A run that begins with a checkpoint (`session_id`, `model_seq_id`), or the older load into a run (`model_id`, `seq_id`)."""
+
+    path: str
+    optimizer: bool = False
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    optimizer_config: OptimizerAsked | None = None
+    user_metadata: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+
+class ModelNamed(msgspec.Struct):
+    model_id: str
+
+
+class StepAsked(msgspec.Struct):
+    model_id: str
+    seq_id: int = 0
+    adam_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveAsked(msgspec.Struct):
+    """Both kinds of saves."""
+
+    model_id: str
+    seq_id: int = 0
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+
+
+class SamplerAsked(msgspec.Struct):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class FutureNamed(msgspec.Struct):
+    request_id: str
+
+
+async def read(request: Request, kind: type[T]) -> T:
+    """Raises InvalidInput."""
+    body = await request.body()
+    if len(body) > MAX_BYTES:
+        raise InvalidInput(f"the body has {len(body)} bytes: at most {MAX_BYTES}", code="too_large")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"the body: {error}", code="invalid_json") from error

@@ -1,0 +1,136 @@
+"""Routes of futures: wait for a result, give up a request.
+
+A client that hears 408 asks again at once, and is told what the result waits for.
+"""
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from manager_service.api.context import Api, Base, Parts, Tenant
+from manager_service.api.errors import ApiError
+from manager_service.api.quota import tokens_today
+from manager_service.records import TenantRecord
+from manager_service.tinker.futures.results import Answer, Expired, Pending, failed, look
+from manager_service.tinker.futures.samples import Gone
+from manager_service.tinker.names import parse_future
+from manager_service.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.tinker.requests import FutureNamed, read
+from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.submission import wrong
+from manager_service.tinker.wire import plain, protobuf
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False)
+
+WAIT_S = 35.0
+"""How long a request waits for a result. The client gives up after 45."""
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+SAMPLES = "smp-"
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+    future = (await read(request, FutureNamed)).request_id
+    wants_protobuf = protobuf.CONTENT_TYPE in request.headers.get("accept", "")
+    try:
+        if future.startswith(SAMPLES):
+            return await _samples(api, tenant, future, wants_protobuf=wants_protobuf)
+        return await _operation(tenant, known, future, wants_protobuf=wants_protobuf)
+    except (Expired, Gone) as error:
+        raise ApiError(410, str(error), code="gone") from error
+
+
+@router.post("/cancel_future")
+async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Response:
+    """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
+    future = (await read(request, FutureNamed)).request_id
+    for base in api.bases.values():
+        if base.samples.owns(future):
+            try:
+                base.samples.cancel(base.samples.find(tenant.id, future))
+            except Gone:
+                break
+    return answer({})
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
+
+
+async def _operation(tenant: TenantRecord, known: Records, future: str, *, wants_protobuf: bool) -> Response:
+    name, seq = parse_future(future)
+    run = await known.runs.find(tenant.id, name)
+    pending = Pending(None)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            with run.base.answered.of(run.id, seq) as answered:
+                while isinstance(found := await look(run, seq, wants_protobuf=wants_protobuf), Pending):
+                    pending = found
+                    await answered.wait()
+                    answered.clear()
+                return _ready(found)
+    except TimeoutError:
+        return _try_again(future, *await _run_waits(run, tenant, pending))
+
+
+async def _run_waits(run: Run, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
+    """What an operation waits for."""
+    if pending.state is None:
+        return "paused_capacity", "the service's memory is away for a moment"
+    if pending.state.status == "queued":
+        return (
+            "paused_capacity",
+            f"your {tenant.max_jobs} jobs and runs at once are there: it begins when one has ended",
+        )
+    return await _base_waits(run.base, tenant, "trainer")
+
+
+async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[QueueState, str]:
+    if not base.cluster.working(service):
+        return "paused_capacity", f"no {service} worker is there"
+    limit = tenant.max_tokens_per_day
+    if limit is not None and await tokens_today(base.redis, base.cell, tenant.id) >= limit:
+        return "paused_rate_limit", f"the {limit} tokens of the day are used up: it goes on at midnight UTC"
+    return "active", ""
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobuf: bool) -> Response:
+    base = next((base for base in api.bases.values() if base.samples.owns(future)), None)
+    if base is None:
+        raise Gone(f"the request {future[:64]!r} is not here any more: ask again")
+    request = base.samples.find(tenant.id, future)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await request.done.wait()
+    except TimeoutError:
+        if request.waits_for_quota:
+            return _try_again(
+                future, "paused_rate_limit", "the tokens of the day are used up: it goes on at midnight UTC"
+            )
+        return _try_again(future, *await _base_waits(base, tenant, "rollout"))
+    if request.gone:
+        base.samples.cancel(request)
+        raise Gone("no worker could sample: ask again")
+    request.retrieved = True
+    if request.error:
+        return _ready(failed(wrong(request.error)))
+    writer = protobuf if wants_protobuf else plain
+    body = await asyncio.to_thread(writer.write_samples, request.result())
+    return _ready(Answer(body, writer.CONTENT_TYPE))
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def _ready(found: Answer) -> Response:
+    return Response(found.body, media_type=found.content_type)
+
+
+def _try_again(future: str, state: QueueState, reason: str) -> Response:
+    told = {"type": "try_again", "request_id": future, "queue_state": state, "queue_state_reason": reason or None}
+    return answer(told, 408)

@@ -1,0 +1,145 @@
+"""Routes of a run as a whole: create it, anew or from a checkpoint, ask about it, end it."""
+
+import secrets
+import time
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from common.errors import InvalidInput
+from common.messages import AdapterRef, LoraSpec
+from common.spelling import did_you_mean
+from manager_service.api.context import Base, Parts, Tenant
+from manager_service.records import TenantRecord
+from manager_service.runs.records import RunSpec
+from manager_service.tinker.names import find_base, numbered, run_name, tokenizer_id
+from manager_service.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.tinker.requests import CreateAsked, LoadAsked, LoraAsked, ModelNamed, OptimizerAsked, read
+from manager_service.tinker.store.submission import Asked, submit, submit_unload, wrong
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False)
+
+ALPHA = 32.0
+"""Tinker's, whatever the rank."""
+MAX_RANK = 512
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@router.post("/create_model")
+async def create_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+    asked = await read(request, CreateAsked)
+    await known.sessions.find(tenant.id, asked.session_id)
+    base = find_base(api, asked.base_model)
+    _check_optimizer(asked.optimizer_config)
+    lora = asked.lora_config or LoraAsked()
+    spec = _spec(tenant, asked, base, lora=_lora(base, lora), seed=lora.seed, asked_model=asked.base_model)
+    await known.runs.create(base, spec, asked=asked, kind="create_model")
+    return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+    asked = await read(request, LoadAsked)
+    if asked.session_id is None:
+        return await _refuse_older_load(tenant, known, asked)
+    await known.sessions.find(tenant.id, asked.session_id)
+    source = await known.runs.source(tenant.id, asked.path)
+    _check_optimizer(asked.optimizer_config or OptimizerAsked())
+    if asked.optimizer and "/sampler_weights/" in asked.path:
+        raise InvalidInput(
+            "…/sampler_weights/ have no optimiser state: load …/weights/, or without it", param="optimizer"
+        )
+    if asked.base_model is not None and find_base(api, asked.base_model) is not source.base:
+        raise InvalidInput(f"{asked.path} is of the base model {source.asked_model!r}", param="base_model")
+    model = asked.base_model or source.asked_model
+    spec = _spec(tenant, asked, source.base, lora=source.lora, asked_model=model, source=source.adapter)
+    spec = msgspec.structs.replace(spec, with_optimizer=asked.optimizer)
+    await known.runs.create(source.base, spec, asked=asked, kind="load_weights")
+    return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
+
+
+async def _refuse_older_load(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
+    """A load into a run that exists is an operation that fails: it has a number."""
+    run = await known.runs.named(tenant.id, asked.model_id or "")
+    reason = (
+        "weights cannot be loaded into a run: create it from the checkpoint, with create_training_client_from_state"
+    )
+    operation = Asked(seq=asked.seq_id or 0, action="save_weights", failure=wrong(reason))
+    return answer({"request_id": await submit(run, operation), "model_id": run.spec.public_id})
+
+
+@router.post("/get_info")
+async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+    run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
+    tokenizer = tokenizer_id(api, run.base)
+    return answer(
+        {
+            "type": "get_info",
+            "model_id": run.spec.public_id,
+            "model_data": {"model_name": run.spec.asked_model, "tokenizer_id": tokenizer},
+            "model_name": run.spec.asked_model,
+            "is_lora": True,
+            "lora_rank": run.spec.lora.rank,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+@router.post("/unload_model")
+async def unload_model(request: Request, tenant: Tenant, known: Known) -> Response:
+    run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
+    return answer({"request_id": await submit_unload(run), "model_id": run.spec.public_id})
+
+
+def _spec(
+    tenant: TenantRecord,
+    asked: CreateAsked | LoadAsked,
+    base: Base,
+    *,
+    lora: LoraSpec,
+    asked_model: str,
+    seed: int | None = None,
+    source: AdapterRef | None = None,
+) -> RunSpec:
+    session = asked.session_id or ""
+    return RunSpec(
+        id=run_name(session, numbered(asked.model_seq_id, "model_seq_id")),
+        tenant=tenant.id,
+        session=session,
+        base_model=base.name,
+        asked_model=asked_model,
+        lora=lora,
+        seed=secrets.randbits(53) if seed is None else seed % 2**53,
+        created_at=int(time.time()),
+        source=source,
+        weight=tenant.weight,
+        user_metadata=asked.user_metadata or {},
+    )
+
+
+def _check_optimizer(optimizer: OptimizerAsked) -> None:
+    if optimizer.type != "adamw":
+        hint = did_you_mean(optimizer.type, ["adamw"])
+        raise InvalidInput(
+            f"the optimizer {optimizer.type!r} is not offered{hint}: use adamw", param="optimizer_config"
+        )
+
+
+def _lora(base: Base, asked: LoraAsked) -> LoraSpec:
+    """Raises InvalidInput. `train_unembed` is true in every request of the SDK: it is accepted, and not trained."""
+    limit = min(MAX_RANK, base.cluster.max_lora_rank() or MAX_RANK)
+    if not 1 <= asked.rank <= limit:
+        raise InvalidInput(f"rank {asked.rank}: this service takes 1 to {limit}", param="lora_config.rank")
+    wanted = (ATTENTION if asked.train_attn else ()) + (MLP if asked.train_mlp else ())
+    if not wanted:
+        raise InvalidInput(
+            "LoRA on the unembedding alone is not offered: train_attn or train_mlp too", param="lora_config"
+        )
+    there = tuple(name for name in wanted if name in base.linear_layers or not base.linear_layers)
+    if not there:
+        names = ", ".join(sorted(base.linear_layers))
+        raise InvalidInput(
+            f"{base.name!r} has none of the layers {', '.join(wanted)}; it has {names}", param="lora_config"
+        )
+    return LoraSpec(asked.rank, ALPHA, () if asked.train_attn and asked.train_mlp else there)

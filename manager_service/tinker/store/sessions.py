@@ -1,0 +1,63 @@
+"""Sessions: one client each. A session is alive while its client sends a sign of life every few seconds."""
+
+import secrets
+import time
+
+import msgspec
+
+from common.errors import NotFound
+from manager_service.api.context import Api
+from manager_service.records import GLOBAL, JSON
+from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, Session
+from manager_service.tinker.names import is_session
+from manager_service.tinker.requests import SessionAsked
+
+
+class Sessions:
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def create(self, tenant: str, asked: SessionAsked) -> Session:
+        session = Session(
+            id=f"ses-{secrets.token_hex(8)}",
+            tenant=tenant,
+            created_at=int(time.time()),
+            sdk_version=asked.sdk_version[:64],
+            display_name=asked.display_name,
+            user_metadata=asked.user_metadata or {},
+        )
+        await self._write(session)
+        await self._show_alive(session)
+        return session
+
+    async def find(self, tenant: str, session: str) -> Session:
+        """Raises NotFound, also for another tenant's."""
+        record = await self._api.redis.get(_key(session)) if is_session(session) else None
+        found = None if record is None else msgspec.json.decode(record, type=Session)
+        if found is None or found.tenant != tenant:
+            raise NotFound(f"there is no session {session[:64]!r}")
+        return found
+
+    async def refresh(self, session: Session) -> None:
+        """Notes a sign of life."""
+        await self._api.redis.expire(_key(session.id), SESSION_KEPT_S)
+        await self._show_alive(session)
+
+    async def finish(self, session: Session, reason: str) -> None:
+        """Ends it. The first reason stays."""
+        if not session.finished:
+            await self._write(msgspec.structs.replace(session, finished=reason))
+        for base in self._api.bases.values():
+            await base.redis.delete(base.cell.session(session.id))
+
+    async def _write(self, session: Session) -> None:
+        await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
+
+    async def _show_alive(self, session: Session) -> None:
+        """Tells the owners of each cell."""
+        for base in self._api.bases.values():
+            await base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)
+
+
+def _key(session: str) -> str:
+    return f"{GLOBAL}session:{session}"

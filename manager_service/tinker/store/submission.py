@@ -1,0 +1,140 @@
+"""Puts an operation into its run's stream, once. One script writes the entry, and what was asked under its number."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from common.messages import Failure
+from common.operations import Action, Operation
+from common.streams import partition_of
+from manager_service.api.errors import RETRY_AFTER_S, ApiError
+from manager_service.records import JSON
+from manager_service.runs.records import Sampler
+from manager_service.tinker.store.runs import Run
+
+MAX_OPEN = 256
+"""Operations of a run from its first without a result on: what comes behind them is told to come again."""
+MAX_OPEN_BYTES = 64 << 20
+"""Of their payloads."""
+NUM_KEPT = 4096
+"""Numbers that are remembered, so that an operation which is sent again is known."""
+
+# KEYS: seqs, run, ops, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, most open
+# operations, most bytes of them, numbers to remember, the sampler, seconds to keep it, then the entry's fields.
+# Answers with what came of it. The first open operation is taken in any case: the others wait for it.
+_SUBMIT = """
+local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
+if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
+local state = redis.call('HGET', KEYS[2], 'state')
+if not state then return 'ended' end
+local run = cjson.decode(state)
+if run.status == 'ended' or run.status == 'failed' then return run.status end
+if seq < run.head then return 'past' end
+if seq > run.head then
+  local numbers, bytes = {}, tonumber(ARGV[4])
+  for number = run.head, run.head + tonumber(ARGV[5]) - 1 do numbers[#numbers + 1] = number end
+  for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
+    if asked then bytes = bytes + tonumber(string.match(asked, '%d+$')) end
+  end
+  if seq > numbers[#numbers] or bytes > tonumber(ARGV[6]) then return 'full' end
+end
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 10))
+local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
+redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
+if seq > tonumber(ARGV[7]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[7])) end
+if ARGV[3] == 'unload' then redis.call('HSET', KEYS[1], 'unload', seq) end
+if KEYS[4] ~= KEYS[1] then redis.call('SET', KEYS[4], ARGV[8], 'EX', ARGV[9]) end
+return 'new'
+"""
+
+MAX_SEQ = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """An operation that a client asked for. With a `failure`, it fails when its turn comes."""
+
+    seq: int
+    action: Action
+    payload: bytes = b""
+    num_tokens: int = 0
+    failure: Failure | None = None
+    sampler: Sampler | None = None  # that the operation makes
+
+    @property
+    def digest(self) -> str:
+        reason = self.failure.reason if self.failure else ""
+        return hashlib.sha256(b"\0".join((self.action.encode(), reason.encode(), self.payload))).hexdigest()
+
+
+def wrong(reason: str) -> Failure:
+    """Why an operation fails that makes no sense."""
+    return Failure("invalid", reason)
+
+
+async def submit(run: Run, asked: Asked) -> str:
+    """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
+    too many are open."""
+    answer = await _submit(run, asked)
+    if answer not in ("new", "known"):
+        raise _refusal(answer, run, asked.seq)
+    return f"{run.id}:{asked.seq}"
+
+
+async def submit_unload(run: Run) -> str:
+    """Ends a run, behind all of its operations."""
+    while True:
+        keys = run.base.cell.seqs(run.id)
+        known, last = await run.base.redis.hmget(keys, "unload", "last")
+        if known is not None:
+            return f"{run.id}:{int(known)}"
+        seq = max(int(last or 0) + 1, (await run.state()).head)
+        answer = await _submit(run, Asked(seq=seq, action="unload"))
+        if answer in ("new", "known"):
+            return f"{run.id}:{seq}"
+        if answer not in ("other", "past"):  # these two: another operation was faster
+            raise _refusal(answer, run, seq)
+
+
+async def _submit(run: Run, asked: Asked) -> str:
+    if not 0 < asked.seq <= MAX_SEQ:
+        raise ApiError(400, f"seq_id is between 1 and {MAX_SEQ}", param="seq_id", retry=False)
+    cell, partition, sampler = run.base.cell, partition_of(run.spec.tenant), asked.sampler
+    operation = Operation(
+        id=f"{run.id}:{asked.seq}",
+        tenant=run.spec.tenant,
+        job=run.id,
+        partition=partition,
+        seq=asked.seq,
+        action=asked.action,
+        payload=asked.payload,
+        tokens=asked.num_tokens,
+        failure=asked.failure,
+    )
+    seqs = cell.seqs(run.id)
+    keys = [seqs, cell.run(run.id), cell.ops(partition), cell.sampler(sampler.id) if sampler else seqs]
+    limits = [MAX_OPEN, MAX_OPEN_BYTES, NUM_KEPT]
+    kept = [JSON.encode(sampler), sampler.keep_s] if sampler else ["", 0]
+    fields = await run.base.bus.fields(operation)
+    words: list[Any] = [asked.seq, asked.digest, asked.action, len(asked.payload), *limits, *kept, *fields]
+    answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
+    return answer.decode()
+
+
+def _refusal(answer: str, run: Run, seq: int) -> ApiError:
+    name = run.spec.public_id
+    if answer == "full":
+        error = ApiError(
+            429,
+            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: read some results first",
+            code="too_many",
+        )
+        error.headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return error
+    if answer in ("ended", "failed"):
+        why = "could not be created" if answer == "failed" else "has ended"
+        return ApiError(
+            404, f"{name} {why}: create another, from a checkpoint if it has one", code="run_ended", retry=False
+        )
+    told = "another operation has it" if answer == "other" else "it was passed over, for it came too late"
+    return ApiError(400, f"{name}: the seq_id {seq} is taken: {told}", code="conflict", param="seq_id", retry=False)

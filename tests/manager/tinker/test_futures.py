@@ -1,0 +1,326 @@
+"""Futures and the numbers of operations, over real HTTP and a real Redis; a stand-in for the owner."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.messages import f32
+from common.operations import OperationsAnswered, Outputs
+from harness.redis_server import RedisServer
+from manager_service.records import JSON
+from manager_service.runs.records import RunState, run_of
+from manager_service.tinker import retrieval
+from manager_service.tinker.futures import patience
+from manager_service.tinker.store import submission
+from manager_service.tinker.wire import protobuf
+from tests.manager.test_api_cluster import report, tell, until
+from tests.support.api_server import ApiServer, running_api
+from tests.support.standin_runs import StandInRuns, standing_in
+from tests.support.tinker_client import TinkerClient, client_of, pass_over
+
+SHORT_S = 0.2
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> TinkerClient:
+    return await client_of(server)
+
+
+@pytest.fixture
+async def run(client: TinkerClient) -> str:
+    return await client.run(await client.session())
+
+
+@pytest.fixture
+async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
+    async with standing_in(server.bus) as running:
+        yield running
+
+
+def future(run: str, seq: int) -> str:
+    return f"{run_of(run)}:{seq}"
+
+
+# ---- waiting --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_result_that_takes_long_is_asked_for_again(
+    server: ApiServer, client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", SHORT_S)
+    await client.send(pass_over(run, 1))
+    waits = await client.retrieve(future(run, 1))
+    told = {"type": "try_again", "request_id": future(run, 1), "queue_state": "paused_capacity"}
+    assert (waits.status_code, waits.json()["queue_state"]) == (408, "paused_capacity")
+    state = RunState(status="ready", version=0)
+    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(state))
+    assert (await client.retrieve(future(run, 1))).json() == told | {"queue_state_reason": "no trainer worker is there"}
+    await tell(server.bus, report("t", "trainer"))
+    await until(server, 1)
+    waits = (await client.retrieve(future(run, 1))).json()
+    assert waits == told | {"queue_state": "active", "queue_state_reason": None}
+
+
+async def test_a_tenant_whose_tokens_of_the_day_are_used_up_is_told_so(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", SHORT_S)
+    other = await server.new_tenant("poor", max_tokens_per_day=0)
+    client = TinkerClient(server.http, other.api_key)
+    run = await client.run(await client.session())
+    await server.bus.client.hset(
+        server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(RunState(status="ready", version=0))
+    )
+    await tell(server.bus, report("t", "trainer"))
+    await until(server, 1)
+    await client.send(pass_over(run, 1))
+    waits = (await client.retrieve(future(run, 1))).json()
+    assert waits["queue_state"] == "paused_rate_limit" and "goes on at midnight UTC" in waits["queue_state_reason"]
+
+
+async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
+    await client.send(pass_over(run, 1))
+    waiting = asyncio.create_task(client.retrieve(future(run, 1), accept=protobuf.CONTENT_TYPE))
+    async with asyncio.timeout(10):
+        while not server.api.bases["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.01)
+        async with standing_in(server.bus):
+            found = await waiting
+    outputs = Outputs((f32([-0.5] * 3),), {"loss:sum": 3.0})
+    assert (found.headers["content-type"], found.content) == (protobuf.CONTENT_TYPE, protobuf.write_outputs(outputs))
+
+
+async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client: TinkerClient, run: str) -> None:
+    bus, answered = server.bus, server.api.bases["tiny"].answered
+    waiting: dict[Any, Any] = answered._waiting  # pyright: ignore[reportPrivateUsage]
+    for seq in range(1, 61):
+        await client.send(pass_over(run, seq))
+    tasks = [asyncio.create_task(client.retrieve(future(run, seq))) for seq in range(1, 61)]
+    async with asyncio.timeout(20):
+        while len(waiting) < 60:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)  # the last of them have looked once
+    before = (await bus.client.info("stats"))["total_commands_processed"]
+    await asyncio.sleep(2.0)
+    during = (await bus.client.info("stats"))["total_commands_processed"] - before
+    assert during < 60  # the loops of an idle API
+    async with standing_in(bus), asyncio.timeout(30):
+        found = await asyncio.gather(*tasks)
+    assert {answer.status_code for answer in found} == {200}
+
+
+async def test_an_announcement_wakes_only_those_whose_number_it_names(server: ApiServer) -> None:
+    answered, run = server.api.bases["tiny"].answered, "run-0123456789abcdef-0"
+    message = OperationsAnswered(id="x", tenant="default", job=run, partition=0, seqs=(2, 3))
+    with answered.of(run, 1) as first, answered.of(run, 2) as second, answered.of("run-0-1", 3) as other:
+        await server.bus.broadcast(server.bus.cell.done, message, keep_s=60)
+        async with asyncio.timeout(5):
+            await second.wait()
+        assert not first.is_set() and not other.is_set()
+
+
+async def test_a_client_that_waits_hears_no_error_while_redis_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", SHORT_S)
+    monkeypatch.setattr(patience.Patience.__init__, "__defaults__", (SHORT_S,))
+    (tmp_path / "redis").mkdir()
+    redis = RedisServer.start(tmp_path / "redis")
+    try:
+        async with running_api(redis.url, tmp_path / "data") as server:
+            client = await client_of(server)
+            run = await client.run(await client.session())
+            await client.send(pass_over(run, 1))
+            redis.stop()
+            waits = await client.retrieve(future(run, 1))
+            assert (waits.status_code, waits.json()["queue_state"]) == (408, "paused_capacity")
+            assert (await client.send(pass_over(run, 2))).status_code == 503
+            redis.restart()
+            assert (await client.retrieve(future(run, 1))).json()["type"] == "try_again"
+    finally:
+        redis.stop()
+
+
+async def test_a_result_that_is_gone_is_not_waited_for(
+    server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns
+) -> None:
+    await client.send(pass_over(run, 1))
+    assert (await client.retrieve(future(run, 1))).status_code == 200
+    await server.bus.client.delete(server.bus.cell.results(run_of(run) or ""))
+    assert (await client.retrieve(future(run, 1))).status_code == 410
+    assert (await client.retrieve(future(run, 2))).status_code == 404
+
+
+# ---- creation -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_is_created_once(server: ApiServer, client: TinkerClient, owner: StandInRuns) -> None:
+    session = await client.session()
+    body = {"session_id": session, "model_seq_id": 3, "base_model": "tiny", "lora_config": {"rank": 4}}
+    first, again = await client.post("create_model", **body), await client.post("create_model", **body)
+    assert first.json() == again.json()
+    made = await client.retrieve(first.json()["request_id"])
+    assert made.json() == {"model_id": f"{session}:train:3", "type": "create_model"}
+    assert len(owner.created) == 1
+    other = await client.post("create_model", **body | {"lora_config": {"rank": 8}})
+    assert other.status_code == 400 and "with other arguments" in other.json()["error"]["message"]
+
+
+async def test_a_run_that_cannot_be_created_says_why(server: ApiServer, client: TinkerClient) -> None:
+    async with standing_in(server.bus, refuses="the rank is too large"):
+        run = await client.run(await client.session())
+        told = (await client.retrieve(future(run, 0))).json()
+    assert told == {"error": "the rank is too large", "category": "user"}
+    late = await client.send(pass_over(run, 1))
+    assert late.status_code == 404 and "could not be created" in late.json()["error"]["message"]
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_operation_is_taken_once_and_another_not_under_its_number(
+    server: ApiServer, client: TinkerClient, run: str
+) -> None:
+    first, again = await client.send(pass_over(run, 1)), await client.send(pass_over(run, 1))
+    assert (first.status_code, first.json()) == (200, again.json())
+    assert first.json() == {"request_id": future(run, 1), "model_id": run}
+    for other in (
+        await client.send(pass_over(run, 1, token=2)),
+        await client.post("optim_step", model_id=run, seq_id=1, adam_params={}),
+    ):
+        assert (other.status_code, other.headers["x-should-retry"]) == (400, "false")
+        assert "the seq_id 1 is taken" in other.json()["error"]["message"]
+    async with standing_in(server.bus) as owner:
+        await client.retrieve(future(run, 1))
+        assert [operation.seq for operation in owner.seen] == [1]
+        late = await client.send(pass_over(run, 1))
+        assert late.json() == first.json()
+
+
+async def test_a_number_that_was_passed_over_is_refused(server: ApiServer, client: TinkerClient, run: str) -> None:
+    state = RunState(status="ready", version=0, head=5)
+    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(state))
+    late = await client.send(pass_over(run, 4))
+    assert (late.status_code, late.headers["x-should-retry"]) == (400, "false")
+    assert "it came too late" in late.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seq", [0, -1])
+async def test_operations_are_numbered_from_one(client: TinkerClient, run: str, seq: int) -> None:
+    assert (await client.send(pass_over(run, seq))).status_code == 400
+
+
+async def test_the_first_open_operation_is_taken_when_no_more_are(
+    client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "MAX_OPEN", 4)
+    assert [(await client.send(pass_over(run, seq))).status_code for seq in (2, 3, 4, 5, 6)] == [
+        200,
+        200,
+        200,
+        429,
+        429,
+    ]
+    assert (await client.send(pass_over(run, 1))).status_code == 200
+    monkeypatch.setattr(submission, "MAX_OPEN", 100)
+    monkeypatch.setattr(submission, "MAX_OPEN_BYTES", 5000)
+    statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(5, 15)]
+    assert statuses[0] == 200 and statuses[-1] == 429
+
+
+async def test_numbers_are_not_remembered_for_ever(
+    server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "NUM_KEPT", 10)
+    for seq in range(1, 31):
+        await client.send(pass_over(run, seq))
+        assert (await client.retrieve(future(run, seq))).status_code == 200
+    numbers = await server.bus.client.hkeys(server.bus.cell.seqs(run_of(run) or ""))
+    assert {int(number) for number in numbers if number != b"last"} == {0, *range(21, 31)}
+
+
+async def test_a_run_ends_behind_all_its_operations(
+    server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns
+) -> None:
+    await client.send(pass_over(run, 1))
+    ended, again = await client.post("unload_model", model_id=run), await client.post("unload_model", model_id=run)
+    assert ended.json() == again.json() == {"request_id": future(run, 2), "model_id": run}
+    assert (await client.retrieve(future(run, 2))).json() == {"model_id": run, "type": "unload_model"}
+    late = await client.send(pass_over(run, 3))
+    assert late.status_code == 404 and "has ended" in late.json()["error"]["message"]
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_large_pass_is_read_in_a_helper_process(client: TinkerClient, run: str, owner: StandInRuns) -> None:
+    body = pass_over(run, 1, num_tokens=100, num_data=1500)
+    assert len(body) > 1 << 20
+    assert (await client.send(body)).status_code == 200
+    found = (await client.retrieve(future(run, 1))).json()
+    assert found["metrics"] == {"loss:sum": 150_000.0} and len(found["loss_fn_outputs"]) == 1500
+
+
+async def test_older_clients_speak_json(client: TinkerClient, run: str, owner: StandInRuns) -> None:
+    data = [
+        {
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "loss_fn_inputs": {"target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]}},
+        }
+    ]
+    asked = {"data": data, "loss_fn": "cross_entropy"}
+    for name, key, seq in (("forward_backward", "forward_backward_input", 1), ("forward", "forward_input", 2)):
+        sent = await client.post(name, **{"model_id": run, "seq_id": seq, key: asked})
+        found = (await client.retrieve(sent.json()["request_id"])).json()
+        assert found["loss_fn_outputs"] == [{"logprobs": {"data": [-0.5, -0.5], "dtype": "float32", "shape": [2]}}]
+    assert [operation.action for operation in owner.seen] == ["forward_backward", "forward"]
+
+
+async def test_what_the_model_cannot_read_fails_in_its_turn(client: TinkerClient, run: str, owner: StandInRuns) -> None:
+    for seq, body in ((1, pass_over(run, 1, num_tokens=100_000)), (2, pass_over(run, 2, token=70_000))):
+        assert (await client.send(body)).status_code == 200
+        told = (await client.retrieve(future(run, seq))).json()
+        assert told["category"] == "user" and ("the context of" in told["error"] or "no token 70000" in told["error"])
+    step = await client.post("optim_step", model_id=run, seq_id=3, adam_params={"learning_rate": 1e-3})
+    told = (await client.retrieve(step.json()["request_id"])).json()
+    assert told["error"] == "operation 2 of this step failed"
+    assert all(operation.payload == b"" for operation in owner.seen[:2])
+
+
+STEPS: list[tuple[dict[str, Any], str]] = [
+    ({"adam_params": {"learning_rat": 1.0}}, "adam_params has no 'learning_rat'; did you mean 'learning_rate'?"),
+    ({"adam_params": {"beta1": 1.0}}, "beta1 cannot be 1"),
+    ({"adam_params": {"eps": "small"}}, "eps must be a number"),
+    ({"optimizer_params": {"type": "dimuon", "learning_rate": 1.0}}, "the optimizer 'dimuon' is not offered"),
+]
+
+
+@pytest.mark.parametrize(("body", "told"), STEPS)
+async def test_a_step_that_makes_no_sense_fails(
+    client: TinkerClient, run: str, owner: StandInRuns, body: dict[str, Any], told: str
+) -> None:
+    step = await client.post("optim_step", model_id=run, seq_id=1, **body)
+    assert told in (await client.retrieve(step.json()["request_id"])).json()["error"]
+
+
+async def test_a_step_has_tinkers_defaults(client: TinkerClient, run: str, owner: StandInRuns) -> None:
+    step = await client.post("optim_step", model_id=run, seq_id=1, adam_params={"grad_clip_norm": 2.0})
+    assert (await client.retrieve(step.json()["request_id"])).json()["metrics"]["version"] == 1.0
+    assert msgspec.msgpack.decode(owner.seen[0].payload) == {
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "grad_clip": 2.0,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-12,
+    }

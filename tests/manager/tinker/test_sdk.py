@@ -1,0 +1,182 @@
+"""The unmodified `tinker` SDK, in a process of its own, against the real HTTP server and a stand-in for the owner."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.operations import Forward
+from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.standin_runs import StandInRuns, standing_in
+from tests.support.tinker_sdk import run_sdk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+@pytest.fixture
+async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
+    async with standing_in(server.bus) as running:
+        yield running
+
+
+HEAD = """
+import json, tinker
+from tinker import types
+def datum(n, start=0):
+    tokens = [(start + i) % 200 for i in range(n)]
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": tokens[1:] + [0], "weights": [1.0] * n})
+def told(future):
+    try:
+        return str(future.result())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+service = tinker.ServiceClient()
+"""
+
+
+async def run(server: ApiServer, program: str) -> Any:
+    return await run_sdk(HEAD + program, url=server.url, key=server.key)
+
+
+async def test_a_run_is_created_trained_and_saved(server: ApiServer, owner: StandInRuns) -> None:
+    told = await run(
+        server,
+        """
+client = service.create_lora_training_client("Acme/tiny", rank=8, seed=7)
+client = client.result() if hasattr(client, "result") else client
+data = [datum(3), datum(5)]
+fb = client.forward_backward(data, "cross_entropy")
+step = client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=0.5))
+fb, step = fb.result(), step.result()
+forward = client.forward([datum(4)], "cross_entropy").result()
+saved = client.save_state("first").result()
+sampler = client.save_weights_for_sampler("first").result()
+info = client.get_info()
+print(json.dumps({
+    "run": client.model_id, "logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_outputs], "loss": fb.metrics,
+    "step": step.metrics, "forward": [out["logprobs"].shape for out in forward.loss_fn_outputs], "saved": saved.path,
+    "sampler": sampler.path, "model": info.model_data.model_name, "rank": info.lora_rank}))
+""",
+    )
+    run_name = told["run"]
+    assert told["logprobs"] == [[-0.5] * 3, [-0.5] * 5] and told["loss"] == {"loss:sum": 8.0}
+    assert told["step"] == {"version": 1.0, "grad_norm": 1.0} and told["forward"] == [[4]]
+    assert told["saved"] == f"tinker://{run_name}/weights/first"
+    assert told["sampler"] == f"tinker://{run_name}/sampler_weights/first"
+    assert (told["model"], told["rank"]) == ("Acme/tiny", 8)
+    (spec,) = owner.created
+    assert (spec.public_id, spec.asked_model, spec.seed, spec.lora.alpha) == (run_name, "Acme/tiny", 7, 32.0)
+    actions = [operation.action for operation in owner.seen]
+    assert actions == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
+    first = msgspec.msgpack.decode(owner.seen[0].payload, type=Forward)
+    assert [datum.tokens.numpy().tolist() for datum in first.data] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert owner.seen[0].tokens == 8
+
+
+async def test_chunks_of_one_pass_come_in_any_order_and_their_results_in_one(
+    server: ApiServer, owner: StandInRuns
+) -> None:
+    told = await run(
+        server,
+        """
+client = service.create_lora_training_client("tiny").result()
+data = [datum(200, start=i) for i in range(600)]
+result = client.forward_backward(data, "cross_entropy").result()
+step = client.optim_step(types.AdamParams()).result()
+print(json.dumps({"num": len(result.loss_fn_outputs), "loss": result.metrics, "step": step.metrics}))
+""",
+    )
+    assert (told["num"], told["loss"]) == (600, {"loss:sum": 120_000.0})
+    chunks = [operation.seq for operation in owner.seen if operation.action == "forward_backward"]
+    assert chunks == list(range(1, len(chunks) + 1)) and len(chunks) > 3
+
+
+async def test_what_is_wrong_is_shown_where_the_sdk_shows_it(server: ApiServer, owner: StandInRuns) -> None:
+    told = await run(
+        server,
+        """
+client = service.create_lora_training_client("tiny").result()
+wrong = {
+    "loss": told(client.forward_backward([datum(3)], "stable_reinforce")),
+    "inputs": told(client.forward_backward([datum(3)], "ppo")),
+    "token": told(client.forward_backward([types.Datum(model_input=types.ModelInput.from_ints([99999]),
+        loss_fn_inputs={"target_tokens": [1]})], "cross_entropy")),
+    "step": told(client.optim_step(types.AdamParams(learning_rate=-1.0))),
+    "name": told(client.save_state("a/b")),
+    "after": told(client.forward_backward([datum(3)], "cross_entropy")),
+    "base": told(service.create_lora_training_client("tinyy")),
+    "rank": told(service.create_lora_training_client("tiny", rank=1000)),
+}
+print(json.dumps(wrong))
+""",
+    )
+    assert "RequestFailedError" in told["loss"] and "pass loss_fn=importance_sampling" in told["loss"]
+    assert "lacks 'logprobs'" in told["inputs"]
+    assert "there is no token 99999" in told["token"]
+    assert "learning_rate cannot be -1" in told["step"]
+    assert "'a/b' cannot be a checkpoint's name" in told["name"]
+    assert "loss:sum" in told["after"]
+    assert "BadRequestError" in told["base"] and "did you mean 'tiny'?" in told["base"]
+    assert "this service takes 1 to 512" in told["rank"]
+
+
+async def test_a_run_begins_with_another_runs_checkpoint(server: ApiServer, owner: StandInRuns) -> None:
+    told = await run(
+        server,
+        """
+client = service.create_lora_training_client("tiny", rank=4).result()
+client.optim_step(types.AdamParams()).result()
+path = client.save_state("first").result().path
+second = service.create_training_client_from_state_with_optimizer(path).result()
+print(json.dumps({"path": path, "second": second.model_id, "rank": second.get_info().lora_rank,
+    "none": told(service.create_training_client_from_state(path + "x"))}))
+""",
+    )
+    first, second = owner.created
+    assert second.source is not None and (second.source.job, second.source.version) == (first.id, 1)
+    assert (second.with_optimizer, second.lora, told["second"]) == (True, first.lora, second.public_id)
+    assert "there is no checkpoint" in told["none"]
+
+
+async def test_samplers_sample_with_the_version_that_they_name(server: ApiServer, owner: StandInRuns) -> None:
+    script = Script(server.bus, text="ok", inbox=server.bus.cell.rollout)
+    async with played(script):
+        told = await run(
+            server,
+            """
+client = service.create_lora_training_client("tiny").result()
+client.optim_step(types.AdamParams()).result()
+params = types.SamplingParams(max_tokens=8, temperature=0.5, seed=3)
+prompt = types.ModelInput.from_ints([104, 105])
+def sample(sampler, n=1):
+    result = sampler.sample(prompt, num_samples=n, sampling_params=params).result()
+    return [[s.tokens, s.logprobs, s.stop_reason, s.sequence_id] for s in result.sequences]
+saved = sample(client.save_weights_and_get_sampling_client(), 2)
+base = sample(service.create_sampling_client(base_model="tiny"))
+path = client.save_weights_for_sampler("one").result().path
+named = sample(service.create_sampling_client(model_path=path))
+print(json.dumps({"saved": saved, "base": base, "named": named}))
+""",
+        )
+    tokens = [*b"ok", 256]
+    for sampler, num in (("saved", 2), ("base", 1), ("named", 1)):
+        assert [row[:3] for row in told[sampler]] == [[tokens, [-0.5] * 3, "stop"]] * num
+    assert [row[3].rpartition("@")[2] for row in (*told["saved"], *told["base"], *told["named"])] == [
+        "1",
+        "1",
+        "0",
+        "1",
+    ]
+    adapters = [str(request.adapter) for request in script.seen]
+    assert adapters == [f"{owner.created[0].id}@1"] * 2 + ["base", f"{owner.created[0].id}@1"]
+    assert {request.trajectory.sample for request in script.seen} == {0, 1}
+    assert {request.trajectory.seed for request in script.seen} == {3}

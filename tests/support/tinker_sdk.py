@@ -1,0 +1,82 @@
+"""The real `tinker` SDK in a virtual environment of its own, and programs that run in it."""
+
+import asyncio
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERSION = "0.38.0"
+NEEDS = (
+    "httpx[http2]",
+    "numpy",
+    "orjson",
+    "protobuf>=4.21",
+    "pydantic<3",
+    "pyqwest>=0.4.1",
+    "rich",
+    "sniffio",
+    "zstandard",
+)
+MORE = ("anyio<5", "click", "distro<2", "typing-extensions<5")
+"""What the SDK needs, without what only its tokenizers need."""
+INSTALL_S = 300.0
+PROGRAM_S = 90.0
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "marlaas" / f"tinker-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@cache
+def sdk_python() -> str:
+    """The interpreter of the environment, which is made when it is first needed. Skips the test if it cannot be made."""
+    folder = cache_folder()
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        if not ready.exists():
+            try:
+                _make(folder, python)
+            except (OSError, subprocess.SubprocessError) as error:
+                pytest.skip(f"the tinker SDK cannot be installed here: {error}")
+            ready.touch()
+    return str(python)
+
+
+def _make(folder: Path, python: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=INSTALL_S)
+    pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, *NEEDS, *MORE], check=True, timeout=INSTALL_S, capture_output=True)
+    subprocess.run([*pip, "--no-deps", f"tinker=={VERSION}"], check=True, timeout=INSTALL_S, capture_output=True)
+
+
+async def run_sdk(program: str, *, url: str = "", key: str = "", timeout_s: float = PROGRAM_S) -> Any:
+    """What a program of Python prints last, as JSON. It finds the service by the SDK's own variables."""
+    python = await asyncio.to_thread(sdk_python)
+    variables = {
+        **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
+        "TINKER_BASE_URL": url or "http://127.0.0.1:9",
+        "TINKER_API_KEY": f"tml-{key}",
+        "PYTHONWARNINGS": "ignore",
+    }
+    process = await asyncio.create_subprocess_exec(
+        python, "-c", program, env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, err.decode()[-4000:]
+    return json.loads(out.decode().strip().splitlines()[-1])
