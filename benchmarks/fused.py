@@ -58,7 +58,7 @@ def fused(trainer: Trainer, jobs: list[Job]) -> list[Trained]:
     """Runs all jobs' steps at once."""
     opened = [trainer.begin(*job) for job in jobs]
     while open_steps := [step for step in opened if not step.done]:
-        trainer.micro_batch(open_steps)
+        trainer.micro_batch([step.opened for step in open_steps])
     return [trainer.finish(step) for step in opened]
 
 

@@ -26,7 +26,7 @@ from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.settings import TINY
-from trainer_service.batch import Batch, parse_rows
+from trainer_service.batch import SampledRows, parse_rows
 from trainer_service.losses import row_terms
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer, TrainState
@@ -105,7 +105,7 @@ class PeftLoop:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.adamw = torch.optim.AdamW(self.parameters, 1e-4, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: SampledRows) -> None:
         terms = row_terms(batch, LossSpec())
         for rows in padded_micro_batches(batch):
             tokens_BT, mask_BT, written_BT, sampled_BT = (torch.from_numpy(x) for x in padded(batch, rows))
@@ -122,7 +122,7 @@ class PeftLoop:
         self.adamw.zero_grad()
 
 
-def padded_micro_batches(batch: Batch) -> list[list[int]]:
+def padded_micro_batches(batch: SampledRows) -> list[list[int]]:
     """Rows sorted by length, filled up to BUDGET tokens with padding."""
     parts: list[list[int]] = [[]]
     for row in np.argsort([len(tokens) for tokens in batch.tokens], kind="stable").tolist():
@@ -132,7 +132,7 @@ def padded_micro_batches(batch: Batch) -> list[list[int]]:
     return parts
 
 
-def padded(batch: Batch, rows: list[int]) -> tuple[np.ndarray, ...]:
+def padded(batch: SampledRows, rows: list[int]) -> tuple[np.ndarray, ...]:
     """tokens, attention mask, written (float) and log-probs at sampling, each [B, T]."""
     shape = (len(rows), max(len(batch.tokens[row]) for row in rows))
     tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

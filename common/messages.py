@@ -164,7 +164,7 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False):
 class OptimSpec(msgspec.Struct, frozen=True, gc=False):
     learning_rate: float
     weight_decay: float = 0.0
-    grad_clip: float = 1.0
+    grad_clip: float = 1.0  # the gradient's largest Euclidean norm; 0: any
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -329,8 +329,8 @@ class Init(Message, frozen=True, kw_only=True):
     adapter: AdapterRef  # version 0
     seed: int
     lora: LoraSpec
-    source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
-    with_optimizer: bool = False  # of the source
+    source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
+    with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts anew
 
 
 class TrainStep(Message, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""Checks a training batch, as arrays.
+"""Holds what one adapter computes at a time, whoever asked for it, and parses a TrainStep's rows (a run's data: data.py).
 
-Axes: R rows (trajectories), T tokens of one row.
+Axes: R rows, T tokens of one row, M targets of one row.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,39 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What the loss depends on, target by target and row by row; named in `losses.MicroTerms`. With it, micro-batches only add up."""
+
+    of_targets_KM: Floats  # [., targets of all rows, end to end]
+    of_rows_KR: Floats
+    learned: list[Bools]  # R times [M] targets with a gradient
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """A training batch: rows sorted by (group, sample)."""
+    """Rows that go through the base model under one adapter, each with targets at some of its positions."""
+
+    inputs: list[Ints]  # R times [T] read by the model
+    predictors: list[Ints]  # R times [M] the positions at which the targets are predicted, ascending
+    targets: list[Ints]  # R times [M]
+    groups_R: Ints  # rows of one group begin alike
+    parts_R: Ints  # rows of one part (an operation) add to the gradient before those of the next; groups lie within one
+    wanted_R: Bools  # the others need no forward
+    learned_R: Bools  # the others add nothing to the gradient
+    terms: Terms
+    temperature: float = 1.0
+    kl_coef: float = 0.0
+    keeps_logprobs: bool = False  # those of the targets are asked for
+
+    @property
+    def starts_R(self) -> Ints:
+        """Where each row's targets begin in `terms.of_targets_KM`, and where the last row's end."""
+        return np.cumsum([0, *map(len, self.targets)])
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a TrainStep, sorted by (group, sample)."""
 
     tokens: list[Ints]  # R times [T]
     logprobs: list[Floats]  # R times [T], log-prob of each token at sampling
@@ -39,7 +70,7 @@ class Batch:
         return sum(len(tokens) for tokens in self.tokens)
 
 
-def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> Batch:
+def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> SampledRows:
     """Parses the rows of a TrainStep that trains `version`.
 
     A token at position 0 is never trained: nothing predicts it. Raises InvalidInput for rows that contradict themselves
@@ -49,7 +80,7 @@ def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> Batch:
     _check_shapes(rows, lengths)
     cuts = np.cumsum(lengths)[:-1]
     written = rows.written.numpy().astype(bool)
-    batch = Batch(
+    batch = SampledRows(
         tokens=_split(rows.tokens.numpy().astype(np.int64), cuts, len(lengths)),
         logprobs=_split(rows.logprobs.numpy().astype(np.float64), cuts, len(lengths)),
         written=_split(written, cuts, len(lengths)),
@@ -78,7 +109,7 @@ def _check_shapes(rows: Rows, lengths: Ints) -> None:
         raise InvalidInput("training batch: a row without tokens")
 
 
-def _check_values(batch: Batch, version: int, vocab: int, context: int) -> None:
+def _check_values(batch: SampledRows, version: int, vocab: int, context: int) -> None:
     if not np.isfinite(batch.rewards_R).all():
         raise TrainingFailed("a reward is not a finite number")
     if (batch.versions_R > version).any():

@@ -89,22 +89,28 @@ class AdapterStack:
         self.scales: list[float] = []
         self.factors: dict[str, LayerFactors] = {}
 
-    def put(self, values_P: Tensor, scale: float) -> int:
-        """Copies an adapter into the stack, with gradient 0; returns its place."""
+    def put(self, values_P: Tensor, scale: float, grad_P: Tensor | None = None) -> int:
+        """Copies an adapter into the stack, with the gradient to which others are added (None: 0); returns its place."""
         if not self._free:
             self._grow()
         place = self._free.pop()
         self._values_CP[place] = values_P
-        for grad in self._grads:
-            grad[:, place] = 0.0
+        if grad_P is None:
+            for grad in self._grads:
+                grad[:, place] = 0.0
+        else:
+            sizes = [grad[0, place].numel() for grad in self._grads]
+            pieces = grad_P.view(self._layout.num_layers, -1).split(sizes, dim=1)
+            for grad, piece in zip(self._grads, pieces, strict=True):
+                grad[:, place] = piece.view_as(grad[:, place])
         self.scales[place] = scale
         return place
 
-    def take(self, place: int) -> tuple[Tensor, Tensor]:
-        """Copies the values and the gradient of an adapter, [P] both; the gradient is valid until the next call."""
+    def gradient(self, place: int) -> Tensor:
+        """The gradient of an adapter, [P]; valid until the next call."""
         grads = [grad[:, place].flatten(1) for grad in self._grads]
         torch.cat(grads, dim=1, out=self._taken.view(self._layout.num_layers, -1))
-        return self._values_CP[place].clone(), self._taken
+        return self._taken
 
     def remove(self, place: int) -> None:
         self._free.append(place)

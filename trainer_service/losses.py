@@ -1,4 +1,4 @@
-"""Computes the seven policy-gradient losses: advantages, ratios, clips, aggregation.
+"""Computes the losses: those of jobs (advantages, ratios, clips, aggregation) and, by the same formula, those of runs (data.py).
 
     loss     advantage         ratio to the sampling policy        clip           mean over           source
     grpo     (R - mean) / std  token                               .2 / .2        tokens of a row,    arXiv 2402.03300, eq. 3
@@ -22,15 +22,15 @@ Axes: R rows of a batch, or of a micro-batch that may mix batches; W places for 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.messages import LossName, LossSpec
-from trainer_service.batch import Batch, Bools, Floats, Ints
+from trainer_service.batch import Batch, Bools, Floats, Ints, SampledRows, Terms
 
 STD_EPSILON = 1e-6
 MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as exp(20) without gradient: exp overflows float32 at 88
@@ -60,7 +60,7 @@ RULES: dict[LossName, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """The terms of each row that depend on the whole batch and its loss: with them, micro-batches only add up, and may mix jobs."""
+    """The terms of each row of a TrainStep that depend on the whole batch and its loss."""
 
     advantages_R: Floats
     weights_R: Floats  # factor of each token's loss: the reciprocal of its denominator; 0: not in the loss
@@ -72,14 +72,87 @@ class RowTerms:
     is_weight_R: Bools  # the bounded ratio is a weight through which no gradient flows
     kl_coefs_R: Floats
 
-    @classmethod
-    def join(cls, parts: "Sequence[tuple[RowTerms, Sequence[int]]]") -> "RowTerms":
-        """Joins the terms of some rows of each of several batches, one after the other."""
-        columns = [[getattr(terms, f.name)[list(rows)] for terms, rows in parts] for f in fields(cls)]
-        return cls(*(np.concatenate(column) for column in columns))
+
+class MicroTerms(NamedTuple):
+    """The terms of a micro-batch's targets, 0 where a row has none, and of its rows; in this order in `Terms`."""
+
+    sampled_RW: Tensor  # log-prob at sampling
+    advantages_RW: Tensor
+    weights_RW: Tensor  # factor of the loss
+    low_RW: Tensor  # bounds of the ratio, or of the weight
+    high_RW: Tensor
+    averaged_RW: Tensor  # 1: counts in the mean of an anchored ratio
+    limit_R1: Tensor  # the largest ratio
+    is_sequence_R1: Tensor  # 1: the ratio is the row's geometric mean
+    is_anchored_R1: Tensor  # 1: it is too, but each token has the gradient of its own log-prob alone
+    is_weight_R1: Tensor  # 1: the bounded ratio is a weight through which no gradient flows
+    kl_coefs_R1: Tensor
+    betas_R1: Tensor  # coefficient of half the squared log-ratio
+    is_current_R1: Tensor  # 1: the version that is trained has sampled the row
+    has_anchored: bool
+    has_betas: bool
 
 
-def row_terms(batch: Batch, spec: LossSpec) -> RowTerms:
+NUM_OF_TARGETS = MicroTerms._fields.index("limit_R1")
+ANCHORED, BETAS = (MicroTerms._fields.index(name) - NUM_OF_TARGETS for name in ("is_anchored_R1", "betas_R1"))
+
+
+def micro_terms(parts: "Sequence[tuple[Batch, Sequence[int]]]", width: int, like: Tensor) -> tuple[MicroTerms, Tensor]:
+    """The terms of some rows of each of several batches, one after the other, with dtype and device of `like`, and which of the
+    `width` places of a row are targets, [R, W]."""
+    spans = [
+        (batch.terms, starts[row], starts[row + 1])
+        for batch, rows in parts
+        for starts in [batch.starts_R]
+        for row in rows
+    ]
+    counts_R = np.array([stop - start for _, start, stop in spans])
+    is_target_RW = np.arange(width) < counts_R[:, None]
+    of_targets_KRW = np.zeros((NUM_OF_TARGETS, *is_target_RW.shape))
+    of_targets_KRW[:, is_target_RW] = np.concatenate(
+        [terms.of_targets_KM[:, start:stop] for terms, start, stop in spans], axis=1
+    )
+    of_rows_KR = np.concatenate([batch.terms.of_rows_KR[:, list(rows)] for batch, rows in parts], axis=1)
+    has_anchored, has_betas = (bool(of_rows_KR[kind].any()) for kind in (ANCHORED, BETAS))
+    dense = [*torch.from_numpy(of_targets_KRW).to(like), *torch.from_numpy(of_rows_KR).to(like)[:, :, None]]
+    return MicroTerms._make([*dense, has_anchored, has_betas]), torch.from_numpy(is_target_RW).to(like.device)
+
+
+def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -> Batch:
+    """The batch of a TrainStep that trains `version`: the model reads all before a row's last trained token."""
+    places = [np.flatnonzero(mask) for mask in rows.written]
+    counts_R = rows.num_written_R()
+    ones_M = np.ones(counts_R.sum())
+    by_row = (terms.advantages_R, terms.weights_R, terms.low_R, terms.high_R)
+    sampled = [row_T[place] for row_T, place in zip(rows.logprobs, places, strict=True)]
+    by_row_KR = (
+        terms.limit_R,
+        terms.is_sequence_R,
+        np.zeros(len(rows)),
+        terms.is_weight_R,
+        terms.kl_coefs_R,
+        np.zeros(len(rows)),
+        rows.versions_R == version,
+    )
+    return Batch(
+        inputs=[tokens[: place[-1] if len(place) else 0] for tokens, place in zip(rows.tokens, places, strict=True)],
+        predictors=[place - 1 for place in places],
+        targets=[tokens[place] for tokens, place in zip(rows.tokens, places, strict=True)],
+        groups_R=rows.groups_R,
+        parts_R=np.zeros(len(rows), np.int64),
+        wanted_R=terms.active_R,
+        learned_R=np.ones(len(rows), bool),
+        terms=Terms(
+            np.stack([np.concatenate([ones_M[:0], *sampled]), *(np.repeat(each, counts_R) for each in by_row), ones_M]),
+            np.stack(by_row_KR).astype(np.float64),
+            [np.ones(count, bool) for count in counts_R],
+        ),
+        temperature=spec.temperature,
+        kl_coef=spec.kl_coef,
+    )
+
+
+def row_terms(batch: SampledRows, spec: LossSpec) -> RowTerms:
     """Computes the terms of each row of a batch."""
     rule = RULES[spec.name]
     advantages_R = advantages(batch.rewards_R, batch.groups_R, rule.advantage)
@@ -143,28 +216,30 @@ def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
     return np.where(kept_R, 1.0 / np.maximum(denominator_R, 1.0), 0.0)
 
 
-def token_losses(terms: RowTerms, logprobs_RW: Tensor, sampled_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (loss, whether the clip binds) of each token, [R, W] both; the weighted sum of the first is the policy loss.
+def token_losses(terms: MicroTerms, logprobs_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes (loss, whether the clip binds) of each target, [R, W] both; the weighted sum of the first is the loss.
 
-    One formula for all losses, so that rows of different jobs share it. `sampled_RW`: log-probs at sampling; only places
-    in `written_RW` are tokens, the others' values count nowhere. The clip binds where it takes away the gradient; where
-    the ratio is a weight, it binds where it changes the weight.
+    One formula for all losses, so that rows of different jobs and runs share it. Only places in `written_RW` are targets, the
+    others' values count nowhere. The clip binds where it takes away the gradient; where the ratio is a weight, it binds where it
+    changes the weight.
     """
-    advantages_R1, low_R1, high_R1 = (
-        column(values, logprobs_RW) for values in (terms.advantages_R, terms.low_R, terms.high_R)
-    )
-    is_sequence_R1, is_weight_R1 = (
-        torch.from_numpy(values).to(logprobs_RW.device)[:, None] for values in (terms.is_sequence_R, terms.is_weight_R)
-    )
-    log_ratio_RW = (logprobs_RW - sampled_RW).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_ratio_RW = torch.where(is_sequence_R1, _row_means(log_ratio_RW, written_RW), log_ratio_RW)
-    ratio_RW = _truncated(log_ratio_RW, column(terms.limit_R, logprobs_RW)).exp()
-    bound_RW = ratio_RW.clamp(low_R1, high_R1)
-    free_RW, clipped_RW = ratio_RW * advantages_R1, bound_RW * advantages_R1
+    advantages_RW, is_weight_R1 = terms.advantages_RW, terms.is_weight_R1 > 0
+    difference_RW = logprobs_RW - terms.sampled_RW
+    log_ratio_RW = difference_RW.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_RW = torch.where(terms.is_sequence_R1 > 0, _row_means(log_ratio_RW, written_RW), log_ratio_RW)
+    if terms.has_anchored:
+        anchored_RW = _row_means(log_ratio_RW, terms.averaged_RW).detach() + logprobs_RW - logprobs_RW.detach()
+        log_ratio_RW = torch.where(terms.is_anchored_R1 > 0, anchored_RW, log_ratio_RW)
+    ratio_RW = _truncated(log_ratio_RW, terms.limit_R1).exp()
+    bound_RW = ratio_RW.clamp(terms.low_RW, terms.high_RW)
+    free_RW, clipped_RW = ratio_RW * advantages_RW, bound_RW * advantages_RW
     pessimistic_RW = torch.minimum(free_RW, clipped_RW)  # PPO's surrogate
-    reinforce_RW = bound_RW.detach() * advantages_R1 * logprobs_RW
+    reinforce_RW = bound_RW.detach() * advantages_RW * logprobs_RW
     binds_RW = torch.where(is_weight_R1, bound_RW != ratio_RW, clipped_RW < free_RW)
-    return -torch.where(is_weight_R1, reinforce_RW, pessimistic_RW), binds_RW & written_RW
+    loss_RW = -torch.where(is_weight_R1, reinforce_RW, pessimistic_RW)
+    if terms.has_betas:
+        loss_RW = loss_RW + 0.5 * terms.betas_R1 * difference_RW.square()
+    return loss_RW, binds_RW & written_RW
 
 
 def _truncated(log_ratio_RW: Tensor, limit_R1: Tensor) -> Tensor:
@@ -174,11 +249,6 @@ def _truncated(log_ratio_RW: Tensor, limit_R1: Tensor) -> Tensor:
     weight; a clipped surrogate leaves it unbounded where the advantage is negative.
     """
     return log_ratio_RW - (log_ratio_RW - limit_R1.log()).clamp(min=0.0).detach()
-
-
-def column(values_R: Floats, like: Tensor) -> Tensor:
-    """[R] -> [R, 1] with dtype and device of `like`."""
-    return torch.from_numpy(values_R).to(like)[:, None]
 
 
 def _row_means(values_RW: Tensor, written_RW: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
     rows = random_rows(num_prompt=prompts, num_written=answers, group_size=GROUP_SIZE)
     message = TrainStep(**made, loss=LossSpec(), optim=OptimSpec(1e-3), rows=rows, next_group=0)
     step = trainer.begin(message, trainer.init(Init(**made)))
-    return kept_bytes(lambda: trainer.micro_batch([step]))
+    return kept_bytes(lambda: trainer.micro_batch([step.opened]))
 
 
 def kept_bytes(run: Callable[[], None]) -> int:

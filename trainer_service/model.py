@@ -1,6 +1,6 @@
 """Computes log-probabilities of trained tokens under the base model with adapters, differentiable in the adapters.
 
-Axes: B sequences, T positions, M trained tokens of the micro-batch, E hidden, V vocabulary.
+Axes: B sequences, T positions, M targets of the micro-batch, E hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, Project, RunLayer, directly, plain
 from common.errors import InvalidInput
-from trainer_service.batch import Ints
+from trainer_service.batch import Bools, Ints
 from trainer_service.packing import Cost, Tree
 
 MAX_SCORES = 1 << 22  # logits that exist at one time
@@ -34,12 +34,20 @@ class Inputs:
     predictors_M: Tensor  # index into the flattened B x T
     targets_M: Tensor  # token ids
     temperatures_M: Tensor
+    learned_M: Tensor | None  # places of the targets that may have a gradient; None: all may
 
 
 def make_inputs(
-    trees: Sequence[Tree], targets: Sequence[Ints], temperatures: Sequence[float], decoder: Decoder, *, multiple: int
+    trees: Sequence[Tree],
+    targets: Sequence[Ints],
+    temperatures: Sequence[float],
+    decoder: Decoder,
+    *,
+    multiple: int,
+    learned: Sequence[Bools] = (),
 ) -> Inputs:
-    """`targets`, `temperatures`: of each row, sequence by sequence, trained token ids and temperature. T: a multiple of `multiple`."""
+    """`targets`, `temperatures`, `learned`: of each row, sequence by sequence, token ids, temperature, and which targets may have a
+    gradient (none given: all may). T: a multiple of `multiple`."""
     width = -(-max(len(tree) for tree in trees) // multiple) * multiple
     tokens_BT, positions_BT, branches_BT = np.zeros((3, len(trees), width), np.int64)
     branches_BT -= 1
@@ -58,7 +66,14 @@ def make_inputs(
         predictors_M=torch.from_numpy(np.concatenate(predictors)).to(device),
         targets_M=torch.from_numpy(np.concatenate(targets)).to(device),
         temperatures_M=torch.from_numpy(temperatures_M).to(device),
+        learned_M=_places(learned, device),
     )
+
+
+def _places(learned: Sequence[Bools], device: torch.device) -> Tensor | None:
+    if all(row_M.all() for row_M in learned):
+        return None
+    return torch.from_numpy(np.flatnonzero(np.concatenate(learned))).to(device)
 
 
 def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,7 +89,7 @@ def logprobs(decoder: Decoder, inputs: Inputs, project: Project = plain, layer: 
     hidden_BTE = decoder.forward(inputs.tokens_BT, inputs.positions_BT, attend, project, layer)
     hidden_ME = hidden_BTE.flatten(0, 1).index_select(0, inputs.predictors_M)
     return _TargetLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_ME, decoder.head, inputs.targets_M, inputs.temperatures_M
+        hidden_ME, decoder.head, inputs.targets_M, inputs.temperatures_M, inputs.learned_M
     )
 
 
@@ -124,8 +139,15 @@ class _TargetLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor) -> Tensor:
-        slope_ME = torch.empty_like(hidden_ME) if ctx.needs_input_grad[0] else None
+    def forward(
+        ctx: Any,
+        hidden_ME: Tensor,
+        head_VE: Tensor,
+        targets_M: Tensor,
+        temperatures_M: Tensor,
+        learned_M: Tensor | None,
+    ) -> Tensor:
+        slope_ME = _empty_slope(hidden_ME, learned_M) if ctx.needs_input_grad[0] else None
         logprobs_M = torch.empty_like(temperatures_M)
         chunk = max(1, MAX_SCORES // len(head_VE))
         for start in range(0, len(targets_M), chunk):
@@ -133,16 +155,29 @@ class _TargetLogprobs(torch.autograd.Function):
             temperatures_M1 = temperatures_M[own, None]
             scores_MV = _head(hidden_ME[own], head_VE).float().div_(temperatures_M1).log_softmax(-1)
             logprobs_M[own] = scores_MV.gather(1, targets_M[own, None]).squeeze(1)
-            if slope_ME is not None:
-                mean_ME = _head(scores_MV.exp_().to(head_VE.dtype), head_VE.t())
-                slope_ME[own] = (head_VE[targets_M[own]] - mean_ME).div_(temperatures_M1)
+            if slope_ME is not None and learned_M is None:
+                slope_ME[own] = _slope(scores_MV, head_VE, targets_M[own], temperatures_M1)
+            elif slope_ME is not None and learned_M is not None:
+                some = learned_M[(learned_M >= start) & (learned_M < start + chunk)]
+                slope_ME[some] = _slope(scores_MV[some - start], head_VE, targets_M[some], temperatures_M[some, None])
         ctx.save_for_backward(slope_ME)
         return logprobs_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (slope_ME,) = ctx.saved_tensors
-        return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None
+        return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None, None
+
+
+def _empty_slope(hidden_ME: Tensor, learned_M: Tensor | None) -> Tensor:
+    """Room for the slopes; those of targets without a gradient stay 0."""
+    return torch.empty_like(hidden_ME) if learned_M is None else torch.zeros_like(hidden_ME)
+
+
+def _slope(scores_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M1: Tensor) -> Tensor:
+    """d logprob / d hidden, [M, E]; overwrites the scores."""
+    mean_ME = _head(scores_MV.exp_().to(head_VE.dtype), head_VE.t())
+    return (head_VE[targets_M] - mean_ME).div_(temperatures_M1)
 
 
 def _head(x_MI: Tensor, weight_OI: Tensor) -> Tensor:

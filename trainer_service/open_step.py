@@ -1,6 +1,6 @@
-"""Holds one job's optimiser step while its micro-batches are under way, and computes its metrics.
+"""Holds one adapter's batch while its micro-batches are under way, and computes the metrics of a TrainStep.
 
-Axes: R rows of the batch, P all values of the adapter.
+Axes: R rows of the batch, M targets of a row, P all values of the adapter.
 """
 
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from base_model.adapter import Adapter
-from common.errors import InvalidInput, TrainingFailed
-from common.messages import LoraSpec, TrainStep
-from trainer_service.batch import Batch, Floats
+from common.errors import InvalidInput
+from common.messages import LoraSpec, OptimSpec, TrainStep
+from trainer_service.batch import Batch, Floats, SampledRows
 from trainer_service.lora import AdapterLayout, AdapterStack, flatten, unflatten
 from trainer_service.losses import RowTerms
 from trainer_service.optimiser import Moments
@@ -67,41 +67,63 @@ class Sums:
 
 
 @dataclass(slots=True, eq=False)
-class OpenStep:
-    """A step with its open sequences and its sums so far; the gradient lies in the stack."""
+class OpenBatch:
+    """A batch with its open sequences and its sums so far; the gradient lies in the stack."""
 
-    message: TrainStep
     state: TrainState
     batch: Batch
-    terms: RowTerms
     stack: AdapterStack
     place: int
     queue: list[Tree]  # open sequences, in order
     sums: Sums = field(default_factory=Sums)
-    failure: TrainingFailed | None = None
+    losses: dict[int, float] = field(default_factory=dict[int, float])  # by part: the weighted sum
+    logprobs: dict[int, Floats] = field(
+        default_factory=dict[int, Floats]
+    )  # by row: float32 [M], where they are asked for
+    failures: dict[int, str] = field(default_factory=dict[int, str])  # by part: why it failed
 
     @property
     def done(self) -> bool:
         return not self.queue
 
-    def fail(self, reason: str) -> None:
-        """Makes the step fail; nothing of it needs to be computed any more."""
-        self.failure = TrainingFailed(reason)
-        self.queue = []
+    def fail(self, part: int, reason: str) -> None:
+        """Makes a part fail; nothing of it needs to be computed any more."""
+        self.failures[part] = reason
+        self.queue = [tree for tree in self.queue if tree.part != part]
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """A TrainStep under way."""
+
+    message: TrainStep
+    rows: SampledRows
+    terms: RowTerms
+    opened: OpenBatch
+
+    @property
+    def done(self) -> bool:
+        return self.opened.done
 
     def metrics(self, grad_norm: float) -> dict[str, float | None]:
-        return batch_metrics(self.batch, self.terms, self.message) | _step_metrics(self.sums, self.message, grad_norm)
+        about = batch_metrics(self.rows, self.terms, self.message)
+        return about | _step_metrics(self.opened.sums, self.message, grad_norm)
 
 
 def check_spec(message: TrainStep) -> None:
     """Raises InvalidInput for a step that makes no sense, whatever its batch."""
     if not message.loss.temperature > 0:
         raise InvalidInput("training needs a temperature above 0", param="temperature")
-    if not 0 <= message.optim.learning_rate <= MAX_LEARNING_RATE:
+    check_rate(message.optim)
+
+
+def check_rate(optim: OptimSpec) -> None:
+    """Raises InvalidInput for a learning rate beyond all use."""
+    if not 0 <= optim.learning_rate <= MAX_LEARNING_RATE:
         raise InvalidInput(f"the learning rate must lie in [0, {MAX_LEARNING_RATE:g}]", param="learning_rate")
 
 
-def batch_metrics(batch: Batch, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
+def batch_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
     """Metrics that need no forward. `entropy`: of the sampling policy for a token, estimated by its own samples."""
     if not len(batch):
         return {"no_signal": 1.0, "num_rows": 0.0, "num_groups": 0.0}

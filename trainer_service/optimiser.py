@@ -32,9 +32,12 @@ class Moments:
 
 
 def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
-    """Scales the gradient in place to a Euclidean norm of at most `max_norm`; returns the norm before. As torch's clip_grad_norm_."""
+    """Scales the gradient in place to a Euclidean norm of at most `max_norm`, 0: of any; returns the norm before.
+
+    As torch's clip_grad_norm_.
+    """
     norm = float(torch.linalg.vector_norm(grad_P))
-    if norm > max_norm:
+    if 0 < max_norm < norm:
         grad_P.mul_(max_norm / (norm + 1e-6))
     return norm
 

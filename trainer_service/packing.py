@@ -6,13 +6,13 @@ each row's own tokens as a branch that sees the beginning and itself. The gradie
 
     beginning  p0 p1 p2 | branch 1  a3 a4 | branch 2  b3 b4 b5        position: 0 1 2 3 4 3 4 5
 
-Axes: B sequences of a micro-batch, T positions of a sequence, M trained tokens.
+Axes: B sequences of a micro-batch, T positions of a sequence, M targets.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,7 +32,9 @@ class Tree:
     tokens: Ints  # [T]
     positions: Ints  # [T]
     branches: Ints  # [T] 0: the shared beginning; i: own tokens of rows[i - 1]
-    predictors: tuple[Ints, ...]  # for each row [its M]: index in `tokens` of what predicts the trained token
+    predictors: tuple[Ints, ...]  # for each row [its M]: index in `tokens` of what predicts the target
+    part: int = 0  # see Batch.parts_R
+    learns: bool = True  # False: a forward is all that its rows need
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,9 +44,9 @@ class Tree:
         return len(self.rows) > 1
 
     @property
-    def kind(self) -> tuple[int, bool]:
-        """Sequences of one kind can share a micro-batch bit by bit: their padded length, and whether they need a mask."""
-        return -(-len(self) // PAD_MULTIPLE) * PAD_MULTIPLE, self.branched
+    def kind(self) -> tuple[int, bool, bool]:
+        """Sequences of one kind can share a micro-batch bit by bit: their padded length, whether they need a mask, and a backward."""
+        return -(-len(self) // PAD_MULTIPLE) * PAD_MULTIPLE, self.branched, self.learns
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,13 @@ class Cost:
     def of(self, length: int, *, dense: bool) -> float:
         pairs = length * length if dense else length * length / 2
         return self.per_token * length + self.per_pair * pairs
+
+
+def pack(batch: Batch, cost: Cost | None) -> list[Tree]:
+    """Packs all wanted rows into sequences: those that learn, then the others, so that it makes no difference whether they are wanted."""
+    learning = trees(batch, batch.wanted_R & batch.learned_R, cost)
+    others = trees(batch, batch.wanted_R & ~batch.learned_R, cost)
+    return learning + [replace(tree, learns=False) for tree in others]
 
 
 def trees(batch: Batch, active_R: Bools, cost: Cost | None) -> list[Tree]:
@@ -72,7 +81,7 @@ def trees(batch: Batch, active_R: Bools, cost: Cost | None) -> list[Tree]:
 
 def _best_size(batch: Batch, rows: list[int], cost: Cost) -> int:
     """The cheapest number of rows to a tree: all of the group, half of it, a quarter, ..., 1."""
-    lengths = [len(_inputs(batch, row)) for row in rows]
+    lengths = [len(batch.inputs[row]) for row in rows]
     shared = _common(batch, rows)
     best, best_cost = 1, sum(cost.of(n, dense=False) for n in lengths)
     size = len(rows)
@@ -85,14 +94,12 @@ def _best_size(batch: Batch, rows: list[int], cost: Cost) -> int:
     return best
 
 
-def _inputs(batch: Batch, row: int) -> Ints:
-    """The tokens that the model must read: all before the last trained one."""
-    return batch.tokens[row][: int(np.flatnonzero(batch.written[row])[-1])]
-
-
 def _common(batch: Batch, rows: list[int]) -> int:
+    return common_length([batch.inputs[row] for row in rows])
+
+
+def common_length(inputs: Sequence[Ints]) -> int:
     """The length of the rows' common beginning."""
-    inputs = [_inputs(batch, row) for row in rows]
     shortest = min(len(tokens) for tokens in inputs)
     differs = np.zeros(shortest, bool)
     for tokens in inputs[1:]:
@@ -101,16 +108,16 @@ def _common(batch: Batch, rows: list[int]) -> int:
 
 
 def _tree(batch: Batch, rows: list[int]) -> Tree:
-    shared = _common(batch, rows) if len(rows) > 1 else len(_inputs(batch, rows[0]))
-    tokens, positions = [_inputs(batch, rows[0])[:shared]], [np.arange(shared)]
+    shared = _common(batch, rows) if len(rows) > 1 else len(batch.inputs[rows[0]])
+    tokens, positions = [batch.inputs[rows[0]][:shared]], [np.arange(shared)]
     branches, predictors = [np.zeros(shared, np.int64)], []
     start = shared
     for branch, row in enumerate(rows, 1):
-        own = _inputs(batch, row)[shared:]
+        own = batch.inputs[row][shared:]
         tokens.append(own)
         positions.append(np.arange(shared, shared + len(own)))
         branches.append(np.full(len(own), branch))
-        before = np.flatnonzero(batch.written[row]) - 1
+        before = batch.predictors[row]
         predictors.append(np.where(before < shared, before, before - shared + start))
         start += len(own)
     return Tree(
@@ -120,6 +127,7 @@ def _tree(batch: Batch, rows: list[int]) -> Tree:
         positions=np.concatenate(positions),
         branches=np.concatenate(branches),
         predictors=tuple(predictors),
+        part=int(batch.parts_R[rows[0]]),
     )
 
 
@@ -139,8 +147,8 @@ class Budget:
 
 
 def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
-    """Sorts a job's open sequences as they are trained: longest first; `exact`: widest first, then by group."""
-    return sorted(sequences, key=lambda tree: tree.kind if exact else len(tree), reverse=True)
+    """Sorts a job's open sequences as they are trained: by part, longest first; `exact`: widest first, then by group."""
+    return sorted(sequences, key=lambda tree: (-tree.part, *(tree.kind if exact else (len(tree),))), reverse=True)
 
 
 def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact: bool) -> list[list[Tree]]:
@@ -149,6 +157,7 @@ def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact:
     The oldest jobs whose work fills WINDOW micro-batches take part: the others would only delay them. The oldest job's
     longest sequence gives the width, and the others follow by length while padding is cheaper than a micro-batch more.
     `exact`: sequences of one kind only, each job's in its own order, so that a job's gradient adds up as if it were alone.
+    Sequences that learn and others do not mix.
     """
     window = _window(queues, WINDOW * budget.tokens)
     lead = window[0][0]
@@ -156,7 +165,7 @@ def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact:
     if exact:
         fitting = [[*itertools.takewhile(lambda tree: tree.kind == lead.kind, queue)] for queue in window]
     else:
-        fitting = [[tree for tree in queue if len(tree) <= len(lead)] for queue in window]
+        fitting = [[tree for tree in q if len(tree) <= len(lead) and tree.learns == lead.learns] for q in window]
     candidates = [(job, tree) for job, queue in enumerate(fitting) for tree in queue]
     taken: list[list[Tree]] = [[] for _ in queues]
     padding, branched = 0, False

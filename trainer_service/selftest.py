@@ -61,7 +61,7 @@ def _bytes(state: TrainState) -> bytes:
 def _together(trainer: Trainer, steps: list[TrainStep], states: list[TrainState]) -> list[Trained]:
     opened = [trainer.begin(*each) for each in zip(steps, states, strict=True)]
     while open_steps := [step for step in opened if not step.done]:
-        trainer.micro_batch(open_steps)
+        trainer.micro_batch([step.opened for step in open_steps])
     return [trainer.finish(step) for step in opened]
 
 

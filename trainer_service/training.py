@@ -1,12 +1,13 @@
-"""Runs optimiser steps of many jobs at once: version v and a batch in, version v+1 and its metrics out, job by job.
+"""Runs batches of many adapters at once: for a job, version v and a TrainStep in, version v+1 and its metrics out.
 
-    begin ─► micro_batch, micro_batch, ... ─► finish        (or `discard` on the way)
+    open ─► micro_batch, micro_batch, ... ─► gradient, log-probs ─► apply        (or `discard` on the way)
+    begin ─────────── of a TrainStep: all of it ─────────────────► finish
 
-Rows of all open steps go through the base model in the same forward and backward, each through its own adapter. Jobs
+Rows of all open batches go through the base model in the same forward and backward, each through its own adapter. Jobs
 share the base model alone: factors, gradients, clipping and optimiser state are each job's own, every product has
 the rows of one job, and no number of one job ever meets a number of another's, so that a NaN stays where it is.
 
-Axes: R rows and M trained tokens of a micro-batch, T its positions, W places for the trained tokens of a row.
+Axes: R rows and M targets of a micro-batch, T its positions, W places for the targets of a row.
 """
 
 import itertools
@@ -22,22 +23,22 @@ from torch import Tensor
 from base_model.adapter import init_adapter
 from base_model.decoder import Decoder, RunLayer, directly
 from common.errors import TrainingFailed
-from common.messages import Init, TrainStep
+from common.messages import Init, OptimSpec, TrainStep
 from trainer_service import lora, optimiser
-from trainer_service.batch import Floats, parse_rows
-from trainer_service.losses import RowTerms, column, k3, off_policy, row_terms, token_losses
+from trainer_service.batch import Batch, Floats, Ints, parse_rows
+from trainer_service.losses import batch_of, k3, micro_terms, off_policy, row_terms, token_losses
 from trainer_service.model import Inputs, logprobs, make_inputs, sequence_cost
-from trainer_service.open_step import OpenStep, Trained, TrainState, batch_metrics, check_spec
+from trainer_service.open_step import OpenBatch, OpenStep, Trained, TrainState, batch_metrics, check_spec
 from trainer_service.optimiser import Moments
-from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, trees
+from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, pack
 
-Taken = Sequence[tuple[OpenStep, Sequence[Tree]]]
-"""A micro-batch: the sequences of each step, those of one stack side by side."""
+Taken = Sequence[tuple[OpenBatch, Sequence[Tree]]]
+"""A micro-batch: the sequences of each batch, those of one stack side by side."""
 
 
 @dataclass(slots=True)
 class Trainer:
-    """Computes steps on one base model. Holds open steps' adapters and nothing else of a job. One call at a time."""
+    """Computes on one base model. Holds open batches' adapters and nothing else of a job. One call at a time."""
 
     decoder: Decoder
     budget: Budget = field(default_factory=Budget)
@@ -53,11 +54,48 @@ class Trainer:
         adapter = init_adapter(message.lora, self.decoder.linear_shapes(), message.seed)
         return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.decoder.device))
 
+    # ---- a batch of one adapter -------------------------------------------------------------------------------------
+
+    def open(self, state: TrainState, batch: Batch, grad_P: Tensor | None = None) -> OpenBatch:
+        """Opens a batch whose gradient is added to `grad_P`; without wanted rows it is done."""
+        start = time.perf_counter()
+        cost = sequence_cost(self.decoder) if self.share_prefixes else None
+        queue = in_order(pack(batch, cost), exact=self.deterministic)
+        stack = self._stack(state.layout)
+        place = stack.put(state.values_P, state.spec.alpha / state.spec.rank, grad_P)
+        opened = OpenBatch(state, batch, stack, place, queue)
+        opened.sums.seconds = time.perf_counter() - start
+        return opened
+
+    def gradient(self, opened: OpenBatch) -> Tensor:
+        """What the batch has added up to, [P]; valid until the next call."""
+        return opened.stack.gradient(opened.place)
+
+    def discard(self, opened: OpenBatch) -> None:
+        """Forgets an open batch."""
+        opened.stack.remove(opened.place)
+
+    def apply(self, state: TrainState, grad_P: Tensor, optim: OptimSpec) -> tuple[TrainState, float]:
+        """Clips the gradient, in place, and runs AdamW; returns the new state and the gradient's norm before.
+
+        Raises TrainingFailed if the gradient or the new weights are not finite.
+        """
+        values_P = state.values_P.clone()
+        norm = optimiser.clip_gradient(grad_P, optim.grad_clip)
+        if not math.isfinite(norm):
+            raise TrainingFailed("the gradient is not finite")
+        moments = optimiser.update(values_P, grad_P, state.moments, optim)
+        if not math.isfinite(values_P.sum()):
+            raise TrainingFailed("the new weights are not finite")
+        return replace(state, values_P=values_P, moments=moments), norm
+
+    # ---- a TrainStep ------------------------------------------------------------------------------------------------
+
     def step(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
         """Runs one step alone; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
         step = self.begin(message, state)
         while not step.done:
-            self.micro_batch([step])
+            self.micro_batch([step.opened])
             beat()
         return self.finish(step)
 
@@ -66,35 +104,29 @@ class Trainer:
 
         Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
         """
-        start, config = time.perf_counter(), self.decoder.config
+        start, config, version = time.perf_counter(), self.decoder.config, message.adapter.version
         check_spec(message)
-        batch = parse_rows(message.rows, version=message.adapter.version, vocab=config.vocab, context=config.context)
-        terms = row_terms(batch, message.loss)
-        cost = sequence_cost(self.decoder) if self.share_prefixes else None
-        queue = in_order(trees(batch, terms.active_R, cost), exact=self.deterministic)
-        stack = self._stack(state.layout)
-        place = stack.put(state.values_P, state.spec.alpha / state.spec.rank)
-        step = OpenStep(message, state, batch, terms, stack, place, queue)
-        step.sums.seconds = time.perf_counter() - start
-        return step
+        rows = parse_rows(message.rows, version=version, vocab=config.vocab, context=config.context)
+        terms = row_terms(rows, message.loss)
+        opened = self.open(state, batch_of(rows, terms, message.loss, version))
+        opened.sums.seconds = time.perf_counter() - start
+        return OpenStep(message, rows, terms, opened)
 
     def finish(self, step: OpenStep) -> Trained:
         """Makes the next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
-        start = time.perf_counter()
+        start, opened = time.perf_counter(), step.opened
         try:
-            if step.failure is not None:
-                raise step.failure
-            if not len(step.batch):
-                return Trained(step.state, batch_metrics(step.batch, step.terms, step.message), 0, 0.0)
-            state, norm = _advance(step)
+            if opened.failures:
+                raise TrainingFailed(opened.failures[0])
+            if not len(step.rows):
+                return Trained(opened.state, batch_metrics(step.rows, step.terms, step.message), 0, 0.0)
+            state, norm = self.apply(opened.state, self.gradient(opened), step.message.optim)
         finally:
-            self.discard(step)
-        seconds = step.sums.seconds + time.perf_counter() - start
-        return Trained(state, step.metrics(norm) | {"train_s": seconds}, step.batch.num_tokens(), seconds)
+            self.discard(opened)
+        seconds = opened.sums.seconds + time.perf_counter() - start
+        return Trained(state, step.metrics(norm) | {"train_s": seconds}, step.rows.num_tokens(), seconds)
 
-    def discard(self, step: OpenStep) -> None:
-        """Forgets an open step."""
-        step.stack.remove(step.place)
+    # ---- micro-batches ----------------------------------------------------------------------------------------------
 
     def _stack(self, layout: lora.AdapterLayout) -> lora.AdapterStack:
         """The stack of a layout; empty stacks are kept until another layout needs the room."""
@@ -103,51 +135,59 @@ class Trainer:
             self._stacks[layout] = lora.AdapterStack(layout, self.decoder.device)
         return self._stacks[layout]
 
-    def micro_batch(self, steps: Sequence[OpenStep]) -> None:
-        """Runs one forward and backward over some of the open sequences of these steps, oldest first; none of them is done.
+    def micro_batch(self, opened: Sequence[OpenBatch]) -> None:
+        """Runs one forward and backward over some of the open sequences of these batches, oldest first; none of them is done.
 
-        A step whose loss is not finite fails, and only that one.
+        A part whose loss is not finite fails, and only that one.
         """
         start = time.perf_counter()
-        taken = self._take(steps)
+        taken = self._take(opened)
         inputs = self._inputs(taken)
-        project = lora.Projection(_parts(taken))
-        logprobs_M = logprobs(self.decoder, inputs, project, self.run_layer)
-        base_M = self._base_logprobs(taken, logprobs_M.detach())
-        loss, sums_KR = _loss(taken, inputs, logprobs_M, base_M)
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
-        _credit(taken, sums_KR.cpu().numpy(), inputs.tokens_BT.shape[1], start)
+        learns = taken[0][1][0].learns
+        with torch.set_grad_enabled(learns):
+            logprobs_M = logprobs(self.decoder, inputs, lora.Projection(_parts(taken)), self.run_layer)
+            base_M = self._base_logprobs(taken, logprobs_M.detach())
+            loss, figures_KR = _loss(taken, inputs, logprobs_M, base_M)
+        if learns:
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        _keep_logprobs(taken, logprobs_M.detach())
+        _credit(taken, figures_KR.cpu().numpy(), inputs.tokens_BT.shape[1], start)
 
-    def _take(self, steps: Sequence[OpenStep]) -> Taken:
-        """Takes the next micro-batch out of the steps' queues."""
-        found = next_micro_batch([step.queue for step in steps], self.budget, exact=self.deterministic)
-        taken = [(step, sequences) for step, sequences in zip(steps, found, strict=True) if sequences]
-        for step, sequences in taken:
+    def _take(self, opened: Sequence[OpenBatch]) -> Taken:
+        """Takes the next micro-batch out of the batches' queues."""
+        found = next_micro_batch([one.queue for one in opened], self.budget, exact=self.deterministic)
+        taken = [(one, sequences) for one, sequences in zip(opened, found, strict=True) if sequences]
+        for one, sequences in taken:
             gone = {id(tree) for tree in sequences}
-            step.queue = [tree for tree in step.queue if id(tree) not in gone]
+            one.queue = [tree for tree in one.queue if id(tree) not in gone]
         return sorted(taken, key=lambda t: id(t[0].stack))
 
     def _inputs(self, taken: Taken) -> Inputs:
         sequences = [tree for _, own in taken for tree in own]
-        targets = [step.batch.tokens[row][step.batch.written[row]] for step, row in _rows(taken)]
-        temperatures = [step.message.loss.temperature for step, _ in _rows(taken)]
-        multiple = PAD_MULTIPLE if self.deterministic else 1
-        return make_inputs(sequences, targets, temperatures, self.decoder, multiple=multiple)
+        rows = [*_rows(taken)]
+        return make_inputs(
+            sequences,
+            [batch.targets[row] for batch, row in rows],
+            [batch.temperature for batch, _ in rows],
+            self.decoder,
+            multiple=PAD_MULTIPLE if self.deterministic else 1,
+            learned=[batch.terms.learned[row] for batch, row in rows],
+        )
 
     def _base_logprobs(self, taken: Taken, logprobs_M: Tensor) -> Tensor:
-        """Log-probs under the bare base model where the job's loss asks for them; elsewhere those of the policy."""
-        asking = [(step, sequences) for step, sequences in taken if step.message.loss.kl_coef]
+        """Log-probs under the bare base model where the batch's loss asks for them; elsewhere those of the policy."""
+        asking = [(one, sequences) for one, sequences in taken if one.batch.kl_coef]
         if not asking:
             return logprobs_M
         with torch.no_grad():
             base = logprobs(self.decoder, self._inputs(asking))
-        asked_M = [np.full(step.batch.written[row].sum(), step.message.loss.kl_coef > 0) for step, row in _rows(taken)]
+        asked_M = [np.full(len(batch.targets[row]), batch.kl_coef > 0) for batch, row in _rows(taken)]
         return logprobs_M.masked_scatter(torch.from_numpy(np.concatenate(asked_M)).to(logprobs_M.device), base)
 
 
-def _rows(taken: Taken) -> Iterator[tuple[OpenStep, int]]:
-    """The rows of a micro-batch in order, each with its step."""
-    return ((step, row) for step, sequences in taken for tree in sequences for row in tree.rows)
+def _rows(taken: Taken) -> Iterator[tuple[Batch, int]]:
+    """The rows of a micro-batch in order, each with its batch."""
+    return ((one.batch, row) for one, sequences in taken for tree in sequences for row in tree.rows)
 
 
 def _parts(taken: Taken) -> list[lora.Part]:
@@ -159,52 +199,57 @@ def _parts(taken: Taken) -> list[lora.Part]:
 
 
 def _loss(taken: Taken, inputs: Inputs, logprobs_M: Tensor, base_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The micro-batch's share of all its jobs' losses, a scalar, and the figures of each row, [len(FIGURES), R]."""
-    rows = [(step.batch, row, step.message.adapter.version) for step, row in _rows(taken)]
-    terms = RowTerms.join([(step.terms, [row for tree in own for row in tree.rows]) for step, own in taken])
-    counts = [int(batch.written[row].sum()) for batch, row, _ in rows]
-    width = inputs.tokens_BT.shape[1]
-    written_RW = torch.from_numpy(np.arange(width) < np.array(counts)[:, None]).to(logprobs_M.device)
-    sampled_M = torch.from_numpy(np.concatenate([batch.logprobs[row][batch.written[row]] for batch, row, _ in rows]))
-    current_R = np.array([batch.versions_R[row] == version for batch, row, version in rows])
+    """The micro-batch's share of all its batches' losses, a scalar, and the figures of each row, [len(FIGURES), R]."""
+    parts = [(one.batch, [row for tree in own for row in tree.rows]) for one, own in taken]
+    terms, written_RW = micro_terms(parts, inputs.tokens_BT.shape[1], logprobs_M)
 
     def spread(values_M: Tensor) -> Tensor:
-        return logprobs_M.new_zeros(written_RW.shape).masked_scatter(written_RW, values_M.to(logprobs_M))
+        return logprobs_M.new_zeros(written_RW.shape).masked_scatter(written_RW, values_M)
 
-    logprobs_RW, sampled_RW = spread(logprobs_M), spread(sampled_M)
-    loss_RW, clipped_RW = token_losses(terms, logprobs_RW, sampled_RW, written_RW)
+    logprobs_RW, sampled_RW = spread(logprobs_M), terms.sampled_RW
+    loss_RW, clipped_RW = token_losses(terms, logprobs_RW, written_RW)
     kl_RW = k3(logprobs_RW, spread(base_M))
-    loss_RW = (loss_RW + column(terms.kl_coefs_R, loss_RW) * kl_RW) * column(terms.weights_R, loss_RW) * written_RW
-    gap_RW = (logprobs_RW - sampled_RW).abs() * torch.from_numpy(current_R).to(written_RW.device)[:, None]
-    current_RW = torch.from_numpy(current_R).to(written_RW.device)[:, None] & written_RW
+    loss_RW = (loss_RW + terms.kl_coefs_R1 * kl_RW) * terms.weights_RW * written_RW
+    current_RW = (terms.is_current_R1 > 0) & written_RW
+    gap_RW = (logprobs_RW - sampled_RW).abs() * current_RW
     apart = off_policy(logprobs_RW, sampled_RW, written_RW)
     figures = (loss_RW, kl_RW, clipped_RW, gap_RW, current_RW, written_RW, *apart)
     return loss_RW.sum(), torch.stack([figure.detach().double().sum(1) for figure in figures])
 
 
+def _keep_logprobs(taken: Taken, logprobs_M: Tensor) -> None:
+    """Copies the log-probs of the rows whose batch asks for them."""
+    if not any(one.batch.keeps_logprobs for one, _ in taken):
+        return
+    values_M, start = logprobs_M.cpu().numpy(), 0
+    for one, sequences in taken:
+        for row in (row for tree in sequences for row in tree.rows):
+            stop = start + len(one.batch.targets[row])
+            if one.batch.keeps_logprobs:
+                one.logprobs[row] = values_M[start:stop].copy()
+            start = stop
+
+
 def _credit(taken: Taken, figures_KR: Floats, width: int, start: float) -> None:
-    """Adds a micro-batch's figures up by step, its time by each one's share of the tokens."""
+    """Adds a micro-batch's figures up by batch and part, its time by each one's share of the tokens."""
     num_sequences = sum(len(sequences) for _, sequences in taken)
     row = 0
-    for step, sequences in taken:
+    for one, sequences in taken:
         num_rows = sum(len(tree.rows) for tree in sequences)
-        sums, own_K = step.sums, figures_KR[:, row : row + num_rows].sum(1)
-        sums.figures_K += own_K
+        sums, own_KR = one.sums, figures_KR[:, row : row + num_rows]
+        sums.figures_K += own_KR.sum(1)
         sums.num_forward += len(sequences) * width
         sums.num_padding += len(sequences) * width - sum(len(tree) for tree in sequences)
         sums.seconds += (time.perf_counter() - start) * len(sequences) / num_sequences
         row += num_rows
-        if not math.isfinite(own_K[0]):
-            step.fail("the loss is not a finite number")
+        _credit_parts(
+            one, np.repeat([tree.part for tree in sequences], [len(tree.rows) for tree in sequences]), own_KR[0]
+        )
 
 
-def _advance(step: OpenStep) -> tuple[TrainState, float]:
-    """Clips and applies the gradient; returns the new state and the gradient's norm."""
-    values_P, grad_P = step.stack.take(step.place)
-    norm = optimiser.clip_gradient(grad_P, step.message.optim.grad_clip)
-    if not math.isfinite(norm):
-        raise TrainingFailed("the gradient is not finite")
-    moments = optimiser.update(values_P, grad_P, step.state.moments, step.message.optim)
-    if not math.isfinite(values_P.sum()):
-        raise TrainingFailed("the new weights are not finite")
-    return replace(step.state, values_P=values_P, moments=moments), norm
+def _credit_parts(one: OpenBatch, parts_R: Ints, losses_R: Floats) -> None:
+    for part in np.unique(parts_R).tolist():
+        loss = float(losses_R[parts_R == part].sum())
+        one.losses[part] = one.losses.get(part, 0.0) + loss
+        if not math.isfinite(loss):
+            one.fail(part, "the loss is not a finite number")

@@ -13,8 +13,18 @@ import pytest
 import torch
 
 from common.messages import LossSpec
-from trainer_service.batch import Batch
-from trainer_service.losses import RULES, RowTerms, advantages, column, k3, off_policy, row_terms, token_losses
+from trainer_service.batch import Batch, SampledRows
+from trainer_service.losses import (
+    RULES,
+    MicroTerms,
+    advantages,
+    batch_of,
+    k3,
+    micro_terms,
+    off_policy,
+    row_terms,
+    token_losses,
+)
 
 Rows = list[list[float]]
 NAMES = sorted(RULES)
@@ -106,8 +116,8 @@ class Case:
         self.policy: Rows = [(np.array(row) + rng.normal(0, 0.6, len(row))).tolist() for row in self.sampled]
         self.base: Rows = [(np.array(row) + rng.normal(0, 0.3, len(row))).tolist() for row in self.sampled]
 
-    def batch(self) -> Batch:
-        return Batch(
+    def batch(self) -> SampledRows:
+        return SampledRows(
             tokens=[np.zeros(len(row) + 2, np.int64) for row in self.sampled],
             logprobs=[np.array([0.0, 0.0, *row]) for row in self.sampled],
             written=[np.array([False, False] + [True] * len(row)) for row in self.sampled],
@@ -119,6 +129,7 @@ class Case:
 
 
 WIDTH = 9
+FLOAT64 = torch.zeros((), dtype=torch.float64)
 
 
 def padded(values: Rows, rows: list[int]) -> torch.Tensor:
@@ -128,16 +139,15 @@ def padded(values: Rows, rows: list[int]) -> torch.Tensor:
 
 def ours(spec: LossSpec, case: Case, parts: list[list[int]], base: Rows | None = None) -> tuple[float, list[float]]:
     """Loss and gradient in every log-prob, added up over micro-batches of rows."""
-    terms = row_terms(case.batch(), spec)
+    batch = batch_of(case.batch(), row_terms(case.batch(), spec), spec, 0)
     total, gradients = 0.0, {}
     for rows in parts:
-        own = RowTerms.join([(terms, rows)])
-        written_RW = torch.arange(WIDTH) < torch.tensor([len(case.policy[i]) for i in rows])[:, None]
+        own, written_RW = micro_terms([(batch, rows)], WIDTH, FLOAT64)
         logprobs_RW = padded(case.policy, rows).requires_grad_()
-        loss_RW, _ = token_losses(own, logprobs_RW, padded(case.sampled, rows), written_RW)
+        loss_RW, _ = token_losses(own, logprobs_RW, written_RW)
         if base:
-            loss_RW = loss_RW + column(own.kl_coefs_R, loss_RW) * k3(logprobs_RW, padded(base, rows))
-        loss = (loss_RW * column(own.weights_R, loss_RW) * written_RW).sum()
+            loss_RW = loss_RW + own.kl_coefs_R1 * k3(logprobs_RW, padded(base, rows))
+        loss = (loss_RW * own.weights_RW * written_RW).sum()
         loss.backward()
         total += loss.item()
         gradients |= dict(zip(rows, logprobs_RW.grad.tolist(), strict=True))  # pyright: ignore
@@ -200,10 +210,10 @@ def test_a_truncated_row_counts_in_its_groups_mean_but_not_in_the_loss() -> None
     assert (terms.advantages_R[1:4] > 0).all()
 
 
-def lone_rows(spec: LossSpec, advantages_: list[float]) -> RowTerms:
-    """Rows of one token with these advantages."""
+def lone_rows(spec: LossSpec, advantages_: list[float], sampled_R1: torch.Tensor) -> MicroTerms:
+    """Rows of one token with these advantages and log-probs at sampling."""
     num = len(advantages_)
-    batch = Batch(
+    batch = SampledRows(
         tokens=[np.zeros(2, np.int64)] * num,
         logprobs=[np.zeros(2)] * num,
         written=[np.array([False, True])] * num,
@@ -212,7 +222,9 @@ def lone_rows(spec: LossSpec, advantages_: list[float]) -> RowTerms:
         versions_R=np.zeros(num, np.int64),
         truncated_R=np.zeros(num, bool),
     )
-    return replace(row_terms(batch, spec), advantages_R=np.array(advantages_))
+    terms = replace(row_terms(batch, spec), advantages_R=np.array(advantages_))
+    lone, _ = micro_terms([(batch_of(batch, terms, spec, 0), range(num))], 1, sampled_R1)
+    return lone._replace(sampled_RW=sampled_R1)
 
 
 WRITTEN = torch.ones(2, 1, dtype=torch.bool)
@@ -225,7 +237,7 @@ def test_the_clips_of_a_job_replace_the_defaults(name: str) -> None:
     wide = LossSpec(name=name, clip_low=0.0 if name == "cispo" else 0.9, clip_high=9.0, is_clip=9.0)  # pyright: ignore
 
     clipped = [
-        token_losses(lone_rows(spec, [1.0, -1.0]), logprobs_RW, torch.zeros(2, 1), WRITTEN)[1].flatten().tolist()
+        token_losses(lone_rows(spec, [1.0, -1.0], torch.zeros(2, 1)), logprobs_RW, WRITTEN)[1].flatten().tolist()
         for spec in (narrow, wide)
     ]
 
@@ -236,9 +248,9 @@ def test_the_clips_of_a_job_replace_the_defaults(name: str) -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(name: str, advantage: float) -> None:
     logprobs_RW = torch.tensor([[-1.0], [-200.0]], requires_grad=True)
-    terms = lone_rows(LossSpec(name=name), [advantage] * 2)  # pyright: ignore
+    terms = lone_rows(LossSpec(name=name), [advantage] * 2, torch.tensor([[-200.0], [-1.0]]))  # pyright: ignore
 
-    loss_RW, _ = token_losses(terms, logprobs_RW, torch.tensor([[-200.0], [-1.0]]), WRITTEN)
+    loss_RW, _ = token_losses(terms, logprobs_RW, WRITTEN)
     loss_RW.sum().backward()
 
     assert torch.isfinite(loss_RW).all() and logprobs_RW.grad is not None and torch.isfinite(logprobs_RW.grad).all()
@@ -247,17 +259,18 @@ def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(name: str, advantage: 
 def test_rows_of_different_losses_share_a_micro_batch() -> None:
     cases = [Case(seed) for seed in range(len(NAMES))]
     specs = [LossSpec(name=name, clip_high=0.1, kl_coef=0.1) for name in NAMES]  # pyright: ignore
-    terms = [row_terms(case.batch(), spec) for case, spec in zip(cases, specs, strict=True)]
     rows = list(range(16))
-    parts = [
-        (RowTerms.join([(own, rows)]), padded(c.policy, rows), padded(c.sampled, rows))
-        for own, c in zip(terms, cases, strict=True)
+    batches = [
+        batch_of(case.batch(), row_terms(case.batch(), spec), spec, 0) for case, spec in zip(cases, specs, strict=True)
     ]
-    written = [torch.arange(WIDTH) < torch.tensor([len(r) for r in case.policy])[:, None] for case in cases]
+    policy = [padded(case.policy, rows) for case in cases]
 
-    apart = [token_losses(*part, mask)[0] for part, mask in zip(parts, written, strict=True)]
-    policy, sampled = torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
-    together, _ = token_losses(RowTerms.join([(own, rows) for own in terms]), policy, sampled, torch.cat(written))
+    def losses(parts: list[tuple[Batch, list[int]]], logprobs_RW: torch.Tensor) -> torch.Tensor:
+        terms, written_RW = micro_terms(parts, WIDTH, logprobs_RW)
+        return token_losses(terms, logprobs_RW, written_RW)[0]
+
+    apart = [losses([(batch, rows)], own) for batch, own in zip(batches, policy, strict=True)]
+    together = losses([(batch, rows) for batch in batches], torch.cat(policy))
 
     assert torch.equal(together, torch.cat(apart))
 
@@ -278,7 +291,7 @@ def test_beyond_the_sampling_gap_no_ratio_weighs_more_than_is_clip(name: Any) ->
     def losses(truncated: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_R1 = (sampled_R1 + ratios[:, None].log()).requires_grad_()
         spec = LossSpec(name, truncate_ratios=truncated, clip_low=0.5, clip_high=100.0)
-        loss_R1, _ = token_losses(lone_rows(spec, [-1.0] * 5), logprobs_R1, sampled_R1, written_R1)
+        loss_R1, _ = token_losses(lone_rows(spec, [-1.0] * 5, sampled_R1), logprobs_R1, written_R1)
         loss_R1.sum().backward()
         assert logprobs_R1.grad is not None
         return loss_R1.detach().flatten(), logprobs_R1.grad.flatten()

@@ -18,8 +18,8 @@ from base_model.decoder import Decoder
 from common.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
 from tests.support.trainer_cases import LORA, TINY, load_tiny, make_init, make_rows, make_step, nothing, steps
 from trainer_service import lora
-from trainer_service.batch import Batch, parse_rows
-from trainer_service.losses import row_terms
+from trainer_service.batch import SampledRows, parse_rows
+from trainer_service.losses import batch_of, row_terms
 from trainer_service.model import logprobs, make_inputs, sequence_cost
 from trainer_service.open_step import TrainState
 from trainer_service.packing import trees
@@ -40,7 +40,7 @@ def peft_model(adapter: Adapter, folder: Path) -> Any:
     return PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
 
-def peft_logprobs(model: Any, batch: Batch, row: int, temperature: float = 1.0) -> Tensor:
+def peft_logprobs(model: Any, batch: SampledRows, row: int, temperature: float = 1.0) -> Tensor:
     """[M] of one row, alone in its forward."""
     tokens_T = torch.from_numpy(batch.tokens[row])
     logits_TV = model(input_ids=tokens_T[None]).logits[0].float() / temperature
@@ -48,13 +48,17 @@ def peft_logprobs(model: Any, batch: Batch, row: int, temperature: float = 1.0) 
     return all_T[torch.from_numpy(batch.written[row][1:])]
 
 
-def our_logprobs(decoder: Decoder, adapter: Adapter, batch: Batch, *, share: bool, temperature: float) -> list[Tensor]:
+def our_logprobs(
+    decoder: Decoder, adapter: Adapter, batch: SampledRows, *, share: bool, temperature: float
+) -> list[Tensor]:
     """[M] of each row, all rows in one forward."""
-    everything = np.ones(len(batch), bool)
-    sequences = trees(batch, everything, sequence_cost(decoder) if share else None)
+    everything, loss = np.ones(len(batch), bool), LossSpec()
+    whole = batch_of(batch, row_terms(batch, loss), loss, 0)
+    sequences = trees(whole, everything, sequence_cost(decoder) if share else None)
     rows = [row for tree in sequences for row in tree.rows]
-    targets = [batch.tokens[r][batch.written[r]] for r in rows]
-    inputs = make_inputs(sequences, targets, [temperature] * len(rows), decoder, multiple=1)
+    inputs = make_inputs(
+        sequences, [whole.targets[row] for row in rows], [temperature] * len(rows), decoder, multiple=1
+    )
     stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), decoder.device)
     places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(sequences)
     values_M = logprobs(decoder, inputs, lora.Projection([lora.Part.make(0, stack, places)]))
@@ -69,7 +73,7 @@ def after(decoder: Decoder, todo: list[TrainStep], spec: LoraSpec = LORA) -> Tra
     return state
 
 
-def parsed(decoder: Decoder, step: TrainStep) -> Batch:
+def parsed(decoder: Decoder, step: TrainStep) -> SampledRows:
     return parse_rows(
         step.rows, version=step.adapter.version, vocab=decoder.config.vocab, context=decoder.config.context
     )
@@ -99,7 +103,9 @@ def test_a_trained_adapter_has_the_same_logprobs_in_peft(
     assert float((ours[0] - base).abs().max()) > 1e-2
 
 
-def peft_step(model: Any, optimiser: torch.optim.Optimizer, batch: Batch, loss: LossSpec, grad_clip: float) -> None:
+def peft_step(
+    model: Any, optimiser: torch.optim.Optimizer, batch: SampledRows, loss: LossSpec, grad_clip: float
+) -> None:
     """One plain GRPO step, a row at a time."""
     terms = row_terms(batch, loss)
     total = torch.zeros(())

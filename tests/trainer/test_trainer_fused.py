@@ -1,6 +1,7 @@
 """Steps of several jobs in the same forwards and backwards: each learns what it learns alone."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from trainer_service.fusion import Fusion
 from trainer_service.handler import TrainHandler
 from trainer_service.memory import kept_bytes, measured
 from trainer_service.model import checkpointed
-from trainer_service.open_step import OpenStep, Trained, TrainState
+from trainer_service.open_step import OpenBatch, Trained, TrainState
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
@@ -59,7 +60,7 @@ def job(trainer: Trainer, number: int, *, num_groups: int = 3, group_size: int =
 def together(trainer: Trainer, jobs: list[tuple[TrainStep, TrainState]]) -> list[Trained]:
     opened = [trainer.begin(*one) for one in jobs]
     while open_steps := [step for step in opened if not step.done]:
-        trainer.micro_batch(open_steps)
+        trainer.micro_batch([step.opened for step in open_steps])
     return [trainer.finish(step) for step in opened]
 
 
@@ -124,7 +125,7 @@ def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
 
     opened = [trainer.begin(*one) for one in (healthy[0], poisoned(trainer), *healthy[1:])]
     while open_steps := [step for step in opened if not step.done]:
-        trainer.micro_batch(open_steps)
+        trainer.micro_batch([step.opened for step in open_steps])
 
     with pytest.raises(TrainingFailed):
         trainer.finish(opened.pop(1))
@@ -139,11 +140,11 @@ def test_a_job_that_joins_late_and_one_that_leaves_change_nothing(decoder: Decod
     lone = [trainer.step(*one, nothing) for one in jobs]
 
     first, dropped = (trainer.begin(*one) for one in jobs[:2])
-    trainer.micro_batch([first, dropped])
-    trainer.discard(dropped)
+    trainer.micro_batch([first.opened, dropped.opened])
+    trainer.discard(dropped.opened)
     late = trainer.begin(*jobs[2])
     while open_steps := [step for step in (first, late) if not step.done]:
-        trainer.micro_batch(open_steps)
+        trainer.micro_batch([step.opened for step in open_steps])
 
     assert same_bytes(trainer.finish(first).state, lone[0].state)
     assert same_bytes(trainer.finish(late).state, lone[2].state)
@@ -155,8 +156,8 @@ def test_the_oldest_job_is_never_overtaken_for_ever(decoder: Decoder) -> None:
     rounds = 0
     while not oldest.done:
         newer = trainer.begin(*job(trainer, 5, num_groups=8))
-        trainer.micro_batch([oldest, newer])
-        trainer.discard(newer)
+        trainer.micro_batch([oldest.opened, newer.opened])
+        trainer.discard(newer.opened)
         rounds += 1
     assert rounds <= 12  # its sequences
 
@@ -184,9 +185,9 @@ def replace_optim(step: TrainStep, rate: float) -> TrainStep:
 class Breaking(Trainer):
     """Raises what nobody expects whenever a certain job takes part."""
 
-    def micro_batch(self, steps: "list[OpenStep]") -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        Trainer.micro_batch(self, steps)
-        if any(step.message.job == "job1" for step in steps):
+    def micro_batch(self, opened: Sequence[OpenBatch]) -> None:
+        Trainer.micro_batch(self, opened)
+        if any(one.state.spec == LORAS[1] for one in opened):
             raise MemoryError("no room for this one")
 
 
@@ -286,13 +287,13 @@ def test_the_budget_is_what_a_micro_batch_keeps(decoder: Decoder) -> None:
     trainer = Trainer(decoder, share_prefixes=False)
     budget = measured(trainer, 50_000_000)
     step = trainer.begin(*job(trainer, 0, num_groups=20))
-    num_tokens = sum(len(tree) for tree in step.queue)
+    num_tokens = sum(len(tree) for tree in step.opened.queue)
     trainer.budget = Budget(1 << 30)
 
-    kept = kept_bytes(lambda: trainer.micro_batch([step]))
+    kept = kept_bytes(lambda: trainer.micro_batch([step.opened]))
 
-    assert kept == pytest.approx(step.sums.num_forward * budget.bytes_per_token, rel=0.25)
-    assert step.sums.num_forward >= num_tokens
+    assert kept == pytest.approx(step.opened.sums.num_forward * budget.bytes_per_token, rel=0.25)
+    assert step.opened.sums.num_forward >= num_tokens
     assert not budget.holds(2, 25_000_000 // int(budget.bytes_per_token) + 32, branched=False)
 
 
