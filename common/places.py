@@ -57,6 +57,16 @@ class Places:
             raise
         return claim
 
+    def take_now(self, tenant: str, weight: float) -> Claim | None:
+        """Takes a place if one is the tenant's at this moment."""
+        claim = Claim(tenant, weight, lambda: None)
+        self._waiting.setdefault(tenant, {})[claim] = None
+        self.serve()
+        if claim.given.is_set():
+            return claim
+        self._leave(claim)
+        return None
+
     def end(self, claim: Claim) -> None:
         """Takes back a place, or a claim that was cancelled while it waited."""
         if claim in self._waiting.get(claim.tenant, ()):

@@ -56,6 +56,13 @@ class SharedPlaces:
         finally:
             self._waiting[tenant.id] -= 1
 
+    def take_now(self, tenant: TenantRecord) -> Claim | None:
+        """Takes a place if one is the tenant's at this moment."""
+        claim = self._places.take_now(tenant.id, self._weight(tenant.id, tenant.weight))
+        if claim is not None:
+            self._ask(tenant.id, tenant.weight, 1)
+        return claim
+
     def give_back(self, claim: Claim) -> None:
         self._ask(claim.tenant, self._open[claim.tenant].weight, -1)
         self._places.end(claim)

@@ -24,11 +24,13 @@ from manager_service.api.context import Api, Base, connect_impatiently
 from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
 from manager_service.api.reading.helpers import Helpers
+from manager_service.api.sampling.cell_share import BULK
 from manager_service.api.sampling.shares import Inference
 from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
 from manager_service.data_format import check_format
 from manager_service.records import GLOBAL
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap
 from manager_service.tinker.futures.samples import Samples
@@ -77,7 +79,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         api_id,
         silence_s=settings.inference_silence_s,
         timeout_s=settings.inference_timeout_s,
-        slots=lambda service: int(settings.inference_share * cluster.slots(service)),
+        slots=lambda kind: _places(kind, settings.inference_share, cluster),
     )
     return Base(
         name=name,
@@ -94,6 +96,13 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         linear_layers=linear_layers(folder),
         created_at=int(time.time()),
     )
+
+
+def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
+    """What all replicas' requests and, of those for samples in bulk, jobs may have under way at once."""
+    if kind == BULK:
+        return int(OVERSUBSCRIPTION * cluster.slots("rollout"))
+    return int(inference_share * cluster.slots(kind))
 
 
 def linear_layers(folder: Path) -> frozenset[str]:

@@ -11,7 +11,7 @@ from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.reading.tasks import ReadSample, with_room
-from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.records import TenantRecord
 from manager_service.runs.records import Sampler
 from manager_service.tinker.names import find_base, numbered, sampler_name

@@ -15,9 +15,10 @@ from common.streams import GROUP_ROLLOUT
 from common.tasks import running
 from common.telemetry import KEEP_S
 from manager_service.api.context import Api, Base
-from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.server import make_api
 from manager_service.records import TenantRecord
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 from tests.manager.test_api_cluster import report
 
@@ -31,16 +32,18 @@ class SlowWorker:
     """Holds all turns that it is asked for, and answers one at a time: always the oldest."""
 
     bus: Bus
+    stream: str
+    warm_up: int = WARM_UP
     held: deque[Delivery] = field(default_factory=deque)
     answered: list[str] = field(default_factory=list)  # tenants
     most_held: int = 0
 
     async def run(self) -> None:
-        stream = self.bus.cell.rollout_first
+        stream = self.stream
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)
         while True:
             self.held += await self.bus.read([stream], GROUP_ROLLOUT, "slow", count=64, block_ms=5)
-            if len(self.answered) > WARM_UP:
+            if len(self.answered) > self.warm_up:
                 self.most_held = max(self.most_held, len(self.held))
             if self.held:
                 await self._answer(self.held.popleft())
@@ -57,15 +60,16 @@ class SlowWorker:
         self.answered.append(request.tenant)
 
 
-async def keep_asking(base: Base, tenant: TenantRecord) -> None:
+async def keep_asking(base: Base, tenant: TenantRecord, *, num: int = 1, bulk: bool = False) -> None:
     ask = InferenceRequest(
         tenant=tenant,
         adapter=BASE,
         prompts=[[65, 66]],
-        num_choices=1,
+        num_choices=num,
         sampling=[Sampling(max_tokens=1)],
         seed=1,
         stream=False,
+        bulk=bulk,
     )
     while True:
         async for _ in base.inference.answer(ask):
@@ -92,7 +96,7 @@ async def test_two_replicas_keep_to_the_cells_share_and_to_the_tenants_weights(
     """The heavy tenant asks both, the light one the second alone."""
     async with two_replicas(redis_url, tmp_path) as apis:
         first, second = (api.bases["tiny"] for api in apis)
-        worker = SlowWorker(bus)
+        worker = SlowWorker(bus, bus.cell.rollout_first)
         asking = [
             keep_asking(base, tenant)
             for base, tenant in ((first, HEAVY), (second, HEAVY), (second, LIGHT))
@@ -104,3 +108,19 @@ async def test_two_replicas_keep_to_the_cells_share_and_to_the_tenants_weights(
     counts = Counter(worker.answered[WARM_UP:])
     assert counts["light"] / counts.total() == pytest.approx(0.25, rel=0.1)
     assert worker.most_held <= SLOTS / 2 + 2, "half of the slots, and what a replica keeps for a tenant that has none"
+
+
+async def test_samples_in_bulk_share_the_slots_with_jobs_by_weight(redis_url: str, tmp_path: Path, bus: Bus) -> None:
+    jobs = 3.0
+    await bus.client.hset(bus.cell.weights, "1", repr(jobs))
+    async with two_replicas(redis_url, tmp_path) as apis:
+        first, second = (api.bases["tiny"] for api in apis)
+        worker = SlowWorker(bus, bus.cell.rollout, warm_up=300)
+        asking = [keep_asking(base, HEAVY, num=32, bulk=True) for base in (first, second)]
+        async with running(keep_alive(bus), first.run(), second.run(), worker.run(), *asking):
+            while len(worker.answered) < 900:
+                await asyncio.sleep(0.05)
+            told = await bus.client.get(bus.cell.sampling)
+    share = HEAVY.weight / (HEAVY.weight + jobs)
+    assert worker.most_held == pytest.approx(OVERSUBSCRIPTION * SLOTS * share, abs=2)
+    assert told == b"3.0", "owners see the tenant's weight once, though it asks two replicas"

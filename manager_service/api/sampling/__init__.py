@@ -9,6 +9,7 @@ When no worker has a turn any more, `shares` asks for it again, from the tokens 
     serving.py       takes a request of either kind from its body to its answer, or to a stream of chunks
     requests.py      checks the parameters that both share, and makes the request for turns
     shares.py        sends turns to rollout, gives each tenant its share of the slots, gathers deltas and results
+    choices.py       makes one answer's turn request, and says what each message about it means
     cell_share.py    says how many of the cell's slots this replica of the manager may use
     replies.py       makes text, tool calls and log-probs of an answer's tokens
 """

@@ -11,6 +11,7 @@ see it, and owners' weight is seen here.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -70,6 +71,7 @@ class CellShare:
         self._mine: Mapping[str, Asking] = {}
         self._all: list[_TOLD] = []
         self._jobs_weight = 0.0
+        self._wanted = asyncio.Event()
 
     async def exchange(self) -> None:
         """Tells what this replica is asked for, and hears of the others."""
@@ -85,9 +87,16 @@ class CellShare:
     async def run(self, changed: Callable[[], None]) -> None:
         """Exchanges until cancelled, and calls `changed` after each time."""
         while True:
+            self._wanted.clear()
             await self.exchange()
             changed()
-            await asyncio.sleep(EXCHANGE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXCHANGE_S):
+                    await self._wanted.wait()
+
+    def exchange_soon(self) -> None:
+        """Lets `run` exchange now. Call when a tenant asks for what this replica has no part of yet."""
+        self._wanted.set()
 
     def part(self, kind: str) -> float:
         """This replica's part of the cell's places, 0 to 1: an equal one where nobody asks. Of those for BULK, jobs have theirs."""

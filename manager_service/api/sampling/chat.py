@@ -11,6 +11,7 @@ from common.errors import InvalidInput
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.reading.bodies import JsonRoute
+from manager_service.api.sampling.choices import Fresh
 from manager_service.api.sampling.replies import (
     AnswerText,
     finish_reason,
@@ -21,7 +22,6 @@ from manager_service.api.sampling.replies import (
 )
 from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted
 from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
-from manager_service.api.sampling.shares import Fresh
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 

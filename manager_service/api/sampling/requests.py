@@ -13,7 +13,7 @@ from manager_service.api.context import Base
 from manager_service.api.model_names import Named
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.reading.tasks import Encode, Render, Task, with_room
-from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.records import TenantRecord
 
 MAX_CHOICES = 64

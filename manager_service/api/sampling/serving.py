@@ -21,9 +21,9 @@ from manager_service.api.errors import declared
 from manager_service.api.event_stream import DONE, data, event_stream
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota, count_inference
+from manager_service.api.sampling.choices import Fresh, InferenceRequest
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, inference_request
-from manager_service.api.sampling.shares import Fresh, InferenceRequest
 from manager_service.records import TenantRecord
 
 VERSION_HEADER = "x-marlaas-version"

@@ -4,47 +4,45 @@
     waits for: a delta or a result   unblocked by: rollout, env
     when a worker dies: after a silence the turn is asked for again, from the tokens that were already seen
 
-A completion is a job of its own, `chat-…`, so that it can be cancelled like one. Its epoch rises with every attempt.
-Messages of an older attempt are not used, unless one of them is the whole answer.
+A completion is a job of its own, `chat-…`, so that it can be cancelled like one.
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-import numpy as np
 import structlog
 from redis.exceptions import ResponseError
 
 from common.bus import Bus
-from common.errors import InvalidInput, Unavailable
+from common.errors import Unavailable
 from common.messages import (
-    AdapterRef,
     Cancel,
     GradeRequest,
     GradeResult,
-    Message,
-    Sampling,
-    TrajectoryRef,
     TurnDelta,
     TurnRequest,
     TurnResult,
-    f32,
-    i32,
-    turn_id,
-    u8,
 )
-from common.places import Claim
-from common.streams import GROUP_ROLLOUT, partition_of
+from common.streams import GROUP_ROLLOUT
 from common.tasks import cancel_all, running
 from manager_service.api.places import MAX_WAITING, SharedPlaces
-from manager_service.api.sampling.cell_share import CellShare
+from manager_service.api.sampling.cell_share import BULK, CellShare
+from manager_service.api.sampling.choices import (
+    Choice,
+    Fresh,
+    InferenceRequest,
+    Reply,
+    choice_key,
+    choices_of,
+    continued,
+    take,
+)
 from manager_service.records import TenantRecord
 
 REPLY_TTL_S = 60
@@ -55,8 +53,6 @@ CONTROL_KEEP_S = 600.0
 PUBLISH_S = 4.0
 MAX_BULK = 65_536  # turns of one tenant that wait for a place
 log = structlog.get_logger()
-
-Reply = TurnDelta | TurnResult | GradeResult
 
 
 class Replies:
@@ -113,44 +109,6 @@ class Replies:
             queue.put_nowait(message)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceRequest:
-    """One completion request: every prompt is answered `num_choices` times."""
-
-    tenant: TenantRecord
-    adapter: AdapterRef
-    prompts: Sequence[Sequence[int]]
-    num_choices: int
-    sampling: Sequence[Sampling]  # one a prompt
-    seed: int
-    stream: bool
-    bulk: bool = False  # behind the first turns of jobs, and however long it takes
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """News of one choice: tokens after those shown before, and the result once it is finished."""
-
-    choice: int  # prompt * num_choices + sample
-    tokens: list[int]
-    logprobs: list[float]
-    result: TurnResult | None
-
-
-@dataclass(slots=True)
-class _Choice:
-    request: TurnRequest  # the newest attempt
-    prompt: Sequence[int]
-    bulk: bool
-    place: Claim | None = None  # held from the request to its result
-    entry: str = ""  # where the request stands in the stream; empty before it has a place
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    heard_s: float = 0.0  # monotonic: last sign of life, and last token
-    advanced_s: float = 0.0
-    result: TurnResult | None = None
-
-
 class Inference:
     """The completions and grader runs that one API replica asks of one cell."""
 
@@ -163,12 +121,14 @@ class Inference:
         timeout_s: float,
         slots: Callable[[str], int],
     ) -> None:
-        """`slots`: the number of turns (`rollout`) and of grader runs (`env`) that all replicas may have under way at once."""
+        """`slots`: the number of turns (`rollout`), of grader runs (`env`), and of samples in bulk together with jobs' trajectories
+        (BULK), that all replicas may have under way at once.
+        """
         self._bus = bus
         self._share = CellShare(bus, api_id, lambda: {kind: places.asking() for kind, places in self._places.items()})
-        names = {"rollout": "slots for completions", "env": "slots for graders"}
+        names = {"rollout": "slots for completions", "env": "slots for graders", BULK: "slots for samples"}
         self._places = {kind: self._shared(name, kind, slots) for kind, name in names.items()}
-        self._turns, self._grades = self._places["rollout"], self._places["env"]
+        self._grades = self._places["env"]
         self._replies = Replies(bus, api_id)
         self._silence_s = silence_s
         self._timeout_s = timeout_s
@@ -201,7 +161,7 @@ class Inference:
         InvalidInput when the workers refuse the request.
         """
         job = f"chat-{secrets.token_hex(12)}"
-        made = await asyncio.to_thread(self._choices, job, ask)
+        made = await asyncio.to_thread(choices_of, job, ask, self._replies.stream)
         choices = {(c.request.trajectory.group, c.request.trajectory.sample): c for c in made}
         with self._replies.of(job) as queue:
             asking = asyncio.create_task(self._ask_for(made, ask.tenant))
@@ -216,27 +176,38 @@ class Inference:
                 self._end(made)
                 await asyncio.shield(cancel_all([asking]))
 
-    async def _ask_for(self, choices: "list[_Choice]", tenant: TenantRecord) -> None:
-        """Publishes each request as soon as it has a place. Raises Unavailable."""
-        for choice in choices:
-            limits = (None, MAX_BULK) if choice.bulk else (self._timeout_s, MAX_WAITING)
-            choice.place = await self._turns.take(tenant, *limits)
-            await self._publish(choice)
+    async def _ask_for(self, choices: "list[Choice]", tenant: TenantRecord) -> None:
+        """Publishes each request as soon as it has a place, those that get one at once together. Raises Unavailable."""
+        waiting = deque(choices)
+        while waiting:
+            places = self._places_of(waiting[0])
+            if waiting[0].bulk and tenant.id not in places.asking():
+                self._share.exchange_soon()
+            limits = (None, MAX_BULK) if waiting[0].bulk else (self._timeout_s, MAX_WAITING)
+            waiting[0].place = await places.take(tenant, *limits)
+            ready = [waiting.popleft()]
+            while waiting and (place := places.take_now(tenant)) is not None:
+                waiting[0].place = place
+                ready.append(waiting.popleft())
+            await self._publish(ready)
 
-    def _end(self, choices: "list[_Choice]") -> None:
+    def _places_of(self, choice: Choice) -> SharedPlaces:
+        return self._places[BULK if choice.bulk else "rollout"]
+
+    def _end(self, choices: "list[Choice]") -> None:
         """Gives back the places, and has the workers drop what has no result."""
         for choice in choices:
             self._give_back(choice)
         if any(choice.result is None for choice in choices):
             self._cancel(choices[0].request, epoch=2**31)
 
-    def _give_back(self, choice: _Choice) -> None:
+    def _give_back(self, choice: Choice) -> None:
         place, choice.place = choice.place, None
         if place is not None:
-            self._turns.give_back(place)
+            self._places_of(choice).give_back(place)
 
     async def _next(
-        self, queue: "asyncio.Queue[Reply]", choices: dict[tuple[int, int], _Choice], num_choices: int
+        self, queue: "asyncio.Queue[Reply]", choices: dict[tuple[int, int], Choice], num_choices: int
     ) -> list[Fresh]:
         try:
             async with asyncio.timeout(min(1.0, self._silence_s / 4)):
@@ -245,59 +216,38 @@ class Inference:
             for choice in choices.values():
                 await self._look_after(choice)
             return []
-        key = _choice_key(message)
+        key = choice_key(message)
         choice = choices.get(key) if key else None
         if choice is None or choice.result is not None:
             return []
-        fresh = _take(choice, message, key[0] * num_choices + key[1] if key else 0)
+        fresh = take(choice, message, key[0] * num_choices + key[1] if key else 0)
         if choice.result is not None:
             self._give_back(choice)
         return [] if fresh is None else [fresh]
 
-    def _choices(self, job: str, ask: InferenceRequest) -> list[_Choice]:
-        return [choice for group in range(len(ask.prompts)) for choice in self._choices_of(job, ask, group)]
+    async def _publish(self, choices: "list[Choice]") -> None:
+        """Appends the requests, and remembers their entries. Raises Unavailable when Redis is away."""
+        encoded = [(self._stream(choice), await self._bus.fields(choice.request)) for choice in choices]
 
-    def _choices_of(self, job: str, ask: InferenceRequest, group: int) -> Iterator[_Choice]:
-        """All choices of one prompt, which share its arrays."""
-        prompt = ask.prompts[group]
-        tokens, zeros = i32(prompt), np.zeros(len(prompt))
-        logprobs, written = f32(zeros), u8(zeros)
-        for sample in range(ask.num_choices):
-            trajectory = TrajectoryRef("chat", ask.seed, group, sample)
-            request = TurnRequest(
-                id=turn_id(job, trajectory, ask.adapter.version, 0),
-                tenant=ask.tenant.id,
-                job=job,
-                partition=partition_of(ask.tenant.id),
-                adapter=ask.adapter,
-                trajectory=trajectory,
-                turn=0,
-                tokens=tokens,
-                logprobs=logprobs,
-                written=written,
-                sampling=ask.sampling[group],
-                reply_to=self._replies.stream,
-                stream=ask.stream,
-            )
-            yield _Choice(request, prompt, ask.bulk)
+        async def call() -> list[Any]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for stream, fields in encoded:
+                pipe.xadd(stream, dict(zip(fields[::2], fields[1::2], strict=True)))
+            return await pipe.execute()
 
-    async def _publish(self, choice: _Choice) -> None:
-        """Appends the request, and remembers its entry. Raises Unavailable when Redis is away."""
-        fields = await self._bus.fields(choice.request)
-        entry = dict(zip(fields[::2], fields[1::2], strict=True))
-        stream = self._stream(choice)
         async with _within(PUBLISH_S):
-            written: Any = await self._bus.retrying(lambda: self._bus.client.xadd(stream, entry))
-        choice.entry = written.decode()
-        choice.heard_s = time.monotonic()
-        choice.advanced_s = choice.advanced_s or choice.heard_s
+            written = await self._bus.retrying(call)
+        for choice, entry in zip(choices, written, strict=True):
+            choice.entry = entry.decode()
+            choice.heard_s = time.monotonic()
+            choice.advanced_s = choice.advanced_s or choice.heard_s
 
-    def _stream(self, choice: _Choice) -> str:
+    def _stream(self, choice: Choice) -> str:
         return self._bus.cell.rollout if choice.bulk else self._bus.cell.rollout_first
 
     # ---- silence ----------------------------------------------------------------------------------------------------
 
-    async def _look_after(self, choice: _Choice) -> None:
+    async def _look_after(self, choice: Choice) -> None:
         """Asks again for a turn that nobody works on any more."""
         now = time.monotonic()
         if not choice.entry or choice.result is not None or now - choice.heard_s < self._silence_s:
@@ -311,10 +261,10 @@ class Inference:
             return
         log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
         self._cancel(choice.request, epoch=choice.request.epoch)
-        choice.request = _continued(choice)
-        await self._publish(choice)
+        choice.request = continued(choice)
+        await self._publish([choice])
 
-    async def _is_cared_for(self, choice: _Choice) -> bool:
+    async def _is_cared_for(self, choice: Choice) -> bool:
         """True if the request waits in the stream, or a worker renewed it within the silence."""
         stream, client, entry = self._stream(choice), self._bus.client, choice.entry
         if not await self._bus.retrying(lambda: client.xrange(stream, entry, entry)):
@@ -375,73 +325,3 @@ class _within:
             await self._timeout.__aexit__(*error)
         except TimeoutError as late:
             raise Unavailable("the service's memory is away for a moment; try again") from late
-
-
-def _choice_key(message: Message) -> tuple[int, int] | None:
-    """(group, sample) of a turn's message: a field of results, a part of the id of deltas."""
-    if isinstance(message, TurnResult):
-        return message.request.trajectory.group, message.request.trajectory.sample
-    parts = message.id.split("/")
-    group = parts[1].rpartition(".")[2] if len(parts) > 2 else ""
-    return (int(group), int(parts[2])) if group.isdecimal() and parts[2].isdecimal() else None
-
-
-def _take(choice: _Choice, message: Reply, index: int) -> Fresh | None:
-    """The news in a message. Raises Unavailable or InvalidInput for a failed turn."""
-    if isinstance(message, TurnDelta):
-        return _take_delta(choice, message, index)
-    if not isinstance(message, TurnResult):
-        return None
-    current = message.request.epoch == choice.request.epoch
-    if message.failure is not None or message.stop_reason in ("failed", "cancelled"):
-        if not current:
-            return None
-        raise _refused(message)
-    tokens = [int(token) for token in message.tokens.numpy()]
-    known = len(choice.tokens)
-    if not current and tokens[:known] != choice.tokens:
-        return None
-    choice.result = message
-    logprobs = [float(value) for value in message.logprobs.numpy()]
-    return Fresh(index, tokens[known:], logprobs[known:], message)
-
-
-def _take_delta(choice: _Choice, delta: TurnDelta, index: int) -> Fresh | None:
-    known = len(choice.tokens)
-    if delta.epoch != choice.request.epoch or delta.offset > known:
-        return None
-    choice.heard_s = time.monotonic()
-    skip = known - delta.offset
-    tokens = [int(token) for token in delta.tokens.numpy()[skip:]]
-    logprobs = [float(value) for value in delta.logprobs.numpy()[skip:]]
-    if not tokens:
-        return None
-    choice.advanced_s = choice.heard_s
-    choice.tokens += tokens
-    choice.logprobs += logprobs
-    return Fresh(index, tokens, logprobs, None)
-
-
-def _refused(result: TurnResult) -> Exception:
-    failure = result.failure
-    if failure is None:
-        return Unavailable("the completion was cancelled")
-    if failure.kind == "invalid":
-        return InvalidInput(failure.reason, code="invalid_request")
-    return Unavailable(f"the completion failed ({failure.kind}): {failure.reason}")
-
-
-def _continued(choice: _Choice) -> TurnRequest:
-    """The next attempt, which goes on after the tokens that were seen."""
-    before, prompt, seen = choice.request, list(choice.prompt), choice.tokens
-    trajectory = msgspec.structs.replace(before.trajectory, attempt=before.trajectory.attempt + 1)
-    return msgspec.structs.replace(
-        before,
-        id=turn_id(before.job, trajectory, before.adapter.version, 0),
-        epoch=before.epoch + 1,
-        trajectory=trajectory,
-        tokens=i32([*prompt, *seen]),
-        logprobs=f32([0.0] * len(prompt) + choice.logprobs),
-        written=u8([0] * len(prompt) + [1] * len(seen)),
-        num_partial=len(seen),
-    )

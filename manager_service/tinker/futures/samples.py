@@ -23,7 +23,8 @@ from common.messages import TurnResult, Usage
 from common.tasks import cancel_all
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
-from manager_service.api.sampling.shares import Inference, InferenceRequest
+from manager_service.api.sampling.choices import InferenceRequest
+from manager_service.api.sampling.shares import Inference
 from manager_service.tinker.wire.samples import Sampled
 
 MAX_OPEN = 10_000

@@ -21,7 +21,7 @@ from manager_service.tinker.names import Path, parse_path
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
 
-# KEYS: run, seqs, tenant-runs, jobs stream. ARGV: sha256 of what was asked, run id, score, spec, state, what was asked, then the
+# KEYS: run, seqs, tenant-runs, jobs stream, active. ARGV: sha256 of what was asked, run id, score, spec, state, what was asked, then the
 # fields of the stream entry. Answers `new`, `known`, or `other` if something else was asked under the same id.
 _CREATE = """
 local known = redis.call('HGET', KEYS[2], '0')
@@ -29,6 +29,7 @@ if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' 
 redis.call('XADD', KEYS[4], '*', unpack(ARGV, 7))
 redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
+redis.call('SADD', KEYS[5], ARGV[2])
 redis.call('HSET', KEYS[2], '0', ARGV[1] .. ' ' .. ARGV[6] .. ' 0')
 return 'new'
 """
@@ -102,6 +103,7 @@ class Runs:
             id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
         )
         keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
+        keys.append(cell.active(partition))
         digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), JSON.encode(RunState()), kind]
         fields = await base.bus.fields(command)

@@ -1,0 +1,169 @@
+"""One answer that is asked for, and what each message about it says: tokens that are new, a result, a failure.
+
+A completion's epoch rises with every attempt. Messages of an older attempt are not used, unless one of them is the whole answer.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from common.errors import InvalidInput, Unavailable
+from common.messages import (
+    AdapterRef,
+    GradeResult,
+    Message,
+    Sampling,
+    TrajectoryRef,
+    TurnDelta,
+    TurnRequest,
+    TurnResult,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from common.places import Claim
+from common.streams import partition_of
+from manager_service.records import TenantRecord
+
+Reply = TurnDelta | TurnResult | GradeResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """One completion request: every prompt is answered `num_choices` times."""
+
+    tenant: TenantRecord
+    adapter: AdapterRef
+    prompts: Sequence[Sequence[int]]
+    num_choices: int
+    sampling: Sequence[Sampling]  # one a prompt
+    seed: int
+    stream: bool
+    bulk: bool = False  # behind the first turns of jobs, and however long it takes
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """News of one choice: tokens after those shown before, and the result once it is finished."""
+
+    choice: int  # prompt * num_choices + sample
+    tokens: list[int]
+    logprobs: list[float]
+    result: TurnResult | None
+
+
+@dataclass(slots=True)
+class Choice:
+    request: TurnRequest  # the newest attempt
+    prompt: Sequence[int]
+    bulk: bool
+    place: Claim | None = None  # held from the request to its result
+    entry: str = ""  # where the request stands in the stream; empty before it has a place
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    heard_s: float = 0.0  # monotonic: last sign of life, and last token
+    advanced_s: float = 0.0
+    result: TurnResult | None = None
+
+
+def choices_of(job: str, ask: InferenceRequest, reply_to: str) -> list[Choice]:
+    """All answers that a request asks for. Those of one prompt share its arrays."""
+    return [choice for group in range(len(ask.prompts)) for choice in _choices_of(job, ask, reply_to, group)]
+
+
+def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> Iterator[Choice]:
+    prompt = ask.prompts[group]
+    tokens, zeros = i32(prompt), np.zeros(len(prompt))
+    logprobs, written = f32(zeros), u8(zeros)
+    for sample in range(ask.num_choices):
+        trajectory = TrajectoryRef("chat", ask.seed, group, sample)
+        request = TurnRequest(
+            id=turn_id(job, trajectory, ask.adapter.version, 0),
+            tenant=ask.tenant.id,
+            job=job,
+            partition=partition_of(ask.tenant.id),
+            adapter=ask.adapter,
+            trajectory=trajectory,
+            turn=0,
+            tokens=tokens,
+            logprobs=logprobs,
+            written=written,
+            sampling=ask.sampling[group],
+            reply_to=reply_to,
+            stream=ask.stream,
+        )
+        yield Choice(request, prompt, ask.bulk)
+
+
+def choice_key(message: Message) -> tuple[int, int] | None:
+    """(group, sample) of a turn's message: a field of results, a part of the id of deltas."""
+    if isinstance(message, TurnResult):
+        return message.request.trajectory.group, message.request.trajectory.sample
+    parts = message.id.split("/")
+    group = parts[1].rpartition(".")[2] if len(parts) > 2 else ""
+    return (int(group), int(parts[2])) if group.isdecimal() and parts[2].isdecimal() else None
+
+
+def take(choice: Choice, message: Reply, index: int) -> Fresh | None:
+    """The news in a message. Raises Unavailable or InvalidInput for a failed turn."""
+    if isinstance(message, TurnDelta):
+        return _take_delta(choice, message, index)
+    if not isinstance(message, TurnResult):
+        return None
+    current = message.request.epoch == choice.request.epoch
+    if message.failure is not None or message.stop_reason in ("failed", "cancelled"):
+        if not current:
+            return None
+        raise _refused(message)
+    tokens = [int(token) for token in message.tokens.numpy()]
+    known = len(choice.tokens)
+    if not current and tokens[:known] != choice.tokens:
+        return None
+    choice.result = message
+    logprobs = [float(value) for value in message.logprobs.numpy()]
+    return Fresh(index, tokens[known:], logprobs[known:], message)
+
+
+def _take_delta(choice: Choice, delta: TurnDelta, index: int) -> Fresh | None:
+    known = len(choice.tokens)
+    if delta.epoch != choice.request.epoch or delta.offset > known:
+        return None
+    choice.heard_s = time.monotonic()
+    skip = known - delta.offset
+    tokens = [int(token) for token in delta.tokens.numpy()[skip:]]
+    logprobs = [float(value) for value in delta.logprobs.numpy()[skip:]]
+    if not tokens:
+        return None
+    choice.advanced_s = choice.heard_s
+    choice.tokens += tokens
+    choice.logprobs += logprobs
+    return Fresh(index, tokens, logprobs, None)
+
+
+def _refused(result: TurnResult) -> Exception:
+    failure = result.failure
+    if failure is None:
+        return Unavailable("the completion was cancelled")
+    if failure.kind == "invalid":
+        return InvalidInput(failure.reason, code="invalid_request")
+    return Unavailable(f"the completion failed ({failure.kind}): {failure.reason}")
+
+
+def continued(choice: Choice) -> TurnRequest:
+    """The next attempt, which goes on after the tokens that were seen."""
+    before, prompt, seen = choice.request, list(choice.prompt), choice.tokens
+    trajectory = msgspec.structs.replace(before.trajectory, attempt=before.trajectory.attempt + 1)
+    return msgspec.structs.replace(
+        before,
+        id=turn_id(before.job, trajectory, before.adapter.version, 0),
+        epoch=before.epoch + 1,
+        trajectory=trajectory,
+        tokens=i32([*prompt, *seen]),
+        logprobs=f32([0.0] * len(prompt) + choice.logprobs),
+        written=u8([0] * len(prompt) + [1] * len(seen)),
+        num_partial=len(seen),
+    )
