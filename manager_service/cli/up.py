@@ -62,6 +62,7 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
         f"MARLaaS is ready at {cluster.base_url}\n"
         f"  keys    {folder / 'api_key'} (yours), {folder / 'admin_key'} (tenants, /metrics)\n"
         f"  openai  base_url={cluster.base_url}/v1 api_key=$(cat {folder / 'api_key'})\n"
+        f"  tinker  export TINKER_BASE_URL={cluster.base_url} TINKER_API_KEY=tml-$(cat {folder / 'api_key'})\n"
         f"  logs    {folder / 'logs'}\n"
         f"  policy  {settings.policy}, training queue {settings.training_queue}\n"
         f"  next    in another terminal: .venv/bin/python -m examples.quickstart{option}, or\n"

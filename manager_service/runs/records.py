@@ -10,6 +10,7 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
 What an API replica alone writes:
 
     marlaas:{@}:session:<session>   string   Session, for SESSION_KEPT_S after its last sign of life
+    marlaas:{@}:sessions:<tenant>   zset     session id by creation time
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
     seqs:<run>                      hash     number of an operation -> `<sha256 of what was asked> <what was asked> <bytes>`;

@@ -17,4 +17,5 @@ Its files:
     operations.py   serves a run's operations: forward_backward, optim_step, saves
     samplers.py     serves samplers, and requests for samples
     retrieval.py    serves futures: retrieve_future, cancel_future
+    listings.py     lists runs, checkpoints and sessions
 """

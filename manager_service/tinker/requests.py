@@ -102,6 +102,10 @@ class SamplerAsked(msgspec.Struct):
     model_path: str | None = None
 
 
+class WeightsNamed(msgspec.Struct):
+    tinker_path: str
+
+
 class FutureNamed(msgspec.Struct):
     request_id: str
 

@@ -15,6 +15,9 @@ from harness.live import Api, is_balanced, running
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
 from manager_service.local.supervisor import ServiceCommand
+from tests.support.api_server import running_api
+from tests.support.standin_runs import standing_in
+from tests.support.tinker_client import client_of, pass_over
 
 CELL = Cell("tiny")
 PASSWORDS = {user: [f"{user}-password"] for user in USERS}
@@ -128,6 +131,31 @@ def test_a_restart_brings_back_what_scripts_wrote(server: RedisServer) -> None:
 def test_a_base_model_is_a_name_and_not_a_pattern() -> None:
     text = acl_file({"env": ["p"]}, ["a*b"], redis_version=7)
     assert "~marlaas:{a\\*b}:env" in text and "~marlaas:{a*b}:env" not in text
+
+
+async def test_the_manager_serves_the_tinker_protocol_with_its_own_rights(server: RedisServer, tmp_path: Path) -> None:
+    url = f"redis://manager:{PASSWORDS['manager'][0]}@127.0.0.1:{server.port}/0"
+    async with running_api(url, tmp_path / "data") as api, standing_in(api.bus):
+        tinker = await client_of(api)
+        session = await tinker.session()
+        await tinker.post("session_heartbeat", session_id=session)
+        run = await tinker.run(session)
+        sent = [
+            await tinker.send(pass_over(run, 1)),
+            await tinker.post("optim_step", model_id=run, seq_id=2, adam_params={}),
+            await tinker.post("save_weights_for_sampler", model_id=run, seq_id=3, sampling_session_seq_id=0),
+            await tinker.post("unload_model", model_id=run),
+        ]
+        for answer in sent:
+            assert (await tinker.retrieve(answer.json()["request_id"])).status_code == 200
+        sampler = {"sampling_session_id": f"{session}:sample:0", "seq_id": 0}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        assert (await tinker.post("asample", prompt=prompt, sampling_params={}, **sampler)).status_code == 200
+        assert (await tinker.get(f"sessions/{session}")).json()["training_run_ids"] == [run]
+        ended = await tinker.post(f"sessions/{session}/finish", reason={"type": "success"})
+        assert ended.status_code == 200
+    with client(server, "operator") as operator:
+        assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -92,6 +93,32 @@ class Runs:
                     self._known.popitem(last=False)
                 return found
         return None
+
+    async def newest_first(
+        self, tenant: str, *, limit: int | None, offset: int
+    ) -> tuple[list[tuple[Run, RunState]], int]:
+        """A tenant's runs with their states, and how many it has in all."""
+        rows: list[tuple[float, str, Base]] = []
+        for base in self._api.bases.values():
+            found = await base.redis.zrange(base.cell.tenant_runs(tenant), 0, -1, withscores=True)
+            rows += [(score, run.decode(), base) for run, score in found]
+        rows.sort(key=lambda row: row[:2], reverse=True)
+        chosen = rows[offset:] if limit is None else rows[offset : offset + limit]
+        return await self._with_states([(run, base) for _, run, base in chosen]), len(rows)
+
+    async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[Run, RunState]]:
+        """One round trip for each base model."""
+        found: dict[str, tuple[Run, RunState]] = {}
+        for base in self._api.bases.values():
+            runs = [run for run, of in chosen if of is base]
+            pipe = base.redis.pipeline(transaction=False)
+            for run in runs:
+                pipe.hmget(base.cell.run(run), "spec", "state")
+            for run, (spec, state) in zip(runs, await pipe.execute(), strict=True):
+                if spec is not None and state is not None:
+                    known = Run(base, msgspec.json.decode(spec, type=RunSpec))
+                    found[run] = (known, msgspec.json.decode(state, type=RunState))
+        return [found[run] for run, _ in chosen if run in found]
 
     async def create(self, base: Base, spec: RunSpec, *, asked: msgspec.Struct, kind: str) -> None:
         """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: which request asked.

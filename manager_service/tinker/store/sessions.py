@@ -28,6 +28,10 @@ class Sessions:
         )
         await self._write(session)
         await self._show_alive(session)
+        of = _all(tenant)
+        await self._api.redis.zadd(of, {session.id: session.created_at})
+        await self._api.redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
+        await self._api.redis.expire(of, SESSION_KEPT_S)
         return session
 
     async def find(self, tenant: str, session: str) -> Session:
@@ -37,6 +41,11 @@ class Sessions:
         if found is None or found.tenant != tenant:
             raise NotFound(f"there is no session {session[:64]!r}")
         return found
+
+    async def newest_first(self, tenant: str, *, limit: int, offset: int) -> list[str]:
+        """Ids of a tenant's sessions of the last month."""
+        found = await self._api.redis.zrange(_all(tenant), offset, offset + limit - 1, desc=True)
+        return [session.decode() for session in found]
 
     async def refresh(self, session: Session) -> None:
         """Notes a sign of life."""
@@ -61,3 +70,7 @@ class Sessions:
 
 def _key(session: str) -> str:
     return f"{GLOBAL}session:{session}"
+
+
+def _all(tenant: str) -> str:
+    return f"{GLOBAL}sessions:{tenant}"

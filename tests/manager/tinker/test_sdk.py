@@ -180,3 +180,34 @@ print(json.dumps({"saved": saved, "base": base, "named": named}))
     assert adapters == [f"{owner.created[0].id}@1"] * 2 + ["base", f"{owner.created[0].id}@1"]
     assert {request.trajectory.sample for request in script.seen} == {0, 1}
     assert {request.trajectory.seed for request in script.seen} == {3}
+
+
+async def test_runs_and_checkpoints_are_listed(server: ApiServer, owner: StandInRuns) -> None:
+    told = await run(
+        server,
+        """
+client = service.create_lora_training_client("tiny", rank=4, train_attn=False, user_metadata={"a": "b"}).result()
+second = service.create_lora_training_client("tiny").result()
+path = client.save_state("first").result().path
+client.save_weights_for_sampler("second").result()
+rest = service.create_rest_client()
+runs = rest.list_training_runs().result()
+info = rest.get_weights_info_by_tinker_path(path).result()
+session = rest.get_session(client.model_id.partition(":train:")[0]).result()
+print(json.dumps({
+    "runs": [run.training_run_id for run in runs.training_runs], "num": runs.cursor.total_count,
+    "first": rest.get_training_run(client.model_id).result().last_checkpoint.tinker_path, "path": path,
+    "metadata": rest.get_training_run(client.model_id).result().user_metadata,
+    "checkpoints": [row.checkpoint_id for row in rest.list_checkpoints(client.model_id).result().checkpoints],
+    "all": [row.checkpoint_type for row in rest.list_user_checkpoints().result().checkpoints],
+    "info": [info.lora_rank, info.train_mlp, info.train_attn, info.train_unembed],
+    "session": session.training_run_ids, "sessions": rest.list_sessions().result().sessions,
+    "mine": [second.model_id, client.model_id]}))
+""",
+    )
+    assert told["runs"] == told["session"] == told["mine"] and told["num"] == 2
+    assert told["first"] == told["path"] and told["metadata"] == {"a": "b"}
+    assert told["checkpoints"] == ["weights/first", "sampler_weights/second"]
+    assert told["all"] == ["training", "sampler"]
+    assert told["info"] == [4, True, False, False]
+    assert told["sessions"] == [told["mine"][0].partition(":train:")[0]]

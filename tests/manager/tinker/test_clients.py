@@ -1,0 +1,279 @@
+"""Clients of the Tinker protocol: their keys and sessions, whose things are whose, and requests for samples."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages import BASE, Failure, TurnRequest, TurnResult, Usage, f32, i32
+from common.tasks import cancel_all
+from manager_service.api.sampling.shares import InferenceRequest
+from manager_service.runs.records import run_of
+from manager_service.tinker import retrieval
+from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
+from manager_service.tinker.wire import protobuf, tinker_pb2
+from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.standin_runs import StandInRuns, standing_in
+from tests.support.tinker_client import TinkerClient, client_of, pass_over
+
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    settings = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
+    async with running_api(redis_url, tmp_path / "data", **settings) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> TinkerClient:
+    return await client_of(server)
+
+
+@pytest.fixture
+async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
+    async with standing_in(server.bus) as running:
+        yield running
+
+
+# ---- keys, sessions -------------------------------------------------------------------------------------------------
+
+
+async def test_only_known_keys_come_in(server: ApiServer, client: TinkerClient) -> None:
+    assert (await server.http.get("/api/v1/healthz", headers={"Authorization": ""})).json() == {"status": "ok"}
+    for key in ("sk-unknown", ""):
+        stranger = TinkerClient(server.http, key)
+        assert (await stranger.post("create_session", tags=[])).status_code == 401
+    admin = TinkerClient(server.http, server.admin_key)
+    assert (await admin.post("client/config")).status_code == 403
+    config = (await client.post("client/config", sdk_version="0.38.0")).json()
+    assert config["fwdbwd_max_chunk_bytes_count"] == 400_000 and config["use_pyqwest_transport"] is False
+    assert config["create_model_via_load_weights"] is True
+    assert (await client.post("client/dynamic_config")).json()["sample_cancel_enabled"] is True
+    (model,) = (await client.get("get_server_capabilities")).json()["supported_models"]
+    assert (model["model_name"], model["max_context_length"]) == ("tiny", 2048)
+    assert (await client.post("telemetry", events=[])).json() == {"status": "accepted"}
+
+
+async def test_a_session_lives_while_its_client_does(server: ApiServer, client: TinkerClient) -> None:
+    made = (await client.post("create_session", tags=["a"], sdk_version="0.38.0", user_metadata={"a": "b"})).json()
+    session = made["session_id"]
+    assert "train_unembed" in made["info_message"]
+    bus, key = server.bus, server.bus.cell.session(session)
+    assert 290 <= await bus.client.ttl(key) <= 300
+    await bus.client.delete(key)  # its client was silent for long
+    assert (await client.post("session_heartbeat", session_id=session)).status_code == 200
+    assert await bus.client.get(key) == b"default"
+    assert (await client.post(f"sessions/{session}/finish", reason={"type": "success"})).status_code == 200
+    assert await bus.client.get(key) is None
+    assert (await client.post("session_heartbeat", session_id=session)).status_code == 410
+
+
+async def test_another_tenants_things_are_not_there(
+    server: ApiServer, client: TinkerClient, owner: StandInRuns
+) -> None:
+    session = await client.session()
+    run = await client.run(session)
+    await client.post("save_weights", model_id=run, seq_id=1, path="mine")
+    await client.post("save_weights_for_sampler", model_id=run, seq_id=2, sampling_session_seq_id=5)
+    sampler, path, future = f"{session}:sample:5", f"tinker://{run}/weights/mine", f"{run_of(run)}:1"
+    assert (await client.retrieve(future)).json() == {"path": path, "type": "save_weights"}
+    assert (await client.retrieve(f"{run_of(run)}:2")).json()["sampling_session_id"] == sampler
+    other = await client_of(server, "stranger")
+    theirs = await other.session()
+    answers = [
+        await other.post("session_heartbeat", session_id=session),
+        await other.post(f"sessions/{session}/finish", reason={"type": "success"}),
+        await other.post("create_model", session_id=session, model_seq_id=1, base_model="tiny"),
+        await other.post("get_info", model_id=run),
+        await other.send(pass_over(run, 3)),
+        await other.post("optim_step", model_id=run, seq_id=3, adam_params={}),
+        await other.post("save_weights", model_id=run, seq_id=3, path="theirs"),
+        await other.post("unload_model", model_id=run),
+        await other.retrieve(future),
+        await other.get(f"samplers/{sampler}"),
+        await other.post("asample", prompt=PROMPT, sampling_params={}, sampling_session_id=sampler, seq_id=0),
+        await other.post("asample", prompt=PROMPT, sampling_params={}, model_path=path),
+        await other.post("create_sampling_session", session_id=theirs, sampling_session_seq_id=0, model_path=path),
+        await other.post("load_weights", session_id=theirs, model_seq_id=0, path=path),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * len(answers)
+    assert (await client.get(f"samplers/{sampler}")).json()["base_model"] == "tiny"
+    info = (await client.post("get_info", model_id=run)).json()
+    assert info["model_data"]["model_name"] == "tiny" and Path(info["model_data"]["tokenizer_id"]).is_dir()
+
+
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("create_session", {"tags": "x"}),
+    ("create_model", {"session_id": "ses-x", "model_seq_id": 0, "base_model": "tiny"}),
+    ("create_model", {"session_id": "*", "model_seq_id": 0, "base_model": "tiny"}),
+    ("get_info", {"model_id": "run-0123456789abcdef-0"}),
+    ("get_info", {"model_id": 7}),
+    ("retrieve_future", {"request_id": "run-0123456789abcdef-0:1"}),
+    ("retrieve_future", {"request_id": "smp-0-0"}),
+    ("retrieve_future", {"request_id": "x" * 10_000}),
+    ("load_weights", {"path": "tinker://x/y/z", "session_id": "ses-0123456789abcdef", "model_seq_id": 0}),
+    ("load_weights", {"path": "/etc/passwd", "session_id": "ses-0123456789abcdef", "model_seq_id": 0}),
+    ("create_sampling_session", {"session_id": "ses-0123456789abcdef", "sampling_session_seq_id": -1}),
+    ("asample", {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "tiny"}),
+    ("asample", {"prompt": {"chunks": [{"tokens": [99999]}]}, "sampling_params": {}, "base_model": "tiny"}),
+    ("asample", {"prompt": {"chunks": [{"tokens": [1] * 5000}]}, "sampling_params": {}, "base_model": "tiny"}),
+    ("asample", {"prompt": PROMPT, "sampling_params": {}}),
+    ("asample", {"prompt": PROMPT, "sampling_params": {}, "sampling_session_id": "*"}),
+    ("create_session", {"user_metadata": {"a": "b" * 100_000}}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), HOSTILE)
+async def test_what_makes_no_sense_is_refused(client: TinkerClient, name: str, body: dict[str, Any]) -> None:
+    answer = await client.post(name, **body)
+    assert answer.status_code in (400, 404, 410), answer.text
+    assert answer.json()["error"]["message"]
+
+
+async def test_a_body_that_is_no_json_is_refused(server: ApiServer, client: TinkerClient) -> None:
+    headers = {"X-API-Key": f"tml-{client.key}"}
+    for name in ("create_session", "create_model", "retrieve_future", "asample", "optim_step"):
+        for body in (b"", b"{", b"[" * 20_000, b"\xff", b'"' + b"a" * 40_000 + b'"'):
+            answer = await server.http.post(f"/api/v1/{name}", content=body, headers=headers)
+            assert answer.status_code == 400, (name, body[:10])
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+async def asample(client: TinkerClient, **more: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8, "seed": 3}, "base_model": "tiny"} | more
+    answer = await client.post("asample", **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_samples_come_as_protobuf_and_are_charged(server: ApiServer, client: TinkerClient) -> None:
+    asked = await asample(client, num_samples=3)
+    future, ids = asked["request_id"], asked["sample_sequence_ids"]
+    assert ids == [f"{future}/{i}@0" for i in range(3)]
+    async with played(Script(server.bus, text="ok", stop_reason="length", inbox=server.bus.cell.rollout)):
+        found = await client.retrieve(future, accept=protobuf.CONTENT_TYPE)
+    sequences = tinker_pb2.SampleResponse.FromString(found.content).sequences
+    assert [(one.stop_reason, one.tokens) for one in sequences] == [
+        (tinker_pb2.STOP_REASON_LENGTH, i32([*b"ok"]).data)
+    ] * 3
+    assert (await client.retrieve(future)).json()["sequences"][0]["tokens"] == [*b"ok"]
+    total = (await server.http.get("/v1/usage")).json()["total"]
+    assert (total["prompt_tokens"], total["sampled_tokens"]) == (6, 6)
+
+
+async def test_the_same_request_for_samples_is_made_once(server: ApiServer, client: TinkerClient) -> None:
+    session = await client.session()
+    made = await client.post(
+        "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny"
+    )
+    of: dict[str, Any] = {"base_model": None, "sampling_session_id": made.json()["sampling_session_id"]}
+    first, again = await asample(client, **of, seq_id=0), await asample(client, **of, seq_id=0)
+    assert first == again != await asample(client, **of, seq_id=1)
+
+
+async def test_a_request_that_is_given_up_is_not_there(server: ApiServer, client: TinkerClient) -> None:
+    asked = await asample(client)
+    assert (await client.post("cancel_future", request_id=asked["request_id"])).status_code == 200
+    assert (await client.retrieve(asked["request_id"])).status_code == 410
+    assert (await client.post("cancel_future", request_id=asked["request_id"])).status_code == 200
+    other = await client_of(server, "stranger")
+    mine = (await asample(client))["request_id"]
+    assert (await other.post("cancel_future", request_id=mine)).status_code == 200
+    assert (await other.retrieve(mine)).status_code == 410
+    async with played(Script(server.bus, inbox=server.bus.cell.rollout)):
+        assert (await client.retrieve(mine)).status_code == 200
+
+
+async def test_samples_wait_for_workers_and_say_so(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
+    waits = await client.retrieve((await asample(client))["request_id"])
+    assert (waits.status_code, waits.json()["queue_state"]) == (408, "paused_capacity")
+    assert waits.json()["queue_state_reason"] == "no rollout worker is there"
+
+
+async def test_samples_wait_for_the_tokens_of_the_day(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
+    other = await server.new_tenant("poor", max_tokens_per_day=0)
+    waits = await (client := TinkerClient(server.http, other.api_key)).retrieve((await asample(client))["request_id"])
+    assert (waits.status_code, waits.json()["queue_state"]) == (408, "paused_rate_limit")
+
+
+class Refusing(Script):
+    """A worker that refuses what it is asked."""
+
+    def _result(self, request: TurnRequest, tokens: Any) -> tuple[str, Any]:
+        names = ("id", "tenant", "job", "partition", "epoch", "adapter")
+        about = {name: getattr(request, name) for name in names}
+        failure = Failure("invalid", "the prompt is not liked")
+        result = TurnResult(
+            **about,
+            request=request,
+            tokens=i32([]),
+            logprobs=f32([]),
+            stop_reason="failed",
+            usage=Usage(),
+            failure=failure,
+        )
+        return request.reply_to, result
+
+
+async def test_what_a_worker_refuses_is_told(server: ApiServer, client: TinkerClient) -> None:
+    async with played(Refusing(server.bus, inbox=server.bus.cell.rollout)):
+        told = (await client.retrieve((await asample(client))["request_id"])).json()
+    assert told == {"error": "the prompt is not liked", "category": "user"}
+
+
+async def test_results_that_nobody_wants_are_dropped(server: ApiServer) -> None:
+    now = [1000.0]
+    base = server.api.bases["tiny"]
+    samples = Samples(server.bus, base.inference, "other", clock=lambda: now[0])
+    tenant = await server.api.tenants.get("default")
+    ask = InferenceRequest(
+        tenant=tenant, adapter=BASE, prompts=[[1]], num_choices=1, sampling=[], seed=0, stream=False, bulk=True
+    )
+    name = samples.start(ask)
+    request = samples.find("default", name)
+    for done, retrieved, patience_s in ((False, False, SILENT_S), (True, True, RETRIEVED_S), (True, False, KEPT_S)):
+        request.retrieved = retrieved
+        (request.done.set if done else request.done.clear)()
+        now[0] = request.asked_s + patience_s - 1
+        samples.look()
+        assert samples.find("default", name) is request
+    now[0] += KEPT_S + 1
+    samples.look()
+    with pytest.raises(Gone):
+        samples.find("default", name)
+    assert request.task is not None
+    await cancel_all([request.task])
+
+
+async def test_a_sampler_follows_the_saves_of_its_run_or_not(
+    server: ApiServer, client: TinkerClient, owner: StandInRuns
+) -> None:
+    run = await client.run(session := await client.session())
+    script = Script(server.bus, inbox=server.bus.cell.rollout)
+    for seq, (name, body) in enumerate(
+        (
+            ("save_weights_for_sampler", {"sampling_session_seq_id": 1}),
+            ("optim_step", {"adam_params": {}}),
+            ("save_weights_for_sampler", {"sampling_session_seq_id": 2, "kind": "inflight"}),
+        ),
+        start=1,
+    ):
+        sent = await client.post(name, model_id=run, seq_id=seq, **body)
+        assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+    async with played(script):
+        for number in (1, 2):
+            of: dict[str, Any] = {"base_model": None, "sampling_session_id": f"{session}:sample:{number}"}
+            asked = await asample(client, **of, seq_id=0)
+            assert asked["sample_sequence_ids"] == [f"{asked['request_id']}/0@{number - 1}"]
+            assert (await client.retrieve(asked["request_id"])).status_code == 200
+    assert [request.adapter.version for request in script.seen] == [0, 1]
+    assert [state.inflight for state in owner.runs[run_of(run) or ""].state.samplers.values()] == [False, True]
