@@ -1,14 +1,21 @@
-"""Finds the adapter of a model's name: `tiny`, `ft:{base}:{tenant}:{suffix}:{job}`, or the latter with `@{version}`."""
+"""Finds the adapter that a model's name means.
+
+tiny                                       a base model
+ft:{base}:{tenant}:{suffix}:{job}          a job's model, or a run's, which has no suffix; with `@{version}` a version of it
+tinker://{run}/sampler_weights/{name}      a run's checkpoint; of a job: tinker://{job}/sampler_weights/{version}
+"""
 
 from dataclasses import dataclass
 
-from common.errors import NotFound
-from common.messages import BASE, AdapterRef
+from common.errors import InvalidInput, NotFound
+from common.messages import BASE, AdapterRef, LoraSpec
 from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.jobs.retention import has_version
-from manager_service.records import TenantRecord
+from manager_service.records import TenantRecord, tuned_model
+from manager_service.runs.records import is_run
+from manager_service.tinker.store.runs import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,33 +24,58 @@ class Named:
 
     base: Base
     adapter: AdapterRef
-    row: JobRow | None = None  # None: the base model
+    lora: LoraSpec | None = None  # None: the base model
+    row: JobRow | None = None  # None: no job's
 
 
 async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
     """The newest committed version unless one is pinned. Raises NotFound, also for other tenants' models."""
     if name in api.bases:
         return Named(api.bases[name], BASE)
+    if name.startswith("tinker://"):
+        return await _checkpoint(api, tenant, name)
     plain, at, pinned = name.partition("@")
     parts = plain.split(":")
     if len(parts) != 5 or parts[0] != "ft":
         raise NotFound(f"there is no model {name!r}{did_you_mean(name, api.bases)}")
     try:
-        row = await JobStore(api).find(tenant.id, parts[4])
+        found = await (_of_run if is_run(parts[4]) else _of_job)(api, tenant, plain, pinned if at else None)
     except NotFound as error:
-        raise NotFound(f"there is no model {name!r}") from error
+        raise NotFound(f"there is no model {name!r}: {error}") from error
+    return found
+
+
+async def _checkpoint(api: Api, tenant: TenantRecord, path: str) -> Named:
+    try:
+        source = await Runs(api).source(tenant.id, path)
+    except InvalidInput as error:
+        raise NotFound(str(error)) from error
+    return Named(source.base, source.adapter, source.lora)
+
+
+async def _of_run(api: Api, tenant: TenantRecord, plain: str, pinned: str | None) -> Named:
+    run = await Runs(api).find(tenant.id, plain.rpartition(":")[2])
+    if plain != tuned_model(run.base.name, tenant.id, "", run.id):
+        raise NotFound("another name is meant")
+    version = _version(pinned, (await run.state()).version, "its run has not begun")
+    return Named(run.base, AdapterRef(tenant.id, run.id, version), run.spec.lora)
+
+
+async def _of_job(api: Api, tenant: TenantRecord, plain: str, pinned: str | None) -> Named:
+    row = await JobStore(api).find(tenant.id, plain.rpartition(":")[2])
     if row.spec.tuned_model != plain or row.deleted:
-        raise NotFound(f"there is no model {name!r}")
-    version = _pinned(name, pinned, row) if at else row.state.version
-    if version < 0:
-        raise NotFound(f"the model {name!r} has no version yet: its job is {row.state.status}")
-    return Named(row.base, AdapterRef(tenant.id, row.spec.id, version), row)
+        raise NotFound("another name is meant, or it was deleted")
+    version = _version(pinned, row.state.version, f"its job is {row.state.status}")
+    if not has_version(row.spec, row.state, version):
+        raise NotFound(f"its job keeps {row.spec.hyper.keep_versions} versions, and this one is gone")
+    return Named(row.base, AdapterRef(tenant.id, row.spec.id, version), row.spec.hyper.lora, row)
 
 
-def _pinned(name: str, text: str, row: JobRow) -> int:
-    newest = row.state.version
-    if not (text.isascii() and text.isdecimal() and len(text) <= 8 and int(text) <= newest):
-        raise NotFound(f"there is no model {name!r}: the newest version is {newest}")
-    if not has_version(row.spec, row.state, int(text)):
-        raise NotFound(f"there is no model {name!r} any more: its job keeps {row.spec.hyper.keep_versions} versions")
-    return int(text)
+def _version(pinned: str | None, newest: int, reason: str) -> int:
+    if newest < 0:
+        raise NotFound(f"it has no version yet: {reason}")
+    if pinned is None:
+        return newest
+    if not (pinned.isascii() and pinned.isdecimal() and len(pinned) <= 8 and int(pinned) <= newest):
+        raise NotFound(f"the newest version is {newest}")
+    return int(pinned)

@@ -6,7 +6,7 @@ from common.errors import InvalidInput
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore
-from manager_service.api.model_names import find_model
+from manager_service.api.model_names import Named, find_model
 from manager_service.api.schemas import Deleted, ModelObject, Page
 from manager_service.archive.store import TunedModel
 from manager_service.records import FINAL
@@ -40,7 +40,9 @@ async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
 async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
     """`@{version}` behind a tuned model's name asks whether that version exists."""
     named = await find_model(api, tenant, model)
-    return _base(named.base) if named.row is None else _tuned(named.row, model)
+    if named.adapter.is_base:
+        return _base(named.base)
+    return _of_run(named, model) if named.row is None else _tuned(named.row, model)
 
 
 @router.delete("/{model:path}", responses=declared(404, 409))
@@ -50,8 +52,10 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     All other writes to the adapter store are by trainers. A finished job has no trainer, so nobody races with this.
     """
     named = await find_model(api, tenant, model)
-    if named.row is None:
+    if named.adapter.is_base:
         raise InvalidInput("a base model cannot be deleted", param="model")
+    if named.row is None:
+        raise InvalidInput("a run's model goes with its checkpoints: delete those", param="model")
     if "@" in model:
         raise InvalidInput("a single version cannot be deleted: name the model without @", param="model")
     if named.row.state.status not in FINAL:
@@ -63,6 +67,13 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
 
 def _base(base: Base) -> ModelObject:
     return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name)
+
+
+def _of_run(named: Named, name: str) -> ModelObject:
+    adapter, base = named.adapter, named.base
+    return ModelObject(
+        id=name, created=base.created_at, owned_by=adapter.tenant, root=base.name, version=adapter.version
+    )
 
 
 def _archived(base: Base, model: TunedModel) -> ModelObject:

@@ -37,15 +37,14 @@ class JobStart:
 
 async def find_start(api: Api, tenant: TenantRecord, model: str) -> JobStart:
     """Raises InvalidInput, with the nearest name, if there is no such model."""
-    if not model.startswith("ft:"):
+    if not model.startswith(("ft:", "tinker://")):
         return JobStart(find_base(api, model))
     try:
         named = await find_model(api, tenant, model)
     except NotFound as error:
         raise InvalidInput(str(error), param="model", code="model_not_found") from error
-    assert named.row is not None
-    pinned = f"{model.partition('@')[0]}@{named.adapter.version}"
-    return JobStart(named.base, pinned, named.adapter, named.row.spec.hyper.lora)
+    pinned = f"{model.partition('@')[0]}@{named.adapter.version}" if model.startswith("ft:") else model
+    return JobStart(named.base, pinned, named.adapter, named.lora)
 
 
 def find_base(api: Api, model: str) -> Base:

@@ -10,6 +10,7 @@ import pytest
 
 from common.messages import AdapterRef, LoraSpec
 from manager_service.records import JSON, JobSpec, JobState
+from manager_service.runs.records import Checkpoint, RunSpec, RunState
 from tests.support.api_server import ApiServer, method, running_api, upload
 
 
@@ -66,3 +67,23 @@ async def test_only_ones_own_models_that_have_a_version_are_starts(server: ApiSe
             await create(server.openai, wrong)
     with pytest.raises(openai.BadRequestError, match="there is no model"):
         await create(await server.new_tenant("acme"), model)
+
+
+async def test_a_runs_versions_are_models_like_a_jobs(server: ApiServer) -> None:
+    """They can be started from, asked for by their names, and are nobody else's."""
+    session, run = "ses-0123456789abcdef", "run-0123456789abcdef-0"
+    spec = RunSpec(run, "default", session, "tiny", "tiny", LoraSpec(32, 32.0, ("q_proj",)), seed=1, created_at=1)
+    state = RunState(status="ready", version=2, checkpoints=[Checkpoint("weights", "mine", 1, 1)])
+    record = {"spec": JSON.encode(spec), "state": JSON.encode(state)}
+    await server.api.redis.hset(server.bus.cell.run(run), mapping=record)
+    path, name = f"tinker://{session}:train:0/weights/mine", f"ft:tiny:default::{run}"
+    for model, version in ((path, 1), (name, 2), (f"{name}@0", 0)):
+        assert (await server.openai.models.retrieve(model)).to_dict()["version"] == version
+        started = await spec_of(server, await create(server.openai, model))
+        assert (started.source, started.hyper.lora) == (AdapterRef("default", run, version), spec.lora)
+    other = await server.new_tenant("acme")
+    for model in (path, name, f"{name}@3", f"ft:tiny:default:x:{run}", "tinker://x", f"{path}x"):
+        with pytest.raises(openai.NotFoundError):
+            await (other if model in (path, name) else server.openai).models.retrieve(model)
+    with pytest.raises(openai.BadRequestError, match="checkpoints"):
+        await server.openai.models.delete(name)
