@@ -1,5 +1,6 @@
 # Targets:
 #   make demo     set everything up, then train six jobs of three tenants and show it live
+#   make tinker   tinker-cookbook's own RL loop against a service that it starts, through the Tinker protocol
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
@@ -20,7 +21,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exact up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
+.PHONY: help demo tinker test test-exact up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -37,6 +38,9 @@ help:
 
 demo: .venv/.ready
 	@$(RUN) -m examples.demo
+
+tinker: .venv/.ready .tinker/.ready
+	@$(RUN) -m examples.tinker_arithmetic $(ARGS)
 
 up: .venv/.ready
 	@$(BIN)/marlaas up
@@ -101,7 +105,7 @@ model: .venv/.ready-dev
 	$(BIN)/python models/make_tiny.py
 
 clean:
-	rm -rf .venv .peers .isolation .paper .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
+	rm -rf .venv .peers .tinker .isolation .paper .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment in three stamps, so that a change of pyproject.toml does not install torch again.
@@ -124,6 +128,14 @@ clean:
 .venv/.ready-dev: .venv/.ready pyproject.toml
 	@echo "[+] what tests and checks need"
 	@start=$$SECONDS; $(PIP) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
+	@touch $@
+
+.tinker/.ready: examples/tinker.txt
+	@echo "[+] the tinker SDK and tinker-cookbook in .tinker (some minutes, once)"
+	@"$(PYTHON)" -m venv .tinker
+	@start=$$SECONDS; install=".tinker/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary"; \
+		$$install $(TORCH_ARGS) $(TORCH) && $$install $(PIP_ARGS) -r $< && $$install $(PIP_ARGS) --no-deps tinker-cookbook==0.6.1 \
+		&& echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 
 # What MARLaaS is compared with, a virtual environment each. SkyRL declares a `typing.TypedDict`, which pydantic takes from

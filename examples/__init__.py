@@ -1,1 +1,3 @@
-"""Programs to read and to run: `demo.py` (`make demo`), and `quickstart.py`, the shortest use of the API."""
+"""Programs to read and to run: `demo.py` (`make demo`), `tinker_arithmetic.py` (`make tinker`), and
+`quickstart.py`, the shortest use of the API.
+"""
