@@ -100,7 +100,7 @@ def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
         "is_lora": True,
         "lora_rank": spec.lora.rank,
         "corrupted": state.status == "failed",
-        "last_request_time": _time(state.changed_at or spec.created_at),
+        "last_request_time": _time(max([spec.created_at, *(one.created_at for one in state.checkpoints)])),
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),
         "user_metadata": {name: str(value) for name, value in spec.user_metadata.items()} or None,

@@ -63,7 +63,7 @@ async def _refuse_older_load(tenant: TenantRecord, known: Records, asked: LoadAs
     """A load into a run that exists is an operation that fails: it has a number."""
     run = await known.runs.named(tenant.id, asked.model_id or "")
     reason = (
-        "weights cannot be loaded into a run: create it from the checkpoint, with create_training_client_from_state"
+        "weights cannot be loaded into a run that exists: tinker 0.24 and newer create it from the checkpoint instead"
     )
     operation = Asked(seq=asked.seq_id or 0, action="save_weights", failure=wrong(reason))
     return answer({"request_id": await submit(run, operation), "model_id": run.spec.public_id})
