@@ -31,6 +31,8 @@ HEARTBEAT_S = 1.0
 class Parts:
     """What a service is built from."""
 
+    worker: str
+    """This worker's id."""
     cell: Cell
     bus: Bus
     objects: Objects
@@ -119,13 +121,13 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
-    parts = Parts(cell, bus, objects, AdapterStore(objects), fingerprints={})
+    parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
     service = await build(settings, parts)
     fingerprint, fingerprints = service.fingerprint, parts.fingerprints
     membership = Membership(
         bus, name, deterministic=settings.deterministic, fingerprint=fingerprint, fingerprints=fingerprints
     )
-    reporter = _reporter(name, cell, service)
+    reporter = _reporter(parts.worker, name, cell, service)
     worker = _worker(settings, bus, service, reporter)
     try:
         if await _join(membership, reporter, bus, stop):
@@ -137,9 +139,9 @@ async def _serve(
         await bus.close()
 
 
-def _reporter(name: str, cell: Cell, service: BuiltService) -> Reporter:
+def _reporter(worker: str, name: str, cell: Cell, service: BuiltService) -> Reporter:
     return Reporter(
-        worker_id(name),
+        worker,
         name,
         cell.base_model,
         slots=service.slots,

@@ -132,7 +132,8 @@ class Cell:
 
     def owner_inbox(self, stream: str, partition: int) -> str:
         """The stream in which a partition's owner hears of an entry of a work stream."""
-        return self.adapters(partition) if stream == self.train else self.scored(partition)
+        to_trainers = stream == self.train or stream.startswith(self.trainer(""))
+        return self.adapters(partition) if to_trainers else self.scored(partition)
 
     def scored(self, partition: int) -> str:
         return self.key(f"scored:{partition}")

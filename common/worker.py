@@ -217,12 +217,14 @@ class Worker:
     async def _next(self) -> list[Delivery]:
         """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not."""
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
+        at_once = min(inbox.at_once or free for inbox in self._inboxes)
         if len(streams) > 1 and not self._drained:
-            found = await self._bus.read_in_order(streams, group, self.name, count=free)
-            self._drained = len(found) < free
+            count = min(free, at_once)
+            found = await self._bus.read_in_order(streams, group, self.name, count=count)
+            self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
-        count = min(max(1, free // len(streams)), *(inbox.at_once or free for inbox in self._inboxes))
+        count = min(max(1, free // len(streams)), at_once)
         found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
         self._drained = len(found) < count
         return found
@@ -387,8 +389,8 @@ class Worker:
         for inbox in self._inboxes:
             after = "0"
             while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):
-                known = [(d, d.message) for d in held if isinstance(d.message, Message)]
-                await self._bus.settle([Settlement(d, [(d.stream, message)]) for d, message in known])
+                known = [delivery for delivery in held if isinstance(delivery.message, Message)]
+                await self._bus.settle([Settlement(delivery, self._interrupted(delivery)) for delivery in known])
                 after = held[-1].entry
 
     async def _say_goodbye(self) -> None:

@@ -4,7 +4,7 @@
     manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
     env        env                      rollout, rollout:first, scored:*, reply:*, dead         follows control
     rollout    rollout, rollout:first   env, scored:*, reply:*, dead                            follows control, adapters:new
-    trainer    train                    adapters:<p>, dead                                      follows control
+    trainer    train, train:*           adapters:<p>, dead                                      follows control
     scaler     looks at the length of the work streams (autoscalers)
     health     PING
     operator   everything; no service uses it
@@ -110,7 +110,7 @@ class _Keys:
     def trainer(self) -> Rights:
         cell = self.cell
         updates = tuple(cell.adapters(partition) for partition in range(NUM_PARTITIONS))
-        return self._member(settles=(cell.train,), reads=(cell.control,), appends=updates)
+        return self._member(settles=(cell.train, cell.trainer("*")), reads=(cell.control,), appends=updates)
 
     @property
     def work(self) -> tuple[str, ...]:

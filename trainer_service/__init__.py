@@ -1,22 +1,27 @@
 """Trains LoRA adapters: Init and TrainStep (a batch) come in, the next version goes to the store and an AdapterUpdate goes out.
 
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
+    train, train:<worker> ─ Operations ─► run_handler ─► (the same) ─► OperationsDone, a gradient that is kept
 
 A new loss is a row in the table `RULES` of losses.py (its advantage, ratio, clip and mean), a name in `LossName` of
 `common/messages.py`, a second computation in its test, its golden bytes and a line in docs/api.md: see CONTRIBUTING.md.
 
-    __main__.py    starts one trainer worker
-    settings.py    reads the settings of one trainer worker
-    handler.py     answers Init and TrainStep; commits each version once
-    fusion.py      lets steps of many jobs join, leave and fail alone
-    training.py    runs steps of many jobs micro-batch by micro-batch
-    open_step.py   holds one job's step while it is under way
-    batch.py       checks a batch, as arrays
-    packing.py     packs rows into sequences and micro-batches
-    model.py       computes log-probs of the trained tokens under each adapter
-    lora.py        holds the trainable factors of many adapters side by side
-    losses.py      computes the losses: advantages, ratios, clips, aggregation
-    optimiser.py   runs AdamW over one flat tensor
-    memory.py      measures how much memory a micro-batch takes
-    selftest.py    checks on this machine what deterministic mode relies on
+    __main__.py     starts one trainer worker
+    settings.py     reads the settings of one trainer worker
+    handler.py      answers Init and TrainStep; makes each version once
+    run_handler.py  answers Operations of runs; keeps their gradients
+    versions.py     reads and commits versions; keeps the last states
+    fusion.py       lets steps of many jobs join, leave and fail alone
+    training.py     runs steps of many jobs micro-batch by micro-batch
+    open_step.py    holds one adapter's batch while it is under way
+    run_step.py     carries out a stretch of a run's operations
+    batch.py        holds a batch, and parses a job's rows
+    data.py         parses the data of a run's operations
+    packing.py      packs rows into sequences and micro-batches
+    model.py        computes log-probs of the trained tokens under each adapter
+    lora.py         holds the trainable factors of many adapters side by side
+    losses.py       computes the losses: advantages, ratios, clips, aggregation
+    optimiser.py    runs AdamW over one flat tensor
+    memory.py       measures how much memory a micro-batch takes
+    selftest.py     checks on this machine what deterministic mode relies on
 """

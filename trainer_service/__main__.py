@@ -52,10 +52,13 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
 async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     trainer, bits = load_trainer(settings)
     base, cached = parts.cell.base_model, settings.trainer_cache_bytes
-    handler = TrainHandler(trainer, parts.store, base, cache_bytes=cached, fingerprints=parts.fingerprints)
+    handler = TrainHandler(
+        trainer, parts.store, base, worker=parts.worker, cache_bytes=cached, fingerprints=parts.fingerprints
+    )
+    inboxes = (parts.cell.trainer(parts.worker), parts.cell.train)
     return BuiltService(
         handler,
-        [Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
+        [Inbox(stream, GROUP_TRAINER, at_once=1) for stream in inboxes],
         slots=settings.trainer_slots,
         drain_s=DRAIN_S,
         fingerprint=bits,

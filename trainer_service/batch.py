@@ -23,7 +23,7 @@ class Terms:
 
     of_targets_KM: Floats  # [., targets of all rows, end to end]
     of_rows_KR: Floats
-    learned: list[Bools]  # R times [M] targets with a gradient
+    learned: list[Bools]  # R times [M] targets with a gradient, if any is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Batch:
     groups_R: Ints  # rows of one group begin alike
     parts_R: Ints  # rows of one part (an operation) add to the gradient before those of the next; groups lie within one
     wanted_R: Bools  # the others need no forward
-    learned_R: Bools  # the others add nothing to the gradient
+    learned_R: Bools  # the others cannot add to the gradient; they are packed apart
     terms: Terms
     temperature: float = 1.0
     kl_coef: float = 0.0

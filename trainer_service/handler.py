@@ -1,44 +1,33 @@
-"""An operation on an adapter in, an AdapterUpdate out.
+"""An Init or TrainStep in, an AdapterUpdate out; Operations of a run in, an OperationsDone out (run_handler.py).
 
-reads: `train`, adapters/   writes: adapters/, `adapters:<p>`   holds: the last states of some adapters (a cache; the store
-is the truth)   waits for: an Init or TrainStep   unblocked by: manager
+reads: `train`, `train:<worker>`, adapters/   writes: adapters/, `adapters:<p>`   holds: the last states of some adapters (a cache;
+the store is the truth), gradients of runs (a cache; their log is the truth)   waits for: a message   unblocked by: manager
 after a crash: another trainer makes the version again; the manifest, created once, says whose counts
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 import msgspec
 import structlog
 
-from base_model.adapter import check_fits, load_adapter, save_adapter
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest, update_of
-from common.byte_cache import ByteCache
-from common.errors import (
-    AlreadyExists,
-    CorruptObject,
-    InvalidInput,
-    MarlaasError,
-    NotFound,
-    TrainingFailed,
-    Unavailable,
-)
-from common.messages import AdapterRef, AdapterUpdate, Failure, FailureKind, Init, Message, TrainStep, Usage
+from common.adapters import AdapterStore, Manifest, update_of
+from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound, TrainingFailed
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Message, TrainStep, Usage
+from common.operations import Operations
 from common.streams import Cell
 from common.tasks import beating
-from trainer_service import lora
 from trainer_service.fusion import Fusion
-from trainer_service.open_step import Trained, TrainState
-from trainer_service.optimiser import load_moments, save_moments
+from trainer_service.open_step import Trained, TrainState, failure_of
 from trainer_service.packing import WINDOW
+from trainer_service.run_handler import RunHandler
 from trainer_service.training import Trainer
+from trainer_service.versions import Versions
 
 Outputs = list[tuple[str, Message]]
-T = TypeVar("T")
+BYTES_A_POSITION = 12  # of an operation's data, at least: a token, a target and a number
 log = structlog.get_logger()
 
 
@@ -54,43 +43,55 @@ class TrainHandler:
         store: AdapterStore,
         base_model: str,
         *,
+        worker: str = "",
         cache_bytes: int = 512 << 20,
         retry_delays_s: tuple[float, ...] = (0.2, 1.0, 3.0),
         fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`fingerprints`: by service, of the bits that the cell computes just now; written into manifests."""
+        """`worker`: its id, by which a run's owner sends on to it. `cache_bytes`: of states, and once more of runs' gradients.
+        `fingerprints`: by service, of the bits that the cell computes just now; written into manifests.
+        """
         self._trainer = trainer
-        self._store = store
         self._base_model = base_model
         self._cell = Cell(base_model)
-        self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
-        """Each of a committed version."""
-        self._retry_delays_s = retry_delays_s
+        self._versions = Versions(
+            store, trainer.decoder, base_model, cache_bytes=cache_bytes, retry_delays_s=retry_delays_s
+        )
         self._fingerprints = fingerprints
         self._fusion = Fusion(trainer)
+        self._runs = RunHandler(
+            self._fusion, self._versions, base_model, worker=worker, cache_bytes=cache_bytes, fingerprints=fingerprints
+        )
         self._held_tokens = 0
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    async def __call__(self, message: Init | TrainStep, beat: Callable[[], None]) -> Outputs:
-        """The AdapterUpdate of the version that `message` asks for; steps that are asked for at a time are trained together.
+    async def __call__(self, message: Init | TrainStep | Operations, beat: Callable[[], None]) -> Outputs:
+        """The AdapterUpdate of the version that `message` asks for, or the OperationsDone; what is asked for at a time is computed
+        together.
 
-        What will fail in the same way again is an AdapterUpdate with a failure. Raises Unavailable when the store stays
+        What will fail in the same way again is an answer with a failure. Raises Unavailable when the store stays
         away or full after a few attempts: nothing is lost, deliver the message again.
         """
-        target = message.adapter if isinstance(message, Init) else message.adapter.next()
-        num_tokens = len(message.rows.tokens) if isinstance(message, TrainStep) else 0
+        num_tokens = _num_tokens(message)
         self._held_tokens += num_tokens
         try:
-            manifest = await self._patiently(lambda: self._store.manifest(target))
+            if isinstance(message, Operations):
+                return await self._runs(message, beat)
+            return await self._make_version(message, beat)
+        finally:
+            self._held_tokens -= num_tokens
+
+    async def _make_version(self, message: Init | TrainStep, beat: Callable[[], None]) -> Outputs:
+        target = message.adapter if isinstance(message, Init) else message.adapter.next()
+        try:
+            manifest = await self._versions.manifest(target)
             if manifest is None:
                 manifest = await self._make(message, target, beat)
         except (TrainingFailed, CorruptObject, NotFound, InvalidInput) as error:
-            kind = _failure_kind(error)
-            log.warning("step_refused", job=message.job, version=target.version, kind=kind, reason=str(error))
-            return self.failed(message, Failure(kind, str(error)))
-        finally:
-            self._held_tokens -= num_tokens
+            failure = failure_of(error)
+            log.warning("step_refused", job=message.job, version=target.version, kind=failure.kind, reason=str(error))
+            return self.failed(message, failure)
         await self._drop_old(message, target)
         return [(self._cell.adapters(message.partition), update_of(manifest, message.about()))]
 
@@ -98,8 +99,10 @@ class TrainHandler:
         """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
         return self._held_tokens < WINDOW * self._trainer.budget.tokens
 
-    def failed(self, message: Init | TrainStep, failure: Failure) -> Outputs:
-        """What to publish when the operation is given up."""
+    def failed(self, message: Init | TrainStep | Operations, failure: Failure) -> Outputs:
+        """What to publish when the message is given up."""
+        if isinstance(message, Operations):
+            return self._runs.failed(message, failure)
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
         update = AdapterUpdate(
             id=f"{message.id}/failed",
@@ -115,35 +118,30 @@ class TrainHandler:
         """Totals since the start, lost races included: `busy_s` and `compute_s` in forward, backward and optimiser, by the
         clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests.
         """
-        return self._counters | {"compute_s": self._fusion.compute_s}
+        totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
+        return totals | {"compute_s": self._fusion.compute_s}
 
-    def hand_back(self, message: Init | TrainStep) -> Outputs | None:
-        """Half a step is worth nothing elsewhere: the message goes back as it was."""
-        return None
+    def hand_back(self, message: Init | TrainStep | Operations) -> Outputs | None:
+        """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""
+        return self._runs.hand_back(message) if isinstance(message, Operations) else None
 
     def resident(self) -> list[str]:
         """Adapters in memory, as `job@version`."""
-        return [str(adapter) for adapter in self._cache]
+        return [str(adapter) for adapter in self._versions.resident()]
 
     async def _make(self, message: Init | TrainStep, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
         """Compute and commit; if somebody else was first, what they committed."""
         trained = await self._compute(message, beat)
         since = time.monotonic()
         self._count(trained)
-        files = await beating(beat, asyncio.to_thread(self._save, trained.state))
-        commit = partial(self._store.commit, self._manifest(message, target, trained), files)
-        try:
-            manifest = await beating(beat, self._patiently(commit))
-        except AlreadyExists:
-            winner = await self._patiently(lambda: self._store.manifest(target))
-            if winner is None:
-                raise Unavailable(f"the manifest of {target} exists but cannot be read") from None
+        made = self._manifest(message, target, trained)
+        manifest, committed = await self._versions.commit(made, trained.state, beat)
+        if not committed:
             log.info("commit_lost", job=message.job, version=target.version, wasted_s=trained.train_s)
-            return winner
+            return manifest
         self._counters["commit_s"] += time.monotonic() - since
         if isinstance(message, TrainStep):
-            self._cache.pop(message.adapter)  # nothing is trained from it again
-        self._cache.put(target, trained.state)
+            self._versions.forget(message.adapter)  # nothing is trained from it again
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
         return manifest
 
@@ -172,29 +170,18 @@ class TrainHandler:
             self._counters[name] += amount
 
     async def _compute(self, message: Init | TrainStep, beat: Callable[[], None]) -> Trained:
-        if isinstance(message, Init):
-            drawn = await beating(beat, asyncio.to_thread(self._trainer.init, message))
-            return Trained(drawn, {}, 0, 0.0)
-        return await self._fusion.train(message, await self._state(message.adapter, beat), beat)
+        if isinstance(message, TrainStep):
+            return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
+        if message.source is not None:
+            return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
+        return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
-    async def _state(self, adapter: AdapterRef, beat: Callable[[], None]) -> TrainState:
-        """From memory, else from the store. Raises CorruptObject or NotFound."""
-        state = self._cache.get(adapter)
-        if state is None:
-            read = partial(self._store.read, adapter, (*PEFT_FILES, OPTIMIZER_FILE))
-            files = await beating(beat, self._patiently(read))
-            state = await beating(beat, asyncio.to_thread(self._load, files))
-            self._cache.put(adapter, state)
+    async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:
+        """A version as another adapter's version 0. Raises InvalidInput if it is of another rank than was asked for."""
+        state = await self._versions.read(source, beat, with_optimizer=message.with_optimizer)
+        if state.spec.rank != message.lora.rank:
+            raise InvalidInput(f"{source} has rank {state.spec.rank}, not {message.lora.rank}")
         return state
-
-    def _save(self, state: TrainState) -> dict[str, bytes]:
-        return {**save_adapter(state.adapter, self._base_model), OPTIMIZER_FILE: save_moments(state.moments)}
-
-    def _load(self, files: dict[str, bytes]) -> TrainState:
-        adapter = load_adapter(files)
-        check_fits(adapter, self._trainer.decoder.linear_shapes())
-        num_values = lora.AdapterLayout.of(adapter).num_values
-        return TrainState.of(adapter, load_moments(files[OPTIMIZER_FILE], num_values, self._trainer.decoder.device))
 
     async def _drop_old(self, message: Init | TrainStep, newest: AdapterRef) -> None:
         """Optimiser state is kept for the newest two versions, adapters for as long as their job wants. A failure here costs
@@ -206,29 +193,20 @@ class TrainHandler:
         try:
             if newest.version >= 2:
                 old = msgspec.structs.replace(newest, version=newest.version - 2)
-                self._cache.pop(old)
-                await self._store.drop_optimizer(old)
+                self._versions.forget(old)
+                await self._versions.store.drop_optimizer(old)
             for old in dropped:
-                await self._store.drop_files(old)
+                await self._versions.store.drop_files(old)
         except MarlaasError as error:
             log.warning("old_version_not_dropped", job=newest.job, version=newest.version, reason=str(error))
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try again while the store is unavailable, a bounded number of times."""
-        for delay_s in self._retry_delays_s:
-            try:
-                return await call()
-            except Unavailable as error:
-                log.warning("store_unavailable", reason=str(error), retry_s=delay_s)
-                await asyncio.sleep(delay_s)
-        return await call()
 
-
-def _failure_kind(error: MarlaasError) -> FailureKind:
-    match error:
-        case TrainingFailed():
-            return "non_finite"
-        case InvalidInput():
-            return "invalid"
+def _num_tokens(message: Init | TrainStep | Operations) -> int:
+    """The tokens that a message brings, about."""
+    match message:
+        case TrainStep():
+            return len(message.rows.tokens)
+        case Operations():
+            return sum(len(operation.payload) for operation in message.operations) // BYTES_A_POSITION
         case _:
-            return "corrupt_adapter"
+            return 0

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from base_model.adapter import Adapter
-from common.errors import InvalidInput
-from common.messages import LoraSpec, OptimSpec, TrainStep
+from common.errors import InvalidInput, MarlaasError, TrainingFailed
+from common.messages import Failure, FailureKind, LoraSpec, OptimSpec, TrainStep
 from trainer_service.batch import Batch, Floats, SampledRows
 from trainer_service.lora import AdapterLayout, AdapterStack, flatten, unflatten
 from trainer_service.losses import RowTerms
@@ -108,6 +108,12 @@ class OpenStep:
     def metrics(self, grad_norm: float) -> dict[str, float | None]:
         about = batch_metrics(self.rows, self.terms, self.message)
         return about | _step_metrics(self.opened.sums, self.message, grad_norm)
+
+
+def failure_of(error: MarlaasError) -> Failure:
+    """What the owner hears of an error that would come again."""
+    kinds: dict[type[MarlaasError], FailureKind] = {TrainingFailed: "non_finite", InvalidInput: "invalid"}
+    return Failure(kinds.get(type(error), "corrupt_adapter"), str(error))
 
 
 def check_spec(message: TrainStep) -> None:

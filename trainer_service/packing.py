@@ -12,7 +12,7 @@ Axes: B sequences of a micro-batch, T positions of a sequence, M targets.
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,10 +62,8 @@ class Cost:
 
 
 def pack(batch: Batch, cost: Cost | None) -> list[Tree]:
-    """Packs all wanted rows into sequences: those that learn, then the others, so that it makes no difference whether they are wanted."""
-    learning = trees(batch, batch.wanted_R & batch.learned_R, cost)
-    others = trees(batch, batch.wanted_R & ~batch.learned_R, cost)
-    return learning + [replace(tree, learns=False) for tree in others]
+    """Packs all wanted rows into sequences: first those that can learn, so that it changes nothing for them whether others are wanted."""
+    return trees(batch, batch.wanted_R & batch.learned_R, cost) + trees(batch, batch.wanted_R & ~batch.learned_R, cost)
 
 
 def trees(batch: Batch, active_R: Bools, cost: Cost | None) -> list[Tree]:
@@ -128,6 +126,7 @@ def _tree(batch: Batch, rows: list[int]) -> Tree:
         branches=np.concatenate(branches),
         predictors=tuple(predictors),
         part=int(batch.parts_R[rows[0]]),
+        learns=any(batch.terms.learned[row].any() for row in rows),
     )
 
 

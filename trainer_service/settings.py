@@ -29,4 +29,5 @@ class TrainerSettings(Settings):
     """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
     for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode does without."""
     trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
-    """Memory for adapters with optimiser state, kept between their steps; the least recently used are dropped first."""
+    """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
+    recently used are dropped first."""

@@ -1,0 +1,103 @@
+"""Reads and commits versions of adapters, and keeps the last states of some (a cache; the store is the truth)."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from base_model.adapter import check_fits, load_adapter, save_adapter
+from base_model.decoder import Decoder
+from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.byte_cache import ByteCache
+from common.errors import AlreadyExists, Unavailable
+from common.messages import AdapterRef
+from common.tasks import beating
+from trainer_service import lora
+from trainer_service.open_step import TrainState
+from trainer_service.optimiser import Moments, load_moments, save_moments
+
+Beat = Callable[[], None]
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Versions:
+    """The versions of one base model's adapters. Raises Unavailable when the store stays away or full after a few attempts."""
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        decoder: Decoder,
+        base_model: str,
+        *,
+        cache_bytes: int,
+        retry_delays_s: tuple[float, ...],
+    ) -> None:
+        self.store = store
+        self._decoder = decoder
+        self._base_model = base_model
+        self._retry_delays_s = retry_delays_s
+        self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
+        """Each of a committed version."""
+
+    def resident(self) -> list[AdapterRef]:
+        """Those in memory."""
+        return list(self._cache)
+
+    async def manifest(self, adapter: AdapterRef) -> Manifest | None:
+        """The commit record of a version, None if there is none. Raises CorruptObject."""
+        return await self._patiently(lambda: self.store.manifest(adapter))
+
+    async def state(self, adapter: AdapterRef, beat: Beat) -> TrainState:
+        """From memory, else from the store. Raises CorruptObject or NotFound."""
+        state = self._cache.get(adapter)
+        if state is None:
+            state = await self.read(adapter, beat)
+            self._cache.put(adapter, state)
+        return state
+
+    async def read(self, adapter: AdapterRef, beat: Beat, *, with_optimizer: bool = True) -> TrainState:
+        """From the store; without its optimiser, with a new one. Raises CorruptObject or NotFound."""
+        names = (*PEFT_FILES, OPTIMIZER_FILE) if with_optimizer else PEFT_FILES
+        files = await beating(beat, self._patiently(partial(self.store.read, adapter, names)))
+        return await beating(beat, asyncio.to_thread(self._load, files))
+
+    async def commit(self, manifest: Manifest, state: TrainState, beat: Beat) -> tuple[Manifest, bool]:
+        """Commits a version and whether it did; if somebody else was first, returns what they committed."""
+        files = await beating(beat, asyncio.to_thread(self._save, state))
+        try:
+            committed = await beating(beat, self._patiently(partial(self.store.commit, manifest, files)))
+        except AlreadyExists:
+            winner = await self.manifest(manifest.adapter)
+            if winner is None:
+                raise Unavailable(f"the manifest of {manifest.adapter} exists but cannot be read") from None
+            return winner, False
+        self._cache.put(manifest.adapter, state)
+        return committed, True
+
+    def forget(self, adapter: AdapterRef) -> None:
+        """Makes room in memory: nothing is computed from this version any more."""
+        self._cache.pop(adapter)
+
+    def _save(self, state: TrainState) -> dict[str, bytes]:
+        return {**save_adapter(state.adapter, self._base_model), OPTIMIZER_FILE: save_moments(state.moments)}
+
+    def _load(self, files: dict[str, bytes]) -> TrainState:
+        adapter, device = load_adapter(files), self._decoder.device
+        check_fits(adapter, self._decoder.linear_shapes())
+        num_values = lora.AdapterLayout.of(adapter).num_values
+        known = files.get(OPTIMIZER_FILE)
+        moments = Moments.zeros(num_values, device) if known is None else load_moments(known, num_values, device)
+        return TrainState.of(adapter, moments)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Tries again while the store is unavailable, a bounded number of times."""
+        for delay_s in self._retry_delays_s:
+            try:
+                return await call()
+            except Unavailable as error:
+                log.warning("store_unavailable", reason=str(error), retry_s=delay_s)
+                await asyncio.sleep(delay_s)
+        return await call()
