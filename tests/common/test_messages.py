@@ -79,7 +79,7 @@ EXAMPLES: list[AnyMessage] = [
         samples=(0, 1),
         item={"a": [1, None]},
         env=EnvSpec("e", {"x": 1}),
-        sampling=Sampling(stop=("\n",)),
+        sampling=Sampling(stop=("\n",), top_k=3, stop_ids=(5,), prompt_logprobs=-1),
     ),
     REQUEST,
     TurnResult(
@@ -89,6 +89,7 @@ EXAMPLES: list[AnyMessage] = [
         tokens=i32([3]),
         logprobs=f32([-0.5]),
         stop_reason="stop",
+        prompt_logprobs=f32([float("nan"), -0.25]),
         usage=Usage(1, 2, 3, 0.5, 0.25, 0.125),
     ),
     TurnDelta(**PLAIN, adapter=ADAPTER, offset=1, tokens=i32([3]), logprobs=f32([-0.5])),
@@ -142,7 +143,7 @@ EXAMPLES: list[AnyMessage] = [
     OperationsDone(**PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w"),
     OperationsAnswered(**PLAIN, seqs=(3, 4)),
 ]
-SNAPSHOT = "c6b138bd84b9f19369d765d43a5c142a785f14e137e261f23996ef68e627a115"
+SNAPSHOT = "8db750df5dd6753812ef96959cdc42e3d94905fd798fd63211702c3bdf2060a9"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 
