@@ -132,6 +132,9 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     top_p: float = 1.0  # inference only
     stop: tuple[str, ...] = ()  # strings; the tokens that complete one are kept, text is cut by the reader
     num_top_logprobs: int = 0  # inference only
+    top_k: int = 0  # inference only, applied before top_p; 0: all tokens
+    stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
+    prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
 
 
 class EnvSpec(msgspec.Struct, frozen=True, gc=False):
@@ -269,6 +272,7 @@ class TurnResult(Message, frozen=True, kw_only=True):
     stop_reason: StopReason
     stop_string: str = ""  # the one that ended the turn, if one did
     top_logprobs: list[list[tuple[int, float]]] = []  # [N][num_top_logprobs] token, log-prob
+    prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt] of each token before the turn, NaN where none was asked for
     usage: Usage  # of the trajectory, this turn included
     failure: Failure | None = None
 

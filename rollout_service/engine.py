@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.messages import AdapterRef, StopReason, TurnRequest
+from common.messages import EMPTY_F32, AdapterRef, Array, StopReason, TurnRequest
 
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
 """Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""
@@ -28,6 +28,7 @@ class Generated:
     top_logprobs: list[list[tuple[int, float]]]  # of the tokens sampled here; empty unless asked for
     num_sampled: int  # how many of the last tokens were sampled here
     busy_s: float  # engine seconds, each forward's split evenly over its tokens
+    prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt], NaN where none was asked for; empty unless asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,7 @@ def _result(request: TurnRequest, generated: Generated) -> TurnResult:
         stop_reason=generated.stop_reason,
         stop_string=generated.stop_string,
         top_logprobs=generated.top_logprobs,
+        prompt_logprobs=generated.prompt_logprobs,
         usage=request.usage + spent,
     )
 

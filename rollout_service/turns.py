@@ -4,20 +4,23 @@ import asyncio
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from common.errors import InvalidInput
-from common.messages import TurnRequest
+from common.messages import Array, Sampling, TurnRequest, f32
 from rollout_service.engine import Partial
 
 KEPT_PARTIALS = 1024
+MAX_STOP_IDS = 1024
 
 T = TypeVar("T")
 
 
-def check_request(request: TurnRequest, *, vocab: int, max_temperature: float = math.inf) -> None:
-    """Raises InvalidInput for a request that cannot be computed."""
+def check_request(request: TurnRequest, *, vocab: int, context: int, max_temperature: float = math.inf) -> None:
+    """Raises InvalidInput for a request that cannot be computed. `context`: the most tokens of a sequence."""
     tokens, sampling = request.tokens.numpy(), request.sampling
     if request.num_prompt < 1 or request.num_partial < 0:
         raise InvalidInput("a turn needs at least one token before it")
@@ -25,10 +28,36 @@ def check_request(request: TurnRequest, *, vocab: int, max_temperature: float = 
         raise InvalidInput("a token is outside of the base model's vocabulary")
     if len(request.logprobs) != len(tokens):
         raise InvalidInput("tokens and log-probs differ in length")
-    if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
-        raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
+    if sampling.prompt_logprobs and request.num_prompt >= context:
+        raise InvalidInput(f"prompt_logprobs needs a prompt of fewer tokens than the context, which has {context}")
     if not 0 <= sampling.temperature <= max_temperature:
         raise InvalidInput(f"this engine's temperature lies in [0, {max_temperature:g}]")
+    _check_sampling(sampling, vocab)
+
+
+def _check_sampling(sampling: Sampling, vocab: int) -> None:
+    if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
+        raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
+    if sampling.top_k < 0:
+        raise InvalidInput("top_k must be 0, for all tokens, or more")
+    if sampling.prompt_logprobs < -1:
+        raise InvalidInput("prompt_logprobs must be a number of tokens, or -1 for all of the prompt")
+    stop_ids = sampling.stop_ids or ()
+    if len(stop_ids) > MAX_STOP_IDS or not all(0 <= token < vocab for token in stop_ids):
+        raise InvalidInput(f"stop_ids must be at most {MAX_STOP_IDS} ids, all in the base model's vocabulary")
+
+
+def first_scored(request: TurnRequest) -> int:
+    """The index of the first prompt token whose log-prob was asked for. The very first token has none."""
+    asked = request.sampling.prompt_logprobs
+    return 1 if asked < 0 else max(1, request.num_prompt - asked)
+
+
+def prompt_array(request: TurnRequest, scores: Sequence[float] | np.ndarray) -> Array:
+    """The log-probs [num_prompt] of a prompt from those of its last tokens, which are all from `first_scored` on."""
+    whole = np.full(request.num_prompt, np.nan, np.float32)
+    whole[request.num_prompt - len(scores) :] = scores
+    return f32(whole)
 
 
 class TurnsUnderWay(Generic[T]):

@@ -30,6 +30,7 @@ from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
 from rollout_service.embedded.seats import Seats, TurnRow
 from rollout_service.engine import Partial
 from rollout_service.stops import first_stop
+from rollout_service.turns import first_scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class RunningRows:
         self._config, self._device = config, decoder.device
         self._decode = decode
         self._limits = limits
-        self._seats = Seats(limits.slots, config.vocab, end_ids, config.context)
+        self._seats = Seats(limits.slots, end_ids, config.context)
         self._pools = Pools(config, decoder.embedding, limits.pools)
         self._planner = LanePlanner(decoder.device, limits.min_rows, budget_bytes=limits.step_lanes)
         self._waiting: deque[TurnRow] = deque()
@@ -179,9 +180,10 @@ class RunningRows:
         if not joined:
             return []
         done = [row for row in joined if self._seats.stop_reason(row.seat)]  # nothing left to sample
-        ended = [self._end(row, self._seats.stop_reason(row.seat), in_pool=False) for row in done]
-        self._seat_all([row for row in joined if row not in done])
-        return ended
+        unread = [row for row in done if not row.request.sampling.prompt_logprobs]
+        ended = [self._end(row, self._seats.stop_reason(row.seat), in_pool=False) for row in unread]
+        self._seat_all([row for row in joined if row not in unread])
+        return ended + [self._finish(row, _sum_of_scores(row)) for row in done if row not in unread]
 
     def _fits(self, row: TurnRow) -> bool:
         longest = min(self._config.context, row.request.num_prompt + row.request.sampling.max_tokens)
@@ -244,12 +246,14 @@ class RunningRows:
         greedy = [s.temperature == 0 for s in asked]
         temperature = [s.temperature or 1.0 for s in asked]
         top_p = [s.top_p for s in asked]
+        top_k = [s.top_k or self._config.vocab for s in asked]
         return SamplingPlan(
             temperature=None if set(temperature) == {1.0} else self._column(temperature, torch.float32),
             greedy=torch.tensor(greedy, device=self._device) if any(greedy) else None,
             all_greedy=all(greedy),
             top_p=None if min(top_p) >= 1 else self._column(top_p, torch.float64),
             num_top=max(s.num_top_logprobs for s in asked),
+            top_k=None if min(top_k) >= self._config.vocab else self._column(top_k, torch.int64),
         )
 
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -301,6 +305,11 @@ class RunningRows:
         self._seats.leave(row)
         self._pools.release(row)
         self._layout = None
+
+
+def _sum_of_scores(row: TurnRow) -> float:
+    """Of a row's prompt log-probs: not a number if one of them is not."""
+    return float(row.prompt_logprobs.numpy()[first_scored(row.request) :].sum())
 
 
 def _is_watched(row: TurnRow) -> bool:

@@ -2,32 +2,38 @@
 
     a new prompt    is computed once for all rows that share adapter and tokens
     a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them
+    prompt_logprobs are computed whole, whatever is kept, and each token gets its score
 
 Rows of different adapters and lengths are computed together. Everything here runs in the engine's thread.
 
-Axes: n rows, T positions, K key/value heads, D head size.
+Axes: n rows, T positions, E hidden, K key/value heads, D head size.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from base_model.stacked import FusedAdapter, LanePlanner, Product
-from common.messages import AdapterRef
+from common.messages import AdapterRef, Array, TurnRequest
 from rollout_service.embedded import kv
 from rollout_service.embedded.fused import FusedDecoder, QkvAttend
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
+from rollout_service.embedded.sampler import score
 from rollout_service.embedded.seats import TurnRow
+from rollout_service.turns import first_scored, prompt_array
 
 PREFILL_BLOCK = 16
 """A prefill's positions are rounded up to a multiple of this."""
 PREFILL_TOKENS = 2048
 """The most positions of one prefill forward, so that rows under way do not wait long."""
+SCORES_BYTES = 64 << 20
+"""The most bytes of scores, float32, that prompt tokens are given at once; their log-probs take as many again."""
 
 T = TypeVar("T")
 Spent = Callable[[TurnRow, float], None]
@@ -49,6 +55,7 @@ class Prefill:
         self._planner = LanePlanner(model.embedding.device, limits.min_rows, budget_bytes=limits.prefill_lanes)
         self._prefixes = PrefixCache(limits.prefixes)
         self.turns = TurnCache(limits.turns)
+        self._piece = max(1, SCORES_BYTES // (4 * model.config.vocab))
         self.busy_s = 0.0
 
     def forget(self, adapter: AdapterRef) -> None:
@@ -64,15 +71,18 @@ class Prefill:
         to_extend: dict[Pool, list[tuple[TurnRow, int]]] = {}
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
-            pool, key = self._pools.of(row), prefix_key(row)
-            if (past := self.turns.take(row.request)) is not None:
+            pool, key, past = self._pools.of(row), prefix_key(row), self.turns.take(row.request)
+            if row.request.sampling.prompt_logprobs:
+                row.prompt_logprobs = prompt_array(row.request, ())
+                new.setdefault(key, []).append(row)
+            elif past is not None:
                 pool.put(row.seat, past)
                 to_extend.setdefault(pool, []).append((row, past.shape[1]))
             elif (cached := self._prefixes.get(key)) is not None:
                 pool.put(row.seat, cached)
-            elif key[1]:
+            else:
                 new.setdefault(key, []).append(row)
-        self._prefill(new)
+        self._prefill({key: same for key, same in new.items() if key[1]})
         for pool, members in to_extend.items():
             self._extend(pool, members)
 
@@ -91,9 +101,10 @@ class Prefill:
         tokens = [np.frombuffer(key[1], "<i4") for key in keys]
         firsts = [(pool := self._pools.of(same[0]), pool.row(same[0].seat)) for same in sharing]
         attend = kv.PrefillAttend(self._model.config, firsts, [len(t) for t in tokens], width)
-        self._forward(tokens, [0] * len(keys), width, attend, sharing)
-        for key, same in zip(keys, sharing, strict=True):
+        hidden = self._forward(tokens, [0] * len(keys), width, attend, sharing)
+        for key, same, states in zip(keys, sharing, hidden.split(width), strict=True):
             self._share(key, same)
+            self._score([row for row in same if row.request.sampling.prompt_logprobs], states)
 
     def _share(self, key: PrefixKey, same: list[TurnRow]) -> None:
         """Gives the first row's keys and values to the others, and keeps them for later rows."""
@@ -102,6 +113,30 @@ class Prefill:
             pool.copy(first, self._pools.of(row), row.seat, num)
         if self._prefixes.make_room(num * self._pools.token_bytes):
             self._prefixes.put(key, pool.kept(first, num))
+
+    def _score(self, rows: Sequence[TurnRow], hidden: Tensor) -> None:
+        """Gives rows of one prefix the log-probs of their prompts. hidden [T, E]: a state for each token of the prefix."""
+        known: dict[tuple[Any, ...], Array] = {}
+        for row in rows:
+            started, sampling = time.perf_counter(), row.request.sampling
+            asked = (row.request.tokens.data, row.request.num_prompt, sampling.prompt_logprobs, sampling.temperature)
+            if asked not in known:
+                known[asked] = self._prompt_logprobs(row.request, hidden)
+            row.prompt_logprobs = known[asked]
+            seconds = time.perf_counter() - started
+            self.busy_s += seconds
+            self._spent(row, seconds)
+
+    def _prompt_logprobs(self, request: TurnRequest, hidden: Tensor) -> Array:
+        first, num = first_scored(request), request.num_prompt
+        if first >= num:
+            return prompt_array(request, ())
+        tokens = torch.from_numpy(request.tokens.numpy()[first:num].astype(np.int64)).to(hidden.device)
+        temperature = request.sampling.temperature or 1.0
+        scores = score(
+            self._model.logits, hidden[first - 1 : num - 1], tokens, temperature=temperature, piece=self._piece
+        )
+        return prompt_array(request, scores.cpu().numpy())
 
     # ---- later turns ------------------------------------------------------------------------------------------------
 
@@ -129,8 +164,8 @@ class Prefill:
 
     def _forward(
         self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: QkvAttend, rows: list[list[TurnRow]]
-    ) -> None:
-        """Runs one forward of sequences that begin at `starts`, each for all of its `rows`."""
+    ) -> Tensor:
+        """Runs one forward of sequences that begin at `starts`, each for all of its `rows`; returns the hidden states."""
         started, since = time.perf_counter(), self._meter.now()
         device, context = self._model.embedding.device, self._model.config.context
         padded = np.zeros((len(tokens), width), np.int64)
@@ -138,7 +173,7 @@ class Prefill:
             padded[index, : len(own)] = own
         positions = np.minimum(np.array(starts)[:, None] + np.arange(width), context - 1)
         inputs, places = (torch.from_numpy(values.reshape(-1)).to(device) for values in (padded, positions))
-        self._model.forward(inputs, places, attend, self._products([same[0].adapter for same in rows], width))
+        hidden = self._model.forward(inputs, places, attend, self._products([same[0].adapter for same in rows], width))
         total = sum(map(len, tokens))
         self._meter.prefilled(total, padded.size, since)
         seconds = time.perf_counter() - started
@@ -146,6 +181,7 @@ class Prefill:
         for own, same in zip(tokens, rows, strict=True):
             for row in same:
                 self._spent(row, seconds * len(own) / total / len(same))
+        return hidden
 
     def _products(self, adapters: list[FusedAdapter | None], width: int) -> list[Product]:
         named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class

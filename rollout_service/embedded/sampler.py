@@ -1,8 +1,10 @@
 """Draws tokens from scores: exact log-probs over the whole vocabulary, one uniform number a token, by inverse CDF.
+Says how likely given tokens were.
 
-Axes: B rows, V vocabulary.
+Axes: B rows, V vocabulary, T tokens of a prompt, E hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ class SamplingPlan:
     all_greedy: bool
     top_p: Tensor | None  # [B, 1] float64; None: 1 for all
     num_top: int  # log-probs of that many best tokens, for all rows
+    top_k: Tensor | None = None  # [B, 1], the vocabulary's size for all tokens; None: all for all
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
     if plan.all_greedy:
         tokens = logits.argmax(-1)
     else:
-        tokens = _draw(logprobs, uniforms, plan.top_p)
+        tokens = _draw(logprobs, uniforms, plan)
         if plan.greedy is not None:
             tokens = torch.where(plan.greedy, logits.argmax(-1), tokens)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -45,20 +48,41 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
     return Sampled(tokens, chosen, (top.values, top.indices) if top else None)
 
 
-def _draw(logprobs: Tensor, uniforms: Tensor, top_p: Tensor | None) -> Tensor:
+def score(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, *, temperature: float, piece: int
+) -> Tensor:
+    """The log-prob of each token [T] after the hidden state [T, E] that precedes it; float32 [T].
+
+    `logits_of`: hidden states [T, E] -> float32 [T, V], which are then overwritten; it is called for `piece` of them at a time.
+    """
+    parts: list[Tensor] = []
+    for states, wanted in zip(hidden.split(piece), tokens.split(piece), strict=True):
+        logprobs = torch.log_softmax(logits_of(states).div_(temperature), dim=-1)
+        parts.append(logprobs.gather(1, wanted.unsqueeze(1)).squeeze(1))
+    return torch.cat(parts)
+
+
+def _draw(logprobs: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Tensor:
     """Inverse CDF: the first token whose cumulative probability exceeds u. [B]"""
     weights = logprobs.exp()
-    if top_p is not None:
-        weights = _nucleus(weights, top_p)
+    if plan.top_k is not None or plan.top_p is not None:
+        weights = _best(weights, plan.top_k, plan.top_p)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True)
     return found.squeeze(1).clamp_(max=logprobs.shape[1] - 1)
 
 
-def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the fewest best tokens that together reach top_p; rows with top_p 1 keep all."""
-    best, order = weights.sort(dim=-1, descending=True)
-    before = best.cumsum(-1, dtype=torch.float64) - best
-    best = best.masked_fill((before >= top_p) & (top_p < 1), 0.0)
+def _best(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Keeps the top_k best tokens, and of these the fewest best that have top_p of their weight; rows with top_p 1 keep all.
+
+    The first of equal tokens is the better one, as for argmax.
+    """
+    best, order = weights.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= top_k, 0.0)
+    if top_p is not None:
+        cumulative = best.cumsum(-1, dtype=torch.float64)
+        reached = cumulative - best >= top_p * cumulative[:, -1:]
+        best = best.masked_fill(reached & (top_p < 1), 0.0)
     return torch.zeros_like(weights).scatter_(1, order, best)

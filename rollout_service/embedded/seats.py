@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from base_model.stacked import FusedAdapter
-from common.messages import StopReason, TurnRequest
+from common.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from common.rng import key_of, uniform_rows
 from rollout_service.engine import OnToken
 
 DRAWN_AHEAD = 64
 """Uniform numbers are drawn for so many positions of a row at once."""
+NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -30,17 +31,19 @@ class TurnRow:
     length_class: int = 0  # of its pool
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    prompt_logprobs: Array = EMPTY_F32  # see `Generated`
 
 
 class Seats:
     """The rows under way, by seat."""
 
-    def __init__(self, num: int, vocab: int, end_ids: Sequence[int], context: int) -> None:
+    def __init__(self, num: int, end_ids: Sequence[int], context: int) -> None:
+        """`end_ids`: end the turns of requests that do not say which do."""
         self.context = context
+        self._end_ids = end_ids
         self.rows: list[TurnRow | None] = [None] * num
         self.free = list(range(num - 1, -1, -1))
-        self.is_end = np.zeros(vocab, bool)
-        self.is_end[list(end_ids)] = True
+        self.ends = np.full((num, len(end_ids)), NO_TOKEN)  # the tokens that end each row's turn
         self.last = np.zeros(num, np.int64)  # the newest token, not yet in the cache
         self.length = np.zeros(num, np.int64)  # tokens of the sequence, `last` included
         self.count = np.zeros(num, np.int64)  # tokens of this turn
@@ -60,6 +63,7 @@ class Seats:
         self.count[seat] = partial
         self.limit[seat] = request.sampling.max_tokens
         self.busy_s[seat] = 0.0
+        self._end_with(seat, self._end_ids if request.sampling.stop_ids is None else request.sampling.stop_ids)
         self._widen(max(request.sampling.max_tokens, partial))
         if len(request.tokens):
             self.last[seat] = request.tokens.numpy()[-1]
@@ -93,13 +97,14 @@ class Seats:
         used_up = count % DRAWN_AHEAD == 0
         if used_up.any():
             self.draw(seats[used_up])
-        ended = self.is_end[tokens] | (count >= self.limit[seats]) | (self.length[seats] >= self.context)
+        is_end = (self.ends[seats] == tokens[:, None]).any(axis=1)
+        ended = is_end | (count >= self.limit[seats]) | (self.length[seats] >= self.context)
         return ended | np.isnan(logprobs)
 
     def stop_reason(self, seat: int) -> StopReason | None:
         """Why the row has ended, apart from stop strings; None if it has not."""
         count = self.count[seat]
-        if count and self.is_end[self.tokens[seat, count - 1]]:
+        if count and self.tokens[seat, count - 1] in self.ends[seat]:
             return "stop"
         if count >= self.limit[seat]:
             return "length"
@@ -115,6 +120,12 @@ class Seats:
         first = self.count[seats] // DRAWN_AHEAD * DRAWN_AHEAD
         positions = first[:, None] + np.arange(DRAWN_AHEAD)
         self._drawn[seats] = uniform_rows(self._keys[seats], *self._coordinates[:, seats], positions)
+
+    def _end_with(self, seat: int, tokens: Sequence[int]) -> None:
+        if (extra := len(tokens) - self.ends.shape[1]) > 0:
+            self.ends = np.pad(self.ends, ((0, 0), (0, extra)), constant_values=NO_TOKEN)
+        self.ends[seat] = NO_TOKEN
+        self.ends[seat, : len(tokens)] = tokens
 
     def _widen(self, tokens: int) -> None:
         width = self.tokens.shape[1]

@@ -1,7 +1,8 @@
 """Checks at start-up that on this machine a turn's bits do not depend on what runs beside it.
 
-The same turns are generated alone, then among others of mixed adapters and lengths and in another order: tokens and
-log-probs must be the same bits. `python -m rollout_service.embedded.selftest FOLDER MIN_ROWS` checks in a process of its own.
+The same turns are generated alone, then among others of mixed adapters and lengths and in another order: tokens,
+log-probs and prompt log-probs must be the same bits. `python -m rollout_service.embedded.selftest FOLDER MIN_ROWS` checks in a
+process of its own.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from base_model.kernels import NotDeterministic, run_selftest
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.rng import uniform
-from rollout_service.embedded.batch import RunningRows
+from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 
@@ -24,11 +25,12 @@ LENGTHS = (5, 40, 70, 1, 33, 12)
 LONG = {3: 300, 8: 410}
 """Row -> its length. Two that differ attend to different numbers of positions, alone and together."""
 MAX_TOKENS = (6, 3, 9)
+PROMPT_LOGPROBS = (-1, 0, 20, -1, 0)
 CROWD = 60
 """Rows that run together; as they end, forwards of every number of rows occur."""
 
-Turns = dict[str, tuple[list[int], list[float]]]
-"""Request id -> tokens and log-probs."""
+Turns = dict[str, tuple[list[int], list[float], bytes]]
+"""Request id -> tokens, log-probs, and those of the prompt, f4."""
 
 
 def selftest(decoder: Decoder, min_rows: int) -> str:
@@ -48,8 +50,10 @@ def selftest(decoder: Decoder, min_rows: int) -> str:
 
 def _digest(turns: Turns) -> str:
     found = hashlib.sha256()
-    for name, (tokens, logprobs) in sorted(turns.items()):
-        found.update(name.encode() + np.array(tokens, "<i4").tobytes() + np.array(logprobs, "<f4").tobytes())
+    for name, (tokens, logprobs, of_prompt) in sorted(turns.items()):
+        found.update(
+            name.encode() + np.array(tokens, "<i4").tobytes() + np.array(logprobs, "<f4").tobytes() + of_prompt
+        )
     return found.hexdigest()
 
 
@@ -81,7 +85,10 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
         tokens=i32(tokens),
         logprobs=f32(np.zeros(len(tokens))),
         written=u8(np.zeros(len(tokens))),
-        sampling=Sampling(max_tokens=MAX_TOKENS[index % len(MAX_TOKENS)]),
+        sampling=Sampling(
+            max_tokens=MAX_TOKENS[index % len(MAX_TOKENS)],
+            prompt_logprobs=PROMPT_LOGPROBS[index % len(PROMPT_LOGPROBS)],
+        ),
     )
     return TurnRow(request, None if which == len(adapters) else adapters[which], handle=None)
 
@@ -94,8 +101,12 @@ def _run(decoder: Decoder, rows: list[TurnRow], *, slots: int, min_rows: int) ->
         for row in rows:
             running.add(TurnRow(row.request, row.adapter, handle=None))
         while running.has_work:
-            results |= {e.row.request.id: (e.partial.tokens, e.partial.logprobs) for e in running.advance()}
+            results |= {e.row.request.id: _turn(e) for e in running.advance()}
     return results
+
+
+def _turn(end: Ended) -> tuple[list[int], list[float], bytes]:
+    return end.partial.tokens, end.partial.logprobs, end.row.prompt_logprobs.data
 
 
 if __name__ == "__main__":

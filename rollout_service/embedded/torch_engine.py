@@ -137,7 +137,7 @@ class TorchEngine:
             raise RuntimeError("the engine is not running")
         if not request.adapter.is_base and request.adapter not in self._adapters:
             raise NotFound(f"adapter {request.adapter} is not resident")
-        check_request(request, vocab=self._config.vocab)
+        check_request(request, vocab=self._config.vocab, context=self._config.context)
         return None if request.adapter.is_base else self._adapters[request.adapter]
 
     def _submit(self, command: Callable[[], None]) -> None:
@@ -242,4 +242,5 @@ def _result(end: Ended) -> Generated | Exception:
         top_logprobs=end.row.top_logprobs,
         num_sampled=end.partial.num_sampled,
         busy_s=end.partial.busy_s,
+        prompt_logprobs=end.row.prompt_logprobs,
     )

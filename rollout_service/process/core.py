@@ -6,7 +6,7 @@ Two implementations: `vllm_engine.VllmCore`, and `tests/support/fake_core.py`, w
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +42,10 @@ class SamplingRequest:
     max_tokens: int  # still to come
     end_ids: tuple[int, ...]  # tokens that end the turn; they belong to it
     seed: int
+    top_k: int = 0  # 0: all tokens
+    prompt_logprobs: bool = (
+        False  # the first chunk brings them; at temperature 1 whatever that of the tokens to come is
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class TokenChunk:
     logprobs: list[float]  # [n] at the sampling temperature
     top_logprobs: list[list[tuple[int, float]]]  # [n] best first, as many as were asked for
     finished: bool  # an end-of-turn token, or no room left
+    prompt_logprobs: list[float] = field(
+        default_factory=list[float]
+    )  # of all tokens of the request but the first, if asked for
 
 
 class Core(Protocol):

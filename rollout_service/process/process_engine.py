@@ -192,7 +192,7 @@ class ProcessEngine:
         stored = self._check(request)
         turn = self._turn(request, on_token, beat)
         with self._turns.enter(request.id, turn), self._files.hold(stored):
-            while turn.stop_reason is None:
+            while not turn.is_over:
                 await self._go_on(turn, stored)
         return turn.generated()
 
@@ -208,14 +208,18 @@ class ProcessEngine:
         stored = self._files.put_base() if base else self._files.get(request.adapter)
         if stored is None:
             raise NotFound(f"adapter {request.adapter} is not resident")
-        check_request(request, vocab=self._shape.vocab, max_temperature=self._shape.max_temperature)
+        shape, sampling = self._shape, request.sampling
+        check_request(request, vocab=shape.vocab, context=shape.context, max_temperature=shape.max_temperature)
+        if sampling.prompt_logprobs and sampling.temperature not in (0, 1):
+            raise InvalidInput("this engine gives prompt_logprobs at temperature 1 (or 0, which counts as 1) alone")
         return stored
 
     def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:
+        stop_ids = request.sampling.stop_ids
         return OpenTurn(
             request,
             context=self._shape.context,
-            end_ids=self._tokenizer.end_of_turn_ids,
+            end_ids=self._tokenizer.end_of_turn_ids if stop_ids is None else stop_ids,
             decode=lambda ids: self._tokenizer.decode(ids, skip_special=False),
             beat=beat,
             on_token=on_token,
@@ -257,7 +261,7 @@ class ProcessEngine:
                     async for chunk in chunks:
                         self._take(turn, chunk)
                         turn.busy_s = busy_before + self._busy.share_s(entered)
-                        if turn.stop_reason is not None:
+                        if turn.is_over:
                             return
                 raise CoreDied("it ended a turn too early")
             finally:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.messages import StopReason, TurnRequest
+from common.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from common.rng import bits
 from rollout_service.engine import Beat, Generated, OnToken, Partial
-from rollout_service.process.core import AdapterFolder, SamplingRequest, TokenChunk
+from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk
 from rollout_service.stops import first_stop
+from rollout_service.turns import first_scored, prompt_array
 
 SEED_BITS = 63
 """Engines take seeds of a signed 64-bit integer."""
@@ -36,6 +37,7 @@ class OpenTurn:
     num_requests: int = 0  # how often a process was asked to go on with it
     deaths: int = 0  # processes that died under it
     not_finite: int = 0  # processes in which its log-probs were no numbers
+    prompt_logprobs: Array = EMPTY_F32  # as in `Generated`
     stop_string: str = ""
     stop_reason: StopReason | None = None  # None: it goes on
 
@@ -44,6 +46,10 @@ class OpenTurn:
         self.tokens = self.request.tokens.numpy()[first:].tolist()
         self.logprobs = self.request.logprobs.numpy()[first:].tolist()
         self.stop_reason = self._reason()
+
+    @property
+    def is_over(self) -> bool:
+        return self.stop_reason is not None and not self._lacks_prompt
 
     @property
     def num_sampled(self) -> int:
@@ -56,10 +62,15 @@ class OpenTurn:
         return self.deaths >= 2 or self.not_finite >= 1
 
     def next_request(self, name: str, adapter: AdapterFolder) -> SamplingRequest:
-        """A request for what is left of the turn. A resumed one draws from a stream of its own: see `seed`."""
+        """A request for what is left of the turn. A resumed one draws from a stream of its own: see `seed`.
+
+        Of a turn with no token to come it asks for the prompt's log-probs; the one token that the process must sample is not used.
+        """
         self.num_requests += 1
         sampling, request = self.request.sampling, self.request
-        sequence = request.tokens.numpy()[: request.num_prompt].tolist() + self.tokens
+        sequence = request.tokens.numpy()[: request.num_prompt].tolist()
+        if self.stop_reason is None:
+            sequence += self.tokens
         return SamplingRequest(
             id=name,
             tokens=sequence,
@@ -68,9 +79,11 @@ class OpenTurn:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             num_top_logprobs=sampling.num_top_logprobs,
-            max_tokens=min(sampling.max_tokens - len(self.tokens), self.context - len(sequence)),
+            max_tokens=max(1, min(sampling.max_tokens - len(self.tokens), self.context - len(sequence))),
             end_ids=self.end_ids,
             seed=self.seed(),
+            top_k=sampling.top_k,
+            prompt_logprobs=self._lacks_prompt,
         )
 
     def seed(self) -> int:
@@ -80,18 +93,34 @@ class OpenTurn:
         return int(bits(*ref.sampling_stream, *coordinates)) & ((1 << SEED_BITS) - 1)
 
     def take(self, chunk: TokenChunk) -> None:
-        """Adds tokens up to the turn's end and forgets those beyond it. Raises NotFinite."""
+        """Adds tokens up to the turn's end and forgets those beyond it. Raises NotFinite, CoreDied."""
         before = len(self.tokens)
+        if self._lacks_prompt:
+            self._take_prompt(chunk.prompt_logprobs)
         try:
             for index, token in enumerate(chunk.tokens):
+                if self.stop_reason:
+                    return
                 if not math.isfinite(chunk.logprobs[index]):
                     raise NotFinite(f"the log-probability of token {len(self.tokens)} is not a number")
                 self._append(token, chunk.logprobs[index], chunk.top_logprobs[index : index + 1])
-                if self.stop_reason:
-                    return
         finally:
             if self.on_token and len(self.tokens) > before:
                 self.on_token(self.tokens[before:], self.logprobs[before:])
+
+    @property
+    def _lacks_prompt(self) -> bool:
+        return bool(self.request.sampling.prompt_logprobs) and not len(self.prompt_logprobs)
+
+    def _take_prompt(self, scores: Sequence[float]) -> None:
+        """Keeps what was asked for of the scores of all tokens but the first. Raises NotFinite, CoreDied."""
+        first, num = first_scored(self.request), self.request.num_prompt
+        wanted = scores[first - 1 : num - 1]
+        if len(wanted) < num - first:
+            raise CoreDied("it gave no log-probabilities of the prompt")
+        if not all(map(math.isfinite, wanted)):
+            raise NotFinite("the log-probability of a prompt token is not a number")
+        self.prompt_logprobs = prompt_array(self.request, wanted)
 
     def _append(self, token: int, logprob: float, top: list[list[tuple[int, float]]]) -> None:
         self.tokens.append(token)
@@ -121,4 +150,5 @@ class OpenTurn:
             top_logprobs=self.top_logprobs,
             num_sampled=self.num_sampled,
             busy_s=self.busy_s,
+            prompt_logprobs=self.prompt_logprobs,
         )

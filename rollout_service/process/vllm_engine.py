@@ -28,7 +28,7 @@ MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
-"""Stands for the log-prob of a token that top_p excludes, minus infinity, which JSON cannot say."""
+"""Stands for the log-prob of a token that top_p or top_k excludes, minus infinity, which JSON cannot say."""
 STOP_S = 1.0
 """The time that vLLM gets to stop before its processes are killed; nobody waits for its answers any more."""
 
@@ -225,9 +225,11 @@ def _parameters(request: SamplingRequest) -> Any:
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
         seed=request.seed if request.temperature else None,
         max_tokens=request.max_tokens,
         logprobs=request.num_top_logprobs,
+        prompt_logprobs=0 if request.prompt_logprobs else None,  # of the prompt's own tokens, no others
         stop_token_ids=list(request.end_ids),
         ignore_eos=True,
         detokenize=False,
@@ -251,4 +253,10 @@ def _chunk(output: Any, num_top: int) -> TokenChunk:
         logprobs=[flat.logprobs[start] for start in starts],
         top_logprobs=top if num_top else [],
         finished=output.finished,
+        prompt_logprobs=_of_prompt(output.prompt_logprobs),
     )
+
+
+def _of_prompt(flat: Any) -> list[float]:
+    """The log-prob of each prompt token but the first, for which vLLM has an empty entry. None, or empty: they are not in this output."""
+    return [flat.logprobs[start] for start in flat.start_indices[1:]] if flat else []

@@ -127,6 +127,52 @@ async def test_top_p_draws_only_from_the_best_tokens(running: Running) -> None:
     assert len({g.tokens[0] for g in done[::2]}) > 3
 
 
+async def test_top_k_of_one_is_greedy_beside_rows_that_draw_from_all(running: Running) -> None:
+    async with running(ends=False) as engine:
+        greedy = await one(engine, request(temperature=0.0, max_tokens=12))
+        asked = [request(sample=i, temperature=2.0, max_tokens=12, top_k=(1, 0, 600)[i % 3]) for i in range(9)]
+        done = await asyncio.gather(*[one(engine, r) for r in asked])
+        free = [await one(engine, request(sample=i, temperature=2.0, max_tokens=12)) for i in (1, 2)]
+    assert all(g.tokens == greedy.tokens for g in done[::3])
+    assert not any(g.tokens == greedy.tokens for i, g in enumerate(done) if i % 3)
+    assert not running.exact or [bits(g) for g in done[1:3]] == [bits(g) for g in free]
+
+
+async def test_top_k_draws_from_the_best_tokens_as_often_as_they_are_likely(running: Running) -> None:
+    async with running(ends=False) as engine:
+        best = (await one(engine, request(temperature=1.5, max_tokens=1, num_top_logprobs=3))).top_logprobs[0]
+        asked = [request(sample=i, temperature=1.5, max_tokens=1, top_k=3) for i in range(600)]
+        done = await asyncio.gather(*[one(engine, r) for r in asked])
+    weights = np.exp([logprob for _, logprob in best])
+    counts = [sum(g.tokens == [token] for g in done) for token, _ in best]
+    assert sum(counts) == 600
+    assert np.allclose(np.array(counts) / 600, weights / weights.sum(), atol=0.08)
+    if running.scales_prompts:  # log-probs are of the whole vocabulary
+        assert all(np.isclose(dict(best)[g.tokens[0]], g.logprobs[0], atol=1e-4) for g in done)
+
+
+async def test_stop_ids_end_a_turn_instead_of_the_models_own_and_none_at_all_if_there_are_none(
+    running: Running,
+) -> None:
+    async with running() as engine:
+        end = (await one(engine, request(temperature=0.0, max_tokens=64))).tokens[-1]
+
+        def asked(stop_ids: tuple[int, ...] | None, **options: Any) -> Any:
+            return request(temperature=0.0, max_tokens=40, stop_ids=stop_ids, **options)
+
+        endless = await one(engine, asked(()))
+        assert (len(endless.tokens), endless.stop_reason) == (40, "length") and end in endless.tokens
+        other = next(token for token in endless.tokens[endless.tokens.index(end) + 1 :] if token != end)
+        first = endless.tokens.index(other) + 1
+        cases = [asked(None), asked((other,)), asked((other, end, 7)), asked(()), asked((end,))]
+        own, only_other, either, none, same_id = await asyncio.gather(*[one(engine, r) for r in cases])
+        resumed = await one(engine, asked((other,), partial=(only_other.tokens, only_other.logprobs)))
+    assert own.tokens == same_id.tokens == endless.tokens[: endless.tokens.index(end) + 1]
+    assert (only_other.tokens, only_other.stop_reason, only_other.stop_string) == (endless.tokens[:first], "stop", "")
+    assert len(either.tokens) == min(first, len(own.tokens)) and none.tokens == endless.tokens
+    assert (resumed.tokens, resumed.stop_reason, resumed.num_sampled) == (only_other.tokens, "stop", 0)
+
+
 async def test_the_context_ends_a_turn_with_its_own_reason(running: Running) -> None:
     async with running(ends=False) as engine:
         done = await one(engine, request(tokens=[65] * 2043, max_tokens=64))

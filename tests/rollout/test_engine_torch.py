@@ -20,13 +20,13 @@ from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample
 from rollout_service.embedded.selftest import selftest
 from tests.support.rollout_cases import (
-    TINY,
     adapter_of,
     bits,
     decoder,
     exact_limits,
     files_of,
     one,
+    peft_model,
     prompt,
     ref,
     request,
@@ -35,15 +35,6 @@ from tests.support.rollout_cases import (
 
 LANE_ROWS = 4
 pytestmark = pytest.mark.timeout(120)
-
-
-def peft_model(folder: Path, files: dict[str, bytes]) -> Any:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(folder)).eval()
 
 
 @pytest.mark.asyncio
@@ -178,6 +169,20 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     top_p = torch.full((1000, 1), 0.6, dtype=torch.float64)
     drawn = sample(logits, uniforms, SamplingPlan(None, None, False, top_p, 0))
     assert set(drawn.tokens.tolist()) == {0, 1}
+    assert torch.allclose(drawn.logprobs, logits[0][drawn.tokens], atol=1e-6)  # of the whole vocabulary
+
+
+def test_top_k_keeps_the_best_tokens_and_top_p_counts_among_these() -> None:
+    logits = torch.tensor([[0.05, 0.4, 0.15, 0.4]]).log().expand(4000, 4)
+    uniforms = torch.from_numpy(uniform(1, "test", np.arange(4000)))
+    rows = torch.arange(4000).unsqueeze(1) % 4
+    top_k = torch.tensor([4, 1, 3, 3])[rows]
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.8], dtype=torch.float64)[rows]  # the best two have 0.84 of the best three
+    drawn = sample(logits, uniforms, SamplingPlan(None, None, False, top_p, 0, top_k))
+    found = [set(drawn.tokens[row::4].tolist()) for row in range(4)]
+    assert found == [{0, 1, 2, 3}, {1}, {1, 2, 3}, {1, 3}]
+    share = torch.bincount(drawn.tokens[2::4], minlength=4) / 1000
+    assert torch.allclose(share, torch.tensor([0.0, 0.4, 0.15, 0.4]) / 0.95, atol=0.05)
     assert torch.allclose(drawn.logprobs, logits[0][drawn.tokens], atol=1e-6)  # of the whole vocabulary
 
 

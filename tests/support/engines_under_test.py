@@ -40,6 +40,11 @@ class Running(Protocol):
         """True if bits depend on the request alone, and a resumed turn draws the same numbers."""
         ...
 
+    @property
+    def scales_prompts(self) -> bool:
+        """True if prompts' log-probs are to be had at any temperature, and tokens' are of the whole vocabulary."""
+        ...
+
     def __call__(
         self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
     ) -> "contextlib.AbstractAsyncContextManager[Engine]": ...
@@ -50,6 +55,8 @@ class TorchRunning:
     """The embedded engine; with `min_rows` as deterministic mode runs it."""
 
     min_rows: int | None = None
+
+    scales_prompts: bool = True
 
     @property
     def exact(self) -> bool:
@@ -70,6 +77,7 @@ class ProcessRunning:
 
     make_core: Callable[[], Core]
     exact: bool = False
+    scales_prompts: bool = False
 
     @contextlib.asynccontextmanager
     async def __call__(

@@ -5,6 +5,7 @@ of its own seed, what is asked of a dead core never returns, an adapter must be 
 """
 
 import asyncio
+import dataclasses
 import hashlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -66,10 +67,12 @@ class FakeCore:
         random = np.random.default_rng(request.seed)
         self.running += 1
         try:
+            prompt_logprobs = self._of_prompt(request, digest)
             for left in range(request.max_tokens - 1, -1, -1):
                 await self._step(request)
                 chunk = self._next(request, digest, tokens, random, last=left == 0)
-                tokens += chunk.tokens
+                chunk = dataclasses.replace(chunk, prompt_logprobs=prompt_logprobs)
+                tokens, prompt_logprobs = tokens + chunk.tokens, []
                 yield chunk
                 if chunk.finished:
                     return
@@ -94,6 +97,12 @@ class FakeCore:
             await asyncio.Event().wait()
             raise CoreDied("unreachable")
 
+    def _of_prompt(self, request: SamplingRequest, digest: str) -> list[float]:
+        if not request.prompt_logprobs:
+            return []
+        tokens = request.tokens
+        return [float(_logprobs(digest, tokens[:i], self.vocab, 1.0)[tokens[i]]) for i in range(1, len(tokens))]
+
     def _next(
         self, request: SamplingRequest, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool
     ) -> TokenChunk:
@@ -102,8 +111,10 @@ class FakeCore:
         best = np.argsort(-logprobs)
         token = int(best[0])
         if request.temperature:
-            kept = best[: max(1, int((np.exp(logprobs[best]).cumsum() < request.top_p).sum()))]
+            kept = best[: request.top_k or self.vocab]
             shares = np.exp(logprobs[kept])
+            enough = shares.cumsum() - shares >= request.top_p * shares.sum()
+            kept, shares = kept[~enough], shares[~enough]
             token = int(random.choice(kept, p=shares / shares.sum()))
         top = [(int(t), float(logprobs[t])) for t in best[: request.num_top_logprobs]]
         logprob = float("nan") if self.poisoned else float(np.float32(logprobs[token]))  # as it travels

@@ -39,6 +39,16 @@ def broken_files() -> dict[str, bytes]:
     return save_adapter(Adapter(adapter.spec, {k: v * 1e38 for k, v in adapter.a.items()}, adapter.b), "tiny")
 
 
+def peft_model(folder: Path, files: dict[str, bytes]) -> Any:
+    """The base model with an adapter, by transformers and PEFT; `folder` is written to."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(folder)).eval()
+
+
 _decoders: list[Decoder] = []
 
 
