@@ -1,6 +1,6 @@
 # Targets:
 #   make demo     set everything up, then train six jobs of three tenants and show it live
-#   make tinker   tinker-cookbook's own RL loop against a service that it starts, through the Tinker protocol
+#   make tinker   a loop of one's own, through the `tinker` SDK, against a service that it starts
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
@@ -27,6 +27,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
+TINKER := 0.38.0
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS)
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
@@ -40,7 +41,7 @@ demo: .venv/.ready
 	@$(RUN) -m examples.demo
 
 tinker: .venv/.ready .tinker/.ready
-	@$(RUN) -m examples.tinker_arithmetic $(ARGS)
+	@$(RUN) -m examples.tinker_demo $(ARGS)
 
 up: .venv/.ready
 	@$(BIN)/marlaas up
@@ -130,11 +131,10 @@ clean:
 	@start=$$SECONDS; $(PIP) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 
-.tinker/.ready: examples/tinker.txt
-	@echo "[+] the tinker SDK and tinker-cookbook in .tinker (some minutes, once)"
+.tinker/.ready:
+	@echo "[+] the tinker SDK in .tinker (a minute or two, once)"
 	@"$(PYTHON)" -m venv .tinker
-	@start=$$SECONDS; install=".tinker/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary"; \
-		$$install $(TORCH_ARGS) $(TORCH) && $$install $(PIP_ARGS) -r $< && $$install $(PIP_ARGS) --no-deps tinker-cookbook==0.6.1 \
+	@start=$$SECONDS; .tinker/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS) tinker==$(TINKER) \
 		&& echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 

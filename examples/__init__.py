@@ -1,3 +1,5 @@
-"""Programs to read and to run: `demo.py` (`make demo`), `tinker_arithmetic.py` (`make tinker`), and
-`quickstart.py`, the shortest use of the API.
+"""Programs to read and to run.
+
+`demo.py` (`make demo`), `quickstart.py`, the shortest use of the API, and `tinker_loop.py`, a loop of one's own through the `tinker`
+SDK (`make tinker`).
 """
