@@ -1,9 +1,9 @@
 """Replicas of the API ask each other for samples: a request's result is where it was made, and its client may ask anywhere.
 
-    a replica ─ Question ─► reply:<the other>:samples ─► it waits for the result ─ Answer ─► reply:<the replica>:samples
+    a replica ─ Question ─► peers:<the other> ─► it waits for the result ─ Answer ─► peers:<the replica>
 
 reads: its own stream   writes: the others'   holds: questions under way
-when a replica dies: its stream ends after REPLY_TTL_S, and whoever asks hears that the request is gone
+when a replica dies: its stream ends after TTL_S, and whoever asks hears that the request is gone
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import msgspec
 from common.bus import Bus
 from manager_service.tinker.futures.samples import GONE, Outcome, Samples
 
-REPLY_TTL_S = 60
+TTL_S = 60
 REFRESH_S = 5.0
 BLOCK_MS = 1000
 GRACE_S = 3.0
@@ -85,26 +85,23 @@ class Peers:
         outcome = await self._samples.outcome(question.tenant, question.request, question.timeout_s)
         await self._send(question.asker, Answer(question.number, outcome))
 
-    def _stream(self, replica: str) -> str:
-        return self._bus.cell.reply(f"{replica}:samples")
-
     async def _send(self, replica: str, message: Question | Answer) -> bool:
         """False if that replica is not there."""
-        stream, content = self._stream(replica), msgspec.msgpack.encode(message)
+        stream, content = self._bus.cell.peers(replica), msgspec.msgpack.encode(message)
         client = self._bus.client
         written: Any = await self._bus.retrying(lambda: client.xadd(stream, {"payload": content}, nomkstream=True))
         return written is not None
 
     async def _refresh(self) -> None:
         """Keeps the stream alive, and makes it anew if Redis lost it."""
-        stream, client = self._stream(self._api_id), self._bus.client
-        if not await self._bus.retrying(lambda: client.expire(stream, REPLY_TTL_S)):
+        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
+        if not await self._bus.retrying(lambda: client.expire(stream, TTL_S)):
             await self._bus.ensure_group(stream, "alive")  # the one command that makes an empty stream
-            await self._bus.retrying(lambda: client.expire(stream, REPLY_TTL_S))
+            await self._bus.retrying(lambda: client.expire(stream, TTL_S))
 
     async def _read(self, after: str) -> list[tuple[str, Question | Answer]]:
         """Entries behind an id. What was read is deleted."""
-        stream, client = self._stream(self._api_id), self._bus.client
+        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
         found: Any = await self._bus.retrying(
             lambda: client.xread({stream: after}, count=100, block=BLOCK_MS), block_ms=BLOCK_MS
         )

@@ -7,6 +7,7 @@ waits for: places, turns   unblocked by: rollout
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from manager_service.api.sampling.shares import Inference, InferenceRequest
 from manager_service.tinker.wire.samples import Sampled
 
 PREFIX = "smp"
-"""A request's id is `smp-{replica}-{base model}-{number}`."""
+_ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
 MAX_OPEN = 10_000
 """Requests of one tenant that are under way."""
 KEPT_S, RETRIEVED_S = 600.0, 30.0
@@ -204,9 +205,8 @@ class Samples:
 
 def place_of(request: str) -> tuple[str, str] | None:
     """(replica, base model) that a request's id names."""
-    parts = request.split("-", 2)
-    base, _, number = parts[2].rpartition("-") if len(parts) == 3 else ("", "", "")
-    return (parts[1], base) if parts[0] == PREFIX and number.isdecimal() else None
+    found = _ID.fullmatch(request)
+    return (found[1], found[2]) if found else None
 
 
 def _patience_s(request: Request) -> float:

@@ -123,6 +123,9 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("asample", {"prompt": {"chunks": [{"tokens": [99999]}]}, "sampling_params": {}, "base_model": "tiny"}),
     ("asample", {"prompt": {"chunks": [{"tokens": [1] * 5000}]}, "sampling_params": {}, "base_model": "tiny"}),
     ("asample", {"prompt": PROMPT, "sampling_params": {}}),
+    ("asample", {"prompt": PROMPT, "sampling_params": {}, "base_model": "a" * 1000 + "/tiny"}),
+    ("retrieve_future", {"request_id": "smp-*-tiny-0"}),
+    ("retrieve_future", {"request_id": "smp-0123456789abcdef-tiny-0"}),
     ("asample", {"prompt": PROMPT, "sampling_params": {}, "sampling_session_id": "*"}),
     ("create_session", {"user_metadata": {"a": "b" * 100_000}}),
 ]
@@ -294,6 +297,6 @@ async def test_any_replica_gives_what_another_sampled(server: ApiServer, client:
         assert [one["tokens"] for one in found.json()["sequences"]] == [[*b"ok", 256]] * 2
         theirs = (await asample(there))["request_id"]
     began_s = time.monotonic()
-    await server.bus.client.delete(server.bus.cell.reply(f"{theirs.split('-')[1]}:samples"))  # as it expires
+    await server.bus.client.delete(server.bus.cell.peers(theirs.split("-")[1]))  # as it expires
     assert (await client.retrieve(theirs)).status_code == 410
     assert time.monotonic() - began_s < 10
