@@ -11,6 +11,7 @@
     ops:<p>                    stream   Operation                                  group `manager`, consumer `owner`
     train:<worker>             stream   Operations whose gradient that trainer has group `trainer`
     reply:<api>                stream   TurnResult, TurnDelta, GradeResult         no group, has a time to live
+    peers:<api>                stream   what API replicas ask each other             no group, has a time to live
     control, adapters:new,
     done, telemetry            stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
@@ -146,6 +147,9 @@ class Cell:
 
     def reply(self, api: str) -> str:
         return self.key(f"reply:{api}")
+
+    def peers(self, api: str) -> str:
+        return self.key(f"peers:{api}")
 
     def ops(self, partition: int) -> str:
         return self.key(f"ops:{partition}")

@@ -32,6 +32,7 @@ from manager_service.cluster import Cluster
 from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import ADMIN, Tenants
+from manager_service.tinker.futures.peers import Peers
 from manager_service.tinker.futures.samples import Samples
 from manager_service.tinker.futures.waiting import Answered
 
@@ -54,6 +55,7 @@ class Base:
     feed: Feed
     answered: Answered
     samples: Samples
+    peers: Peers
     archive: Archive
     linear_layers: frozenset[str]  # leaf names that `lora_targets` may name; empty: not known
     created_at: int
@@ -64,7 +66,7 @@ class Base:
 
     async def run(self) -> None:
         """Runs the loops that its requests need, until cancelled."""
-        loops = (self.cluster, self.inference, self.feed, self.answered, self.samples)
+        loops = (self.cluster, self.inference, self.feed, self.answered, self.samples, self.peers)
         async with running(*(loop.run() for loop in loops)) as tasks:
             await asyncio.wait(tasks)
 

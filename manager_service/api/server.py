@@ -33,6 +33,7 @@ from manager_service.records import GLOBAL
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap
+from manager_service.tinker.futures.peers import Peers
 from manager_service.tinker.futures.samples import Samples
 from manager_service.tinker.futures.waiting import Answered
 
@@ -81,6 +82,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         timeout_s=settings.inference_timeout_s,
         slots=lambda kind: _places(kind, settings.inference_share, cluster),
     )
+    samples = Samples(bus, inference, api_id)
     return Base(
         name=name,
         bus=bus,
@@ -91,7 +93,8 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         inference=inference,
         feed=Feed(bus),
         answered=Answered(bus),
-        samples=Samples(bus, inference, api_id),
+        samples=samples,
+        peers=Peers(bus, samples, api_id),
         archive=Archive(objects, name),
         linear_layers=linear_layers(folder),
         created_at=int(time.time()),

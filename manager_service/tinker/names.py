@@ -11,6 +11,9 @@ from manager_service.runs.records import Kind
 MAX_NUMBER = 999_999
 """The largest number of a session's run or sampler."""
 
+MAX_CHARACTERS = 512
+"""Of a base model's name."""
+
 _SESSION = re.compile(r"ses-[0-9a-f]{16}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -32,12 +35,12 @@ class Path:
 def find_base(api: Api, name: str) -> Base:
     """The base model of a name: ours, its source, or any path that ends in ours. Raises InvalidInput."""
     last = name.rstrip("/").rpartition("/")[2]
-    for base in api.bases.values():
+    for base in api.bases.values() if len(name) <= MAX_CHARACTERS else ():
         if base.name in (name, last) or api.settings.models[base.name] == name:
             return base
     known = ", ".join(api.bases)
     raise InvalidInput(
-        f"unknown base model {name!r}{did_you_mean(last, api.bases)}; there are: {known}",
+        f"unknown base model {name[:64]!r}{did_you_mean(last, api.bases)}; there are: {known}",
         param="base_model",
         code="model_not_found",
     )

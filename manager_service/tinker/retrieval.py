@@ -4,6 +4,7 @@ A client that hears 408 asks again at once, and is told what the result waits fo
 """
 
 import asyncio
+import contextlib
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,8 @@ from manager_service.api.errors import ApiError
 from manager_service.api.quota import tokens_today
 from manager_service.records import TenantRecord
 from manager_service.tinker.futures.results import Answer, Expired, Pending, failed, look
-from manager_service.tinker.futures.samples import Gone
+from manager_service.tinker.futures.samples import GONE, Gone, place_of
+from manager_service.tinker.futures.samples import PREFIX as PREFIX_OF_SAMPLES
 from manager_service.tinker.names import parse_future
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import FutureNamed, read
@@ -28,7 +30,6 @@ WAIT_S = 35.0
 """How long a request waits for a result. The client gives up after 45."""
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
-SAMPLES = "smp-"
 
 
 @router.post("/retrieve_future")
@@ -36,7 +37,7 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: K
     future = (await read(request, FutureNamed)).request_id
     wants_protobuf = protobuf.CONTENT_TYPE in request.headers.get("accept", "")
     try:
-        if future.startswith(SAMPLES):
+        if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
             return await _samples(api, tenant, future, wants_protobuf=wants_protobuf)
         return await _operation(tenant, known, future, wants_protobuf=wants_protobuf)
     except (Expired, Gone) as error:
@@ -48,11 +49,8 @@ async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Respons
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
     future = (await read(request, FutureNamed)).request_id
     for base in api.bases.values():
-        if base.samples.owns(future):
-            try:
-                base.samples.cancel(base.samples.find(tenant.id, future))
-            except Gone:
-                break
+        with contextlib.suppress(Gone):
+            base.samples.cancel(base.samples.find(tenant.id, future))
     return answer({})
 
 
@@ -100,27 +98,19 @@ async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[Q
 
 
 async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobuf: bool) -> Response:
-    base = next((base for base in api.bases.values() if base.samples.owns(future)), None)
-    if base is None:
-        raise Gone(f"the request {future[:64]!r} is not here any more: ask again")
-    request = base.samples.find(tenant.id, future)
-    try:
-        async with asyncio.timeout(WAIT_S):
-            await request.done.wait()
-    except TimeoutError:
-        if request.waits_for_quota:
-            return _try_again(
-                future, "paused_rate_limit", "the tokens of the day are used up: it goes on at midnight UTC"
-            )
+    replica, name = place_of(future) or ("", "")
+    base = api.bases.get(name)
+    outcome = GONE if base is None else await base.peers.outcome(replica, tenant.id, future, WAIT_S)
+    if base is None or outcome.gone:
+        raise Gone(f"the request {future[:64]!r} is not here any more, or no worker could sample: ask again")
+    if outcome.waits_for_quota:
+        return _try_again(future, "paused_rate_limit", "the tokens of the day are used up: it goes on at midnight UTC")
+    if not outcome.done:
         return _try_again(future, *await _base_waits(base, tenant, "rollout"))
-    if request.gone:
-        base.samples.cancel(request)
-        raise Gone("no worker could sample: ask again")
-    request.retrieved = True
-    if request.error:
-        return _ready(failed(wrong(request.error)))
+    if outcome.error:
+        return _ready(failed(wrong(outcome.error)))
     writer = protobuf if wants_protobuf else plain
-    body = await asyncio.to_thread(writer.write_samples, request.result())
+    body = await asyncio.to_thread(writer.write_samples, outcome.samples)
     return _ready(Answer(body, writer.CONTENT_TYPE))
 
 

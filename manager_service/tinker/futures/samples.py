@@ -7,6 +7,7 @@ waits for: places, turns   unblocked by: rollout
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
 import structlog
 from redis.exceptions import RedisError
 
@@ -27,6 +29,8 @@ from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
 from manager_service.tinker.wire.samples import Sampled
 
+PREFIX = "smp"
+_ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
 MAX_OPEN = 10_000
 """Requests of one tenant that are under way."""
 KEPT_S, RETRIEVED_S = 600.0, 30.0
@@ -39,7 +43,20 @@ log = structlog.get_logger()
 
 
 class Gone(NotFound):
-    """The request is not here, or could not be done: it must be made again."""
+    """The request is not here: it must be made again."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What can be said of a request."""
+
+    done: bool
+    samples: tuple[Sampled, ...] = ()
+    error: str = ""  # what is wrong with it, for its user
+    gone: bool = False  # it is not here, or could not be done: it must be made again
+    waits_for_quota: bool = False
+
+
+GONE = Outcome(done=True, gone=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +77,9 @@ class Request:
     usage: Usage = field(default_factory=Usage)
     task: "asyncio.Task[None] | None" = None
 
-    def result(self) -> list[Sampled]:
-        return [sample for sample in self.samples if sample is not None]
+    def outcome(self) -> Outcome:
+        samples = tuple(sample for sample in self.samples if sample is not None)
+        return Outcome(self.done.is_set(), samples, self.error, self.gone, self.waits_for_quota)
 
 
 class Samples:
@@ -72,7 +90,7 @@ class Samples:
     ) -> None:
         self._bus = bus
         self._inference = inference
-        self._prefix = f"smp-{api_id}-{bus.cell.base_model}-"
+        self._prefix = f"{PREFIX}-{api_id}-{bus.cell.base_model}-"
         self._clock = clock
         self._numbers = count()
         self._requests: dict[str, Request] = {}
@@ -96,8 +114,21 @@ class Samples:
         request.task = asyncio.create_task(self._serve(request))
         return name
 
-    def owns(self, request: str) -> bool:
-        return request.startswith(self._prefix)
+    async def outcome(self, tenant: str, name: str, timeout_s: float) -> Outcome:
+        """Waits for a request's result."""
+        try:
+            request = self.find(tenant, name)
+        except Gone:
+            return GONE
+        try:
+            async with asyncio.timeout(timeout_s):
+                await request.done.wait()
+            request.retrieved = True
+        except TimeoutError:
+            pass
+        if request.gone:
+            self.cancel(request)
+        return request.outcome()
 
     def find(self, tenant: str, request: str) -> Request:
         """Raises Gone, also for another tenant's."""
@@ -171,6 +202,12 @@ class Samples:
         usage, cell = request.usage, self._bus.cell
         if usage != Usage():
             await self._bus.retrying(lambda: count_inference(self._bus.client, cell, request.tenant, usage))
+
+
+def place_of(request: str) -> tuple[str, str] | None:
+    """(replica, base model) that a request's id names."""
+    found = _ID.fullmatch(request)
+    return (found[1], found[2]) if found else None
 
 
 def _patience_s(request: Request) -> float:

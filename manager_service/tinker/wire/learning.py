@@ -29,6 +29,9 @@ MAX_TOKEN = 2**31 - 1
 MAX_VALUE = 1e9
 """Of weights, advantages, log-probs and thresholds: squares of them, and sums of those, stay numbers in float32."""
 
+MAX_FAULT = 1000
+"""Characters. What is wrong may be a name that its user made very long."""
+
 RATIO_INPUTS = ("logprobs", "advantages")
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 NEEDED: Mapping[LossFn, tuple[str, ...]] = {
@@ -98,7 +101,7 @@ def check_pass(given: GivenPass) -> CheckedPass:
             raise Wrong("there are no data")
         data = tuple(_datum(loss, datum, f"data[{i}]") for i, datum in enumerate(given.data))
     except Wrong as wrong:
-        return CheckedPass(given.model, given.seq, given.forward_only, fault=str(wrong))
+        return CheckedPass(given.model, given.seq, given.forward_only, fault=str(wrong)[:MAX_FAULT])
     return CheckedPass(
         given.model,
         given.seq,

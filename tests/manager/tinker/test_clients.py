@@ -1,5 +1,7 @@
 """Clients of the Tinker protocol: their keys and sessions, whose things are whose, and requests for samples."""
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,9 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("asample", {"prompt": {"chunks": [{"tokens": [99999]}]}, "sampling_params": {}, "base_model": "tiny"}),
     ("asample", {"prompt": {"chunks": [{"tokens": [1] * 5000}]}, "sampling_params": {}, "base_model": "tiny"}),
     ("asample", {"prompt": PROMPT, "sampling_params": {}}),
+    ("asample", {"prompt": PROMPT, "sampling_params": {}, "base_model": "a" * 1000 + "/tiny"}),
+    ("retrieve_future", {"request_id": "smp-*-tiny-0"}),
+    ("retrieve_future", {"request_id": "smp-0123456789abcdef-tiny-0"}),
     ("asample", {"prompt": PROMPT, "sampling_params": {}, "sampling_session_id": "*"}),
     ("create_session", {"user_metadata": {"a": "b" * 100_000}}),
 ]
@@ -277,3 +282,21 @@ async def test_a_sampler_follows_the_saves_of_its_run_or_not(
             assert (await client.retrieve(asked["request_id"])).status_code == 200
     assert [request.adapter.version for request in script.seen] == [0, 1]
     assert [state.inflight for state in owner.runs[run_of(run) or ""].state.samplers.values()] == [False, True]
+
+
+async def test_any_replica_gives_what_another_sampled(server: ApiServer, client: TinkerClient, tmp_path: Path) -> None:
+    redis_url, data = server.api.settings.redis_url, tmp_path / "data"
+    async with running_api(redis_url, data) as second:
+        there = TinkerClient(second.http, client.key)
+        asked = await asample(client, num_samples=2)
+        waiting = asyncio.create_task(there.retrieve(asked["request_id"]))
+        stranger = await client_of(server, "stranger")
+        assert (await TinkerClient(second.http, stranger.key).retrieve(asked["request_id"])).status_code == 410
+        async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
+            found = await waiting
+        assert [one["tokens"] for one in found.json()["sequences"]] == [[*b"ok", 256]] * 2
+        theirs = (await asample(there))["request_id"]
+    began_s = time.monotonic()
+    await server.bus.client.delete(server.bus.cell.peers(theirs.split("-")[1]))  # as it expires
+    assert (await client.retrieve(theirs)).status_code == 410
+    assert time.monotonic() - began_s < 10

@@ -194,6 +194,10 @@ def test_what_is_wrong_with_a_pass_is_a_value(loss: str, config: Any, inputs: di
     assert (found.model, found.seq, found.payload) == ("ses-0:train:0", 1, b"")
 
 
+def test_what_is_told_is_no_longer_than_it_must_be() -> None:
+    assert len(checked(given("a" * 100_000), content_type="application/json").fault) == 1000
+
+
 def test_pictures_are_refused_by_name() -> None:
     message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()

@@ -1,0 +1,112 @@
+"""Replicas of the API ask each other for samples: a request's result is where it was made, and its client may ask anywhere.
+
+    a replica ─ Question ─► peers:<the other> ─► it waits for the result ─ Answer ─► peers:<the replica>
+
+reads: its own stream   writes: the others'   holds: questions under way
+when a replica dies: its stream ends after TTL_S, and whoever asks hears that the request is gone
+"""
+
+import asyncio
+import time
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from common.bus import Bus
+from manager_service.tinker.futures.samples import GONE, Outcome, Samples
+
+TTL_S = 60
+REFRESH_S = 5.0
+BLOCK_MS = 1000
+GRACE_S = 3.0
+"""How much longer than the other waits for the result a replica waits for its answer."""
+
+
+class Question(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    asker: str  # replica
+    tenant: str
+    request: str
+    timeout_s: float
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    number: int  # of the question
+    outcome: Outcome
+
+
+_decoder = msgspec.msgpack.Decoder(Question | Answer)
+
+
+class Peers:
+    """One replica's questions to the others, and its answers to theirs."""
+
+    def __init__(self, bus: Bus, samples: Samples, api_id: str) -> None:
+        self._bus = bus
+        self._samples = samples
+        self._api_id = api_id
+        self._numbers = count()
+        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+
+    async def outcome(self, replica: str, tenant: str, request: str, timeout_s: float) -> Outcome:
+        """Waits for the result of a request, wherever it was made."""
+        if replica == self._api_id:
+            return await self._samples.outcome(tenant, request, timeout_s)
+        question = Question(next(self._numbers), self._api_id, tenant, request, timeout_s)
+        waiting: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiting[question.number] = waiting
+        try:
+            if not await self._send(replica, question):
+                return GONE
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                return await waiting
+        except TimeoutError:
+            return Outcome(done=False)
+        finally:
+            del self._waiting[question.number]
+
+    async def run(self) -> None:
+        """Reads until cancelled."""
+        cursor, refreshed_s = "0", float("-inf")
+        async with asyncio.TaskGroup() as answering:
+            while True:
+                if time.monotonic() - refreshed_s > REFRESH_S:
+                    await self._refresh()
+                    refreshed_s = time.monotonic()
+                for entry, message in await self._read(cursor):
+                    cursor = entry
+                    if isinstance(message, Question):
+                        answering.create_task(self._answer(message))
+                    elif (waiting := self._waiting.get(message.number)) is not None and not waiting.done():
+                        waiting.set_result(message.outcome)
+
+    async def _answer(self, question: Question) -> None:
+        outcome = await self._samples.outcome(question.tenant, question.request, question.timeout_s)
+        await self._send(question.asker, Answer(question.number, outcome))
+
+    async def _send(self, replica: str, message: Question | Answer) -> bool:
+        """False if that replica is not there."""
+        stream, content = self._bus.cell.peers(replica), msgspec.msgpack.encode(message)
+        client = self._bus.client
+        written: Any = await self._bus.retrying(lambda: client.xadd(stream, {"payload": content}, nomkstream=True))
+        return written is not None
+
+    async def _refresh(self) -> None:
+        """Keeps the stream alive, and makes it anew if Redis lost it."""
+        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
+        if not await self._bus.retrying(lambda: client.expire(stream, TTL_S)):
+            await self._bus.ensure_group(stream, "alive")  # the one command that makes an empty stream
+            await self._bus.retrying(lambda: client.expire(stream, TTL_S))
+
+    async def _read(self, after: str) -> list[tuple[str, Question | Answer]]:
+        """Entries behind an id. What was read is deleted."""
+        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
+        found: Any = await self._bus.retrying(
+            lambda: client.xread({stream: after}, count=100, block=BLOCK_MS), block_ms=BLOCK_MS
+        )
+        pages = found.values() if isinstance(found, dict) else [[rows for _, rows in found or []]]
+        entries = [entry for page in pages for rows in page for entry in rows]
+        if entries:
+            await self._bus.retrying(lambda: client.xdel(stream, *(entry for entry, _ in entries)))
+        return [(entry.decode(), _decoder.decode(fields[b"payload"])) for entry, fields in entries]
