@@ -5,6 +5,8 @@
 
 A new loss is a row in the table `RULES` of losses.py (its advantage, ratio, clip and mean), a name in `LossName` of
 `common/messages.py`, a second computation in its test, its golden bytes and a line in docs/api.md: see CONTRIBUTING.md.
+One of runs is a row in `RUN_RULES` of data.py, a name in `LossFn` of `common/operations.py`
+and its formula in tests/trainer/test_run_losses.py.
 
     __main__.py     starts one trainer worker
     settings.py     reads the settings of one trainer worker

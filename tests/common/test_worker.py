@@ -129,6 +129,23 @@ async def test_a_worker_without_room_leaves_work_to_others(bus: Bus) -> None:
         assert len(full.seen) == 1
 
 
+async def test_a_worker_that_takes_one_at_a_time_does_so_from_all_its_inboxes(bus: Bus) -> None:
+    handler, own = Recorder(for_ever), CELL.trainer("w")
+    inboxes = [Inbox(stream, GROUP_ENV, at_once=1) for stream in (own, CELL.env)]
+    await bus.publish([(CELL.env, start(n)) for n in range(4)])
+    await bus.publish([(own, start(9))])
+    reporter, stop = Reporter("w", "env", "tiny", slots=4), asyncio.Event()
+    options: dict[str, Any] = {"lease_s": LEASE_S, "has_room": lambda: False}
+    worker = asyncio.create_task(Worker(bus, handler, inboxes=inboxes, reporter=reporter, **options).run(stop))
+
+    await until(lambda: handler.running)
+
+    assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 0
+    assert handler.seen == [start(9).id]
+    stop.set()
+    await asyncio.wait_for(worker, 10)
+
+
 async def test_work_that_advances_is_not_taken_over(bus: Bus) -> None:
     handler, other = Recorder(for_ever), Recorder(at_once)
     async with working(bus, handler, name="a"):
@@ -334,7 +351,10 @@ async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
     assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
 
 
-@pytest.mark.parametrize("stream,inbox", [(CELL.env, CELL.scored(3)), (CELL.train, CELL.adapters(3))])
+@pytest.mark.parametrize(
+    "stream,inbox",
+    [(CELL.env, CELL.scored(3)), (CELL.train, CELL.adapters(3)), (CELL.trainer("w"), CELL.adapters(3))],
+)
 async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, stream: str, inbox: str) -> None:
     reporter = Reporter("w", "env", "tiny", slots=1)
     worker = Worker(bus, Recorder(at_once), inboxes=[Inbox(stream, GROUP_ENV)], reporter=reporter, lease_s=LEASE_S)

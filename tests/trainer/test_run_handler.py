@@ -141,7 +141,7 @@ async def test_a_gradient_of_another_length_of_the_log_is_absent(system: System,
 
 
 async def test_gradients_are_bounded_and_one_that_went_is_absent(system: System) -> None:
-    size = 4 * sum(t.numel() for t in values_of(await system.files(0)))
+    size = 1024 + 4 * sum(t.numel() for t in values_of(await system.files(0)))
     handler = system.handler(cache_bytes=size)
     await system.begin(make_run("run-2"))
 
@@ -155,6 +155,17 @@ async def test_gradients_are_bounded_and_one_that_went_is_absent(system: System)
 def values_of(files: dict[str, bytes]) -> list[torch.Tensor]:
     adapter = load_adapter(files)
     return [*adapter.a.values(), *adapter.b.values()]
+
+
+async def test_a_log_without_gradient_takes_room_too(system: System) -> None:
+    handler = system.handler(cache_bytes=1024)
+    await system.begin(make_run("run-2"))
+
+    await system.run(stretch(forward(1)), handler)
+    await system.run(stretch(forward(1), job="run-2"), handler)
+
+    assert (await system.run(stretch(forward(2), first=1), handler)).absent
+    assert not (await system.run(stretch(forward(2), job="run-2", first=1), handler)).absent
 
 
 async def test_redelivery_after_the_commit_is_answered_from_the_manifest_and_a_forward(system: System) -> None:

@@ -1,0 +1,85 @@
+"""A trainer's own inbox over a real Redis: what only it can go on with is sent to it alone."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.objects import Objects
+from common.operations import OperationsDone
+from common.streams import GROUP_MANAGER, GROUP_TRAINER
+from common.telemetry import Reporter
+from common.worker import Inbox, Worker
+from tests.support.run_cases import forward_backward, make_run, optim_step, stretch
+from tests.support.trainer_cases import load_tiny, nothing
+from trainer_service.handler import TrainHandler
+from trainer_service.packing import Budget
+from trainer_service.training import Trainer
+
+
+@contextlib.asynccontextmanager
+async def training(bus: Bus, handler: TrainHandler, name: str) -> AsyncGenerator[None]:
+    streams = (bus.cell.trainer(name), bus.cell.train)
+    reporter = Reporter(name, "trainer", "tiny", slots=4)
+    worker = Worker(
+        bus, handler, inboxes=[Inbox(each, GROUP_TRAINER, at_once=1) for each in streams], reporter=reporter
+    )
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 20)
+
+
+async def answer(bus: Bus) -> OperationsDone:
+    """The next one that the owner gets."""
+    await bus.ensure_group(bus.cell.adapters(3), GROUP_MANAGER)
+    async with asyncio.timeout(20):
+        while not (found := await bus.read([bus.cell.adapters(3)], GROUP_MANAGER, "owner", count=1, block_ms=500)):
+            pass
+    message = found[0].message
+    assert isinstance(message, OperationsDone)
+    return message
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AdapterStore:
+    return AdapterStore(Objects.open(tmp_path.as_uri()))
+
+
+async def test_what_follows_a_gradient_goes_to_the_trainer_that_has_it(bus: Bus, store: AdapterStore) -> None:
+    # Given two trainers
+    handlers = {name: TrainHandler(Trainer(load_tiny()), store, "tiny", worker=name) for name in ("a", "b")}
+    await handlers["a"](make_run(), nothing)
+    async with training(bus, handlers["a"], "a"), training(bus, handlers["b"], "b"):
+        # When a log's beginning goes to any of them, and its end to the one that answered
+        await bus.publish([(bus.cell.train, stretch(forward_backward(1)))])
+        first = await answer(bus)
+        await bus.publish([(bus.cell.trainer(first.holder), stretch(optim_step(2), first=first.held))])
+
+        # Then that one commits the version
+        last = await answer(bus)
+    assert first.holder in handlers and last.holder == first.holder
+    assert (last.absent, last.adapter.version) == (False, 1)
+
+
+async def test_a_trainer_that_stops_says_that_the_gradient_is_gone(bus: Bus, store: AdapterStore) -> None:
+    # Given a trainer that has a gradient, and is told to stop while it goes on from it
+    handler = TrainHandler(Trainer(load_tiny(), Budget(1)), store, "tiny", worker="a")
+    await handler(make_run(), nothing)
+    await handler(stretch(forward_backward(1)), nothing)
+    async with training(bus, handler, "a"):
+        await bus.publish([(bus.cell.trainer("a"), stretch(*map(forward_backward, range(2, 60)), first=1))])
+        async with asyncio.timeout(20):
+            while handler.has_room():
+                await asyncio.sleep(0.001)
+
+    # Then its owner hears of it, and nothing is left in an inbox that nobody reads
+    assert (await answer(bus)).absent
+    assert await bus.client.xlen(bus.cell.trainer("a")) == 0
