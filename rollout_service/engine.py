@@ -102,6 +102,9 @@ class Engine(Protocol):
         values were kept (`MARLAAS_ROLLOUT_TURN_BYTES`); on `vllm` scores differ in their last digits with what else is in
         the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
 
+        Log-probs, those of the prompt too, are of logits / temperature (0 counts as 1) over the whole vocabulary. `vllm` differs:
+        with top_k or top_p they are among the tokens kept, and it refuses prompt_logprobs at other temperatures than 0 and 1.
+
         Raises NotFound if the adapter is not resident, InvalidInput for a request that cannot be computed,
         CorruptAdapter for one that cannot be loaded or whose scores are not numbers.
         """

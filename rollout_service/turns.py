@@ -14,7 +14,8 @@ from common.messages import Array, Sampling, TurnRequest, f32
 from rollout_service.engine import Partial
 
 KEPT_PARTIALS = 1024
-MAX_STOP_IDS = 1024
+MAX_STOP_IDS = 128
+"""Each step of the torch engine compares with as many ids as some turn has had."""
 
 T = TypeVar("T")
 

@@ -129,8 +129,6 @@ class Prefill:
 
     def _prompt_logprobs(self, request: TurnRequest, hidden: Tensor) -> Array:
         first, num = first_scored(request), request.num_prompt
-        if first >= num:
-            return prompt_array(request, ())
         tokens = torch.from_numpy(request.tokens.numpy()[first:num].astype(np.int64)).to(hidden.device)
         temperature = request.sampling.temperature or 1.0
         scores = score(

@@ -73,6 +73,28 @@ async def test_turns_go_on_from_their_tokens_when_the_process_dies() -> None:
     assert len(cores.made) == 2 and engine.pid is None
 
 
+async def test_prompt_log_probs_are_asked_for_until_they_came_and_then_no_more() -> None:
+    cores = Cores()
+    async with started(cores, "a") as engine:
+        asked = request(ref("a"), max_tokens=200, temperature=0.0, prompt_logprobs=-1)
+        whole = await one(engine, asked)
+        task = asyncio.create_task(one(engine, asked))
+        await until(lambda: (p := engine.partial(asked.id)) and p.num_sampled > 5)
+        cores.last.dead.set()
+        resumed = await task
+    assert resumed.prompt_logprobs.data == whole.prompt_logprobs.data and resumed.tokens == whole.tokens
+    assert [core.prompts_scored for core in cores.made] == [2, 0]
+
+
+async def test_a_process_that_leaves_out_prompt_log_probs_is_given_up_and_the_turn_fails_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RESTART_DELAYS_S", (0.0,))
+    async with started(Cores(skips_prompts=True)) as engine:
+        with pytest.raises(InvalidInput, match="died 4 times"):
+            await one(engine, request(max_tokens=3, prompt_logprobs=2))
+
+
 async def test_a_resumed_turn_draws_from_another_stream_and_the_same_each_time() -> None:
     async with started(Cores()) as engine:
         whole = await one(engine, request(max_tokens=60))

@@ -126,6 +126,15 @@ async def turn(handler: RolloutHandler, asked: TurnRequest) -> tuple[str, TurnRe
     return stream, result
 
 
+async def test_prompt_log_probs_go_to_whoever_asked_for_them() -> None:
+    store, _ = await store_with()
+    async with running() as engine, serving(engine, store) as (handler, _):
+        _, result = await turn(handler, request(reply_to="reply:x", max_tokens=1, prompt_logprobs=3))
+        _, plain = await turn(handler, request(reply_to="reply:x", max_tokens=1))
+    assert np.isfinite(result.prompt_logprobs.numpy()).sum() == 3
+    assert len(result.prompt_logprobs) == result.request.num_prompt and len(plain.prompt_logprobs) == 0
+
+
 async def test_a_turn_goes_to_env_with_its_adapter_and_what_it_cost() -> None:
     store, _ = await store_with(ref("a"))
     async with running(adapters={}) as engine, serving(engine, store) as (handler, _):

@@ -27,6 +27,8 @@ class FakeCore:
     deadly: frozenset[str] = frozenset()  # jobs whose turns end the process
     hangs: bool = False  # gives no token
     fails_to_start: bool = False
+    skips_prompts: bool = False  # gives no log-probs of prompts
+    prompts_scored: int = 0
     loaded: dict[int, str] = field(default_factory=dict[int, str])  # number -> digest of the files
     most_loaded: int = 0
     running: int = 0
@@ -98,8 +100,9 @@ class FakeCore:
             raise CoreDied("unreachable")
 
     def _of_prompt(self, request: SamplingRequest, digest: str) -> list[float]:
-        if not request.prompt_logprobs:
+        if not request.prompt_logprobs or self.skips_prompts:
             return []
+        self.prompts_scored += 1
         tokens = request.tokens
         return [float(_logprobs(digest, tokens[:i], self.vocab, 1.0)[tokens[i]]) for i in range(1, len(tokens))]
 
