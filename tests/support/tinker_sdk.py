@@ -30,38 +30,38 @@ INSTALL_S = 300.0
 PROGRAM_S = 90.0
 
 
-def cache_folder() -> Path:
+def cache_folder(version: str) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "marlaas" / f"tinker-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(root) / "marlaas" / f"tinker-{version}-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @cache
-def sdk_python() -> str:
-    """The interpreter of the environment, which is made when it is first needed. Skips the test if it cannot be made."""
-    folder = cache_folder()
+def sdk_python(version: str) -> str:
+    """The interpreter of a version's environment, which is made when it is first needed. Skips the test if it cannot be made."""
+    folder = cache_folder(version)
     python, ready = folder / "bin" / "python", folder / ".ready"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
         if not ready.exists():
             try:
-                _make(folder, python)
+                _make(folder, python, version)
             except (OSError, subprocess.SubprocessError) as error:
                 pytest.skip(f"the tinker SDK cannot be installed here: {error}")
             ready.touch()
     return str(python)
 
 
-def _make(folder: Path, python: Path) -> None:
+def _make(folder: Path, python: Path, version: str) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=INSTALL_S)
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check", "install"]
     subprocess.run([*pip, *NEEDS, *MORE], check=True, timeout=INSTALL_S, capture_output=True)
-    subprocess.run([*pip, "--no-deps", f"tinker=={VERSION}"], check=True, timeout=INSTALL_S, capture_output=True)
+    subprocess.run([*pip, "--no-deps", f"tinker=={version}"], check=True, timeout=INSTALL_S, capture_output=True)
 
 
-async def run_sdk(program: str, *, url: str = "", key: str = "", timeout_s: float = PROGRAM_S) -> Any:
+async def run_sdk(program: str, *, url: str = "", key: str = "", version: str = VERSION) -> Any:
     """What a program of Python prints last, as JSON. It finds the service by the SDK's own variables."""
-    python = await asyncio.to_thread(sdk_python)
+    python = await asyncio.to_thread(sdk_python, version)
     variables = {
         **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
         "TINKER_BASE_URL": url or "http://127.0.0.1:9",
@@ -72,7 +72,7 @@ async def run_sdk(program: str, *, url: str = "", key: str = "", timeout_s: floa
         python, "-c", program, env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(PROGRAM_S):
             out, err = await process.communicate()
     finally:
         if process.returncode is None:

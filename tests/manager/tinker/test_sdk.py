@@ -43,8 +43,8 @@ service = tinker.ServiceClient()
 """
 
 
-async def run(server: ApiServer, program: str) -> Any:
-    return await run_sdk(HEAD + program, url=server.url, key=server.key)
+async def run(server: ApiServer, program: str, **options: Any) -> Any:
+    return await run_sdk(HEAD + program, url=server.url, key=server.key, **options)
 
 
 async def test_a_run_is_created_trained_and_saved(server: ApiServer, owner: StandInRuns) -> None:
@@ -211,3 +211,33 @@ print(json.dumps({
     assert told["all"] == ["training", "sampler"]
     assert told["info"] == [4, True, False, False]
     assert told["sessions"] == [told["mine"][0].partition(":train:")[0]]
+
+
+@pytest.mark.parametrize("version", ["0.24.1", "0.16.1"])
+async def test_older_clients_train_and_sample(server: ApiServer, owner: StandInRuns, version: str) -> None:
+    """The first speaks protobuf for the service tells it to, the second knows JSON alone."""
+    async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
+        told = await run(
+            server,
+            """
+client = service.create_lora_training_client("tiny", rank=4)
+fb, step = client.forward_backward([datum(3), datum(5)], "cross_entropy"), client.optim_step(types.AdamParams())
+fb, step = fb.result(), step.result()
+forward = client.forward([datum(4)], "cross_entropy").result()
+path = client.save_state("first").result().path
+sampler = client.save_weights_and_get_sampling_client("second")
+result = sampler.sample(types.ModelInput.from_ints([104]), num_samples=2,
+    sampling_params=types.SamplingParams(max_tokens=8)).result()
+print(json.dumps({"logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_outputs], "loss": fb.metrics,
+    "step": step.metrics, "forward": forward.metrics, "path": path,
+    "samples": [[list(s.tokens), list(s.logprobs), s.stop_reason] for s in result.sequences],
+    "wrong": told(client.forward_backward([datum(3)], "ppo"))}))
+""",
+            version=version,
+        )
+    assert told["logprobs"] == [[-0.5] * 3, [-0.5] * 5] and told["loss"] == {"loss:sum": 8.0}
+    assert told["step"]["version"] == 1.0 and told["forward"] == {"loss:sum": 4.0}
+    assert told["path"].endswith("/weights/first") and "lacks 'logprobs'" in told["wrong"]
+    assert told["samples"] == [[[*b"ok", 256], [-0.5] * 3, "stop"]] * 2
+    actions = [operation.action for operation in owner.seen]
+    assert actions[:5] == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
