@@ -80,6 +80,9 @@ def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> I
     tokens, zeros = i32(prompt), np.zeros(len(prompt))
     logprobs, written = f32(zeros), u8(zeros)
     for sample in range(ask.num_choices):
+        sampling = ask.sampling[group]
+        if sample and sampling.prompt_logprobs:  # the same for all, and computed once
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=0)
         trajectory = TrajectoryRef("chat", ask.seed, group, sample)
         request = TurnRequest(
             id=turn_id(job, trajectory, ask.adapter.version, 0),
@@ -92,7 +95,7 @@ def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> I
             tokens=tokens,
             logprobs=logprobs,
             written=written,
-            sampling=ask.sampling[group],
+            sampling=sampling,
             reply_to=reply_to,
             stream=ask.stream,
         )

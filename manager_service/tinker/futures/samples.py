@@ -218,7 +218,8 @@ def _patience_s(request: Request) -> float:
 
 def _sampled(result: TurnResult) -> Sampled:
     """The context's end reads like the limit of tokens."""
-    return Sampled(result.tokens, result.logprobs, "stop" if result.stop_reason == "stop" else "length")
+    reason = "stop" if result.stop_reason == "stop" else "length"
+    return Sampled(result.tokens, result.logprobs, reason, result.prompt_logprobs)
 
 
 def _too_many() -> ApiError:

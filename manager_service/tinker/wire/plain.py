@@ -1,5 +1,6 @@
 """Reads and writes as JSON what is protobuf for newer clients: the `tinker` SDK up to 0.21."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -88,6 +89,7 @@ def _array(array: Array) -> dict[str, Any]:
 
 
 def write_samples(samples: Iterable[Sampled]) -> bytes:
+    samples = list(samples)
     sequences = [
         {
             "stop_reason": sample.stop_reason,
@@ -96,4 +98,7 @@ def write_samples(samples: Iterable[Sampled]) -> bytes:
         }
         for sample in samples
     ]
-    return msgspec.json.encode({"type": "sample", "sequences": sequences})
+    prompt = [
+        None if math.isnan(value) else value for each in samples for value in each.prompt_logprobs.numpy().tolist()
+    ]
+    return msgspec.json.encode({"type": "sample", "sequences": sequences, "prompt_logprobs": prompt or None})

@@ -78,4 +78,6 @@ def write_samples(samples: Iterable[Sampled]) -> bytes:
     for sample in samples:
         reason = pb.STOP_REASON_STOP if sample.stop_reason == "stop" else pb.STOP_REASON_LENGTH
         message.sequences.add(stop_reason=reason, tokens=sample.tokens.data, logprobs=sample.logprobs.data)
+        if len(sample.prompt_logprobs):
+            message.prompt_logprobs = sample.prompt_logprobs.data
     return message.SerializeToString(deterministic=True)

@@ -6,19 +6,17 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import InvalidInput
-from common.messages import Array, Sampling, i32
+from common.messages import EMPTY_F32, Array, Sampling, i32
 
 MAX_SAMPLES = 1024
 """Of one request."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 
 NOT_OFFERED: Mapping[str, str] = {
-    "prompt_logprobs": "log-probs of the prompt are not offered yet: leave it out",
     "topk_prompt_logprobs": "alternatives to the prompt's tokens are not offered: leave it out",
     "topk_sample_logprobs": "alternatives to the sampled tokens are not offered: leave it out",
     "target_prompt_logprobs": "it is not offered: leave it out",
     "prompt_alt_tokens_k": "it is not offered: leave it out",
-    "prompt_logprobs_last_n": "log-probs of the prompt are not offered yet: leave it out",
     "record_stability_info": "stable_reinforce is not offered: leave it out, and train with loss_fn=importance_sampling",
 }
 
@@ -83,6 +81,9 @@ class Sampled(msgspec.Struct, frozen=True):
     tokens: Array  # i4 [T]
     logprobs: Array  # f4 [T]
     stop_reason: Literal["stop", "length"]
+    prompt_logprobs: Array = (
+        EMPTY_F32  # f4 [tokens of the prompt], NaN where none was asked for; of the first sample alone
+    )
 
 
 def read_sample(body: bytes) -> CheckedSample:
@@ -101,7 +102,7 @@ def read_sample(body: bytes) -> CheckedSample:
         prompt=_prompt(given.prompt),
         num_samples=given.num_samples,
         seed=None if params.seed is None else params.seed % 2**53,
-        sampling=_sampling(params),
+        sampling=_sampling(params, _prompt_logprobs(given)),
         sampler=given.sampling_session_id,
         seq=given.seq_id,
         base_model=given.base_model,
@@ -118,31 +119,45 @@ def _prompt(prompt: ModelInput) -> Array:
     return i32(tokens)
 
 
-def _sampling(params: SamplingParams) -> Sampling:
+def _prompt_logprobs(given: SampleGiven) -> int:
+    """See `Sampling.prompt_logprobs`."""
+    last = given.prompt_logprobs_last_n
+    if last is not None and last < 1:
+        raise InvalidInput("prompt_logprobs_last_n must be at least 1", param="prompt_logprobs_last_n")
+    return last or (-1 if given.prompt_logprobs else 0)
+
+
+def _sampling(params: SamplingParams, prompt_logprobs: int) -> Sampling:
     if params.max_tokens is not None and params.max_tokens < 1:
         raise InvalidInput("sampling_params.max_tokens must be at least 1", param="sampling_params.max_tokens")
     if not 0 <= params.temperature <= 100:
         raise InvalidInput("sampling_params.temperature is between 0 and 100", param="sampling_params.temperature")
     if not 0 < params.top_p <= 1:
         raise InvalidInput("sampling_params.top_p is above 0, and at most 1", param="sampling_params.top_p")
-    if params.top_k != -1:
-        raise InvalidInput("sampling_params.top_k is not offered yet: leave it out", param="sampling_params.top_k")
-    return Sampling(params.temperature, params.max_tokens or 0, params.top_p, _stops(params.stop))
+    if params.top_k < -1:
+        raise InvalidInput("sampling_params.top_k is at least 1, or -1 for all tokens", param="sampling_params.top_k")
+    words, ids = _stops(params.stop)
+    return Sampling(
+        temperature=params.temperature,
+        max_tokens=params.max_tokens or 0,
+        top_p=params.top_p,
+        stop=words,
+        top_k=max(0, params.top_k),
+        stop_ids=ids,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
-def _stops(stop: str | Sequence[str | int] | None) -> tuple[str, ...]:
+def _stops(stop: str | Sequence[str | int] | None) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """The strings, and the ids in place of the model's own; None: its own. An empty list: nothing ends a sample but its length."""
     stops = (stop,) if isinstance(stop, str) else stop
     if stops is None:
-        return ()
+        return (), None
     words = tuple(word for word in stops if isinstance(word, str))
-    if len(words) < len(stops) or not stops:
+    ids = tuple(token for token in stops if isinstance(token, int))
+    if len(stops) > MAX_STOPS or not all(0 < len(word) <= MAX_STOP_CHARACTERS for word in words):
         raise InvalidInput(
-            "sampling_params.stop: token ids, and [] for no end at all, are not offered yet: give strings",
+            f"sampling_params.stop: at most {MAX_STOPS} token ids, and strings of 1 to {MAX_STOP_CHARACTERS} characters",
             param="sampling_params.stop",
         )
-    if len(words) > MAX_STOPS or not all(0 < len(word) <= MAX_STOP_CHARACTERS for word in words):
-        raise InvalidInput(
-            f"sampling_params.stop: at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
-            param="sampling_params.stop",
-        )
-    return words
+    return words, ids if ids or not words else None

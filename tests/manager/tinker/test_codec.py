@@ -287,14 +287,39 @@ def test_a_request_for_samples_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stop", "strings", "ids"),
+    [(None, (), None), ([], (), ()), (["a"], ("a",), None), ([7, 8], (), (7, 8)), (["a", 7], ("a",), (7,))],
+)
+def test_what_ends_a_sample(stop: Any, strings: tuple[str, ...], ids: tuple[int, ...] | None) -> None:
+    """Nothing said: the model's own ids; an empty list: nothing."""
+    sampling = read_sample(asked(sampling_params={"stop": stop})).sampling
+    assert (sampling.stop, sampling.stop_ids) == (strings, ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num"),
+    [
+        ({}, 0),
+        ({"prompt_logprobs": True}, -1),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, 3),
+        ({"sampling_params": {"top_k": 5}}, 0),
+    ],
+)
+def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[str, Any], num: int) -> None:
+    sampling = read_sample(asked(**fields)).sampling
+    assert sampling.prompt_logprobs == num
+    assert sampling.top_k == fields.get("sampling_params", {}).get("top_k", 0)
+
+
+@pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"prompt_logprobs": True}, "prompt_logprobs: log-probs of the prompt are not offered yet"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n must be at least 1"),
         ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
         ({"record_stability_info": True}, "train with loss_fn=importance_sampling"),
-        ({"sampling_params": {"top_k": 5}}, "top_k is not offered yet"),
-        ({"sampling_params": {"stop": [7]}}, "token ids, and [[] for no end at all"),
-        ({"sampling_params": {"stop": []}}, "are not offered yet: give strings"),
+        ({"sampling_params": {"top_k": -2}}, "top_k is at least 1"),
+        ({"sampling_params": {"stop": [""]}}, "strings of 1 to"),
+        ({"sampling_params": {"stop": list(range(65))}}, "at most 64 token ids"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens must be at least 1"),
         ({"num_samples": 0}, "num_samples is between 1 and"),
