@@ -1,14 +1,16 @@
-"""Measures how soon the work of a killed worker goes on, beside workers that have no slot free.
+"""Measures how soon the work of a killed worker goes on, beside workers that have no slot free, and what that costs these.
 
     python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--json FILE]
 
 A consumer reads entries and is never heard again. Three workers take over, each with all of its slots taken by work that lasts two
-to six leases, and with more of it waiting. An orphan goes on when its handler begins. Redis is the one of `marlaas up`.
+to six leases, and with more of it waiting. An orphan goes on when its handler begins. The survivors' speed is the time that they
+spent on work of their own in six leases, against the same without orphans. Redis is the one of `marlaas up`.
 """
 
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,11 @@ from harness.standin import StandIn
 CELL = Cell("tiny")
 NUM_WORKERS, SLOTS = 3, 32
 GIVE_UP_LEASES = 20
+WATCHED_LEASES = 6
+"""Over which the survivors' speed is taken."""
 BEAT_S = 0.1
+ORPHANS = 1000
+"""Groups below are orphans."""
 
 
 @dataclass
@@ -33,13 +39,16 @@ class LongWork(StandIn):
 
     lease_s: float
     begun_s: dict[int, float] = field(default_factory=dict[int, float])  # group -> monotonic
+    worked_s: dict[int, float] = field(default_factory=dict[int, float])  # group -> up to now
 
     async def __call__(self, message: Start, beat: Beat) -> list[Out]:
         self.begun_s.setdefault(message.group, time.monotonic())
         end = time.monotonic() + random.Random(message.group).uniform(2, 6) * self.lease_s
         while time.monotonic() < end:
             beat()
+            since = time.monotonic()
             await asyncio.sleep(BEAT_S)
+            self.worked_s[message.group] = self.worked_s.get(message.group, 0.0) + time.monotonic() - since
         return []
 
 
@@ -60,27 +69,38 @@ def start(group: int) -> Start:
     )
 
 
-async def waits(url: str, lease_s: float, num_orphans: int) -> list[float]:
-    """Seconds from the last renewal of each orphan that went on to its beginning elsewhere, sorted."""
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """What three workers did after a fourth was killed."""
+
+    waits_s: list[float]  # from the last renewal of each orphan that went on to its beginning elsewhere, sorted
+    own_s: float  # spent on other work within WATCHED_LEASES, added up over slots
+
+
+async def survive(url: str, lease_s: float, num_orphans: int) -> Survived:
     buses = [Bus.connect(url, CELL) for _ in range(NUM_WORKERS)]
     await buses[0].ensure_group(CELL.env, GROUP_ENV)
     await buses[0].publish([(CELL.env, start(group)) for group in range(num_orphans)])
-    await buses[0].read([CELL.env], GROUP_ENV, "killed", count=num_orphans)
+    if num_orphans:
+        await buses[0].read([CELL.env], GROUP_ENV, "killed", count=num_orphans)
     since = time.monotonic()
-    await buses[0].publish([(CELL.env, start(num_orphans + n)) for n in range(GIVE_UP_LEASES * NUM_WORKERS * SLOTS)])
+    await buses[0].publish([(CELL.env, start(ORPHANS + n)) for n in range(GIVE_UP_LEASES * NUM_WORKERS * SLOTS)])
     handlers, stop = [LongWork(lease_s) for _ in buses], asyncio.Event()
     workers = [_worker(bus, handler, lease_s) for bus, handler in zip(buses, handlers, strict=True)]
     tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
-    found: list[float] = []
-    while time.monotonic() - since < GIVE_UP_LEASES * lease_s and len(found) < num_orphans:
+    await asyncio.sleep(WATCHED_LEASES * lease_s - (time.monotonic() - since))
+    own_s = sum(s for handler in handlers for group, s in handler.worked_s.items() if group >= ORPHANS)
+    while len(waits := _waits(handlers, since)) < num_orphans and time.monotonic() - since < GIVE_UP_LEASES * lease_s:
         await asyncio.sleep(BEAT_S)
-        begun = [at for handler in handlers for group, at in handler.begun_s.items() if group < num_orphans]
-        found = sorted(at - since for at in begun)
     stop.set()
     await asyncio.wait(tasks)
     for bus in buses:
         await bus.close()
-    return found
+    return Survived(waits, own_s)
+
+
+def _waits(handlers: Sequence[LongWork], since: float) -> list[float]:
+    return sorted(at - since for handler in handlers for group, at in handler.begun_s.items() if group < ORPHANS)
 
 
 def _worker(bus: Bus, handler: LongWork, lease_s: float) -> Worker:
@@ -91,13 +111,27 @@ def _worker(bus: Bus, handler: LongWork, lease_s: float) -> Worker:
 def measure(options: Any) -> Report:
     lease_s, num_orphans = float(options.lease_s), int(options.orphans)
     with embedded_redis() as server:
-        found = asyncio.run(waits(server.url, lease_s, num_orphans))
-    in_time = sum(wait <= lease_s + 2 for wait in found)
-    last = found[-1] if found else float("nan")
-    row = (num_orphans, len(found), in_time, last - lease_s)
-    table = make_table("Take-over", ("orphans", "went on", "within lease + 2 s", "last: lease + s"), [row])
-    figures = {"orphans": num_orphans, "went_on": len(found), "in_time": in_time, "last_s": last, "lease_s": lease_s}
-    return Report([table], figures, [Goal("orphans that go on in time", 100 * in_time / num_orphans, 100, " %")])
+        found = asyncio.run(survive(server.url, lease_s, num_orphans))
+    with embedded_redis() as server:
+        undisturbed = asyncio.run(survive(server.url, lease_s, 0))
+    in_time = sum(wait <= lease_s + 2 for wait in found.waits_s)
+    last = found.waits_s[-1] if found.waits_s else float("nan")
+    speed = found.own_s / undisturbed.own_s
+    columns = ("orphans", "went on", "within lease + 2 s", "last: lease + s", "survivors' speed %")
+    table = make_table("Take-over", columns, [(num_orphans, len(found.waits_s), in_time, last - lease_s, 100 * speed)])
+    figures = {
+        "orphans": num_orphans,
+        "went_on": len(found.waits_s),
+        "in_time": in_time,
+        "last_s": last,
+        "lease_s": lease_s,
+        "survivors_speed": speed,
+    }
+    goals = [
+        Goal("orphans that go on in time", 100 * in_time / num_orphans, 100, " %"),
+        Goal("survivors' speed", 100 * speed, 90, " %"),
+    ]
+    return Report([table], figures, goals)
 
 
 if __name__ == "__main__":
