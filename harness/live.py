@@ -71,11 +71,13 @@ class Api:
             self._files[key] = await self.upload(f"{skill}.jsonl", jsonl(generate(skill, 1, number, split)))
         return self._files[key]
 
-    async def submit(self, skill: str, *, seed: int = 7, evaluate: bool = False, **hyper: Any) -> str:
+    async def submit(
+        self, skill: str, *, model: str = "tiny", seed: int = 7, evaluate: bool = False, **hyper: Any
+    ) -> str:
         """A job on a skill's items; returns its id."""
         how = {"environment": CALCULATOR} if skill == "calc" else {"grader": GRADER}
         body: dict[str, Any] = {
-            "model": "tiny",
+            "model": model,
             "seed": seed,
             "suffix": skill,
             "training_file": await self.file(skill, "train", 128),

@@ -27,7 +27,7 @@ NEEDS = (
 MORE = ("anyio<5", "click", "distro<2", "typing-extensions<5")
 """What the SDK needs, without what only its tokenizers need."""
 INSTALL_S = 300.0
-PROGRAM_S = 90.0
+PROGRAM_S = 300.0
 
 
 def cache_folder(version: str) -> Path:

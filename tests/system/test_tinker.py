@@ -1,0 +1,115 @@
+"""The unmodified `tinker` SDK against a whole cluster of real processes."""
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from common.adapters import PEFT_FILES, AdapterStore
+from common.messages import AdapterRef
+from common.objects import Objects
+from harness.live import running
+from manager_service.local.supervisor import LocalCluster
+from manager_service.runs.records import run_of
+from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+LOOP = Path(__file__).resolve().parents[2] / "examples" / "tinker_loop.py"
+TENANT = "default"
+
+HEAD = """
+import json, tinker
+from tinker import types
+service = tinker.ServiceClient()
+def prompt(question):
+    return [259, *question.encode(), 256, 260]
+def datum(n):
+    tokens = [(7 * n + i) % 200 for i in range(12)]
+    inputs = {"target_tokens": tokens[1:] + [0], "weights": [1.0] * 12}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+"""
+STEPS = 6
+TRAIN = (
+    HEAD
+    + f"""
+client = service.create_lora_training_client("tiny", rank=8, seed=3).result()
+for step in range({STEPS}):
+    for part in range(3):
+        client.forward_backward([datum(3 * step + part)], "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+kept = client.save_state("end").result().path
+print(json.dumps(kept))
+"""
+)
+
+
+async def final_adapter(cluster: LocalCluster, path: str) -> dict[str, bytes]:
+    """Files of the version that a path of a run's last checkpoint names."""
+    run = run_of(path.removeprefix("tinker://").partition("/")[0])
+    assert run is not None
+    store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
+    return await store.read(AdapterRef(TENANT, run, STEPS), PEFT_FILES)
+
+
+async def sdk(cluster: LocalCluster, program: str) -> Any:
+    return await run_sdk(program, url=cluster.base_url, key=cluster.api_key)
+
+
+async def test_the_loop_that_ships_raises_the_reward(tmp_path: Path) -> None:
+    async with running(tmp_path) as (cluster, _):
+        variables = {
+            "TINKER_BASE_URL": cluster.base_url,
+            "TINKER_API_KEY": f"tml-{cluster.api_key}",
+            "PATH": os.environ["PATH"],
+        }
+        process = await asyncio.create_subprocess_exec(sdk_python(VERSION), LOOP, "--steps", "12", env=variables)
+        assert await process.wait() == 0
+
+
+@pytest.mark.exact
+async def test_kills_between_operations_change_no_bit(tmp_path: Path) -> None:
+    deterministic = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
+    async with running(tmp_path / "alone", environment=deterministic) as (cluster, _):
+        alone = await final_adapter(cluster, await sdk(cluster, TRAIN))
+    async with running(tmp_path / "killed", environment=deterministic, trainer=2) as (cluster, _):
+        killing = asyncio.create_task(keep_killing(cluster, ["trainer-0", "manager", "trainer-1"]))
+        try:
+            killed = await final_adapter(cluster, await sdk(cluster, TRAIN))
+        finally:
+            killing.cancel()
+    assert killed == alone
+
+
+async def keep_killing(cluster: LocalCluster, names: list[str]) -> None:
+    """The processes in turn; each is started again."""
+    while True:
+        for name in names:
+            await asyncio.sleep(6)  # a trainer is up again by then
+            cluster.kill(name)
+
+
+async def test_a_runs_version_is_chatted_with_and_gone_on_from(tmp_path: Path) -> None:
+    """One store of versions: of a run by `openai` and by a job, of a job by a run."""
+    async with running(tmp_path) as (cluster, api):
+        path = await sdk(cluster, TRAIN)
+        asked: Any = [{"role": "user", "content": "add 37+58"}]
+        async with AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key) as client:
+            answer = await client.chat.completions.create(model=path, messages=asked, max_tokens=8)
+        assert re.fullmatch(rf"run-[0-9a-f]{{16}}-0@{STEPS}", answer.system_fingerprint or "")
+        job = await api.submit("add", model=path, max_steps=2, batch_size=2, group_size=2)
+        (done,) = await api.until_done(job)
+        assert done["status"] == "succeeded", done["error"]
+        went_on = await sdk(
+            cluster,
+            HEAD
+            + f"""
+client = service.create_training_client_from_state("tinker://{job}/sampler_weights/2").result()
+client.forward_backward([datum(1)], "cross_entropy")
+print(json.dumps(client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics))
+""",
+        )
+        assert went_on["version"] == 1
