@@ -44,7 +44,6 @@ ROUTERS = (
     admin,
     health,
     metrics,
-    docs_page,
 )
 
 
@@ -54,6 +53,7 @@ def create_app(api: Api) -> FastAPI:
         title=TITLE,
         description=DESCRIPTION,
         version="0.1.0",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         separate_input_output_schemas=False,
@@ -63,14 +63,15 @@ def create_app(api: Api) -> FastAPI:
         app.include_router(noun.router)
     errors.install(app)
     settings = api.settings
-    app.add_middleware(KeyFirst, api=api)
     app.add_middleware(
         BodyLimit,
         max_body_bytes=settings.max_body_bytes,
         max_file_bytes=settings.max_file_bytes,
         max_uploads_bytes=settings.max_uploads_bytes,
     )
+    app.add_middleware(KeyFirst, api=api)
     app.openapi = cache(partial(_openapi, app))
+    docs_page.install(app)
     return app
 
 
