@@ -64,9 +64,21 @@ end
 return renewed
 """
 
-# KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts.
-# To look means a walk over all pending entries, so one worker does it for all while the mark lasts.
+# KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts, then
+# the entries that the caller works on itself. To look means a walk over all pending entries, so one worker does it for all while the
+# mark lasts. Who finds its own work idle leaves that to others, and the mark too: it may be the first to look each time.
 FIND_IDLE = """
-if tonumber(ARGV[5]) > 0 and not redis.call('SET', ARGV[4], '1', 'NX', 'PX', ARGV[5]) then return {} end
-return redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[2], '-', '+', ARGV[3])
+local most, lasts = tonumber(ARGV[3]), tonumber(ARGV[5])
+if lasts > 0 and not redis.call('SET', ARGV[4], '1', 'NX', 'PX', ARGV[5]) then return {} end
+local own, found, start, hangs = {}, {}, '-', false
+for i = 6, #ARGV do own[ARGV[i]] = true end
+repeat
+  local rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[2], start, '+', most)
+  for _, row in ipairs(rows) do
+    start = '(' .. row[1]
+    if own[row[1]] then hangs = true else found[#found + 1] = row end
+  end
+until #found > 0 or #rows < most
+if hangs then redis.call('DEL', ARGV[4]) end
+return found
 """

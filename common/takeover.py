@@ -69,8 +69,9 @@ class Takeover:
                     idle = await self._find(inbox)
 
     async def _find(self, inbox: Inbox, every_s: float = 0.0) -> list[Idle]:
+        own = [active.delivery.entry for active in self._underway.of(inbox.stream)]
         found = await self._bus.find_idle(
-            inbox.stream, inbox.group, min_idle_ms=self._lease_ms, every_ms=int(every_s * 1000)
+            inbox.stream, inbox.group, min_idle_ms=self._lease_ms, every_ms=int(every_s * 1000), own=own
         )
         return [idle for idle in found if idle.entry not in self._underway]
 

@@ -10,9 +10,9 @@ Its files:
     server.py            makes the parts behind the routes, and serves them
     context.py           gives each route the manager's parts, and says who is calling
     errors.py            shows errors in OpenAI's shape
-    connections.py       closes connections that send no request
+    connections.py       closes connections that send no request, give no key or read no answer
     body_limit.py        limits the size of request bodies
-    key_first.py         asks for the key before it reads a body
+    key_first.py         asks for the key before it reads a body, and ends connections without one
     places.py            shares a number of places among tenants
     schemas.py           declares the objects that the API answers with
     paging.py            pages through lists as OpenAI does
@@ -35,7 +35,7 @@ Its files:
     feed.py              reads the streams that many requests wait for over one connection
     cluster.py           serves workers, timeline and dead letters
     admin.py             serves tenants and keys to the operator
-    docs_page.py         shows the OpenAPI document as a page
+    docs_page.py         serves the OpenAPI document, also as a page
     health.py            answers /healthz and /readyz
     metrics.py           writes Prometheus' text format
 """

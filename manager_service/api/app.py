@@ -47,7 +47,6 @@ ROUTERS = (
     admin,
     health,
     metrics,
-    docs_page,
     sessions,
     runs,
     operations,
@@ -63,6 +62,7 @@ def create_app(api: Api) -> FastAPI:
         title=TITLE,
         description=DESCRIPTION,
         version="0.1.0",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         separate_input_output_schemas=False,
@@ -73,15 +73,16 @@ def create_app(api: Api) -> FastAPI:
         app.include_router(noun.router)
     errors.install(app)
     settings = api.settings
-    app.add_middleware(KeyFirst, api=api)
     app.add_middleware(
         BodyLimit,
         max_body_bytes=settings.max_body_bytes,
         max_file_bytes=settings.max_file_bytes,
         max_uploads_bytes=settings.max_uploads_bytes,
     )
+    app.add_middleware(KeyFirst, api=api)
     app.add_middleware(Patience)
     app.openapi = cache(partial(_openapi, app))
+    docs_page.install(app)
     return app
 
 

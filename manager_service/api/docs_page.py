@@ -1,22 +1,35 @@
-"""GET /docs: the OpenAPI document as one page that needs no script, no font and no other server."""
+"""GET /openapi.json, and GET /docs: the same document as one page that needs no script, no font and no other server.
 
-from collections.abc import Iterator
+Both are made once: anybody may ask for them, as often as they like."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import HTMLResponse
-
-router = APIRouter(include_in_schema=False)
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 summary{cursor:pointer}table{border-collapse:collapse}td{padding:0 1rem 0 0;vertical-align:top}
 code,pre{font:14px/1.4 ui-monospace,monospace}details{margin:.3rem 0}"""
 
 
-@router.get("/docs")
-async def docs(request: Request) -> HTMLResponse:
-    return HTMLResponse(page(request.app.openapi()))
+def install(app: FastAPI) -> None:
+    """Adds both paths to an application that is complete."""
+    _serve(app, "/openapi.json", lambda: json.dumps(app.openapi()), "application/json")
+    _serve(app, "/docs", lambda: page(app.openapi()), "text/html")
+
+
+def _serve(app: FastAPI, path: str, make: Callable[[], str], media_type: str) -> None:
+    content = cache(lambda: make().encode())
+
+    async def answer(_: Request) -> Response:
+        return Response(content(), media_type=media_type)
+
+    app.add_route(path, answer, include_in_schema=False)
 
 
 def page(document: dict[str, Any]) -> str:

@@ -1,11 +1,14 @@
-"""Answers a request with a body and without a known key before it reads the body."""
+"""Answers a request with a body and without a known key before it reads the body, and ends a connection after an answer to a request
+without one: what was sent behind it is never worked on."""
 
 from redis.exceptions import RedisError
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import MarlaasError
 from manager_service.api.context import Api, authenticate
 from manager_service.api.errors import ApiError, answer, translated
+
+CLOSE = (b"connection", b"close")
 
 
 class KeyFirst:
@@ -16,15 +19,22 @@ class KeyFirst:
         self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _has_body(scope):
-            try:
-                await authenticate(self._api, scope)
-            except (ApiError, MarlaasError, RedisError) as error:
-                ours = translated(error)
-                refusal = answer(ours.status_code, ours.detail, code=ours.code, headers=ours.headers)
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        async def answering(message: Message) -> None:
+            if message["type"] == "http.response.start" and scope.get("key") is None:
+                message = {**message, "headers": [*message.get("headers", ()), CLOSE]}
+            await send(message)
+
+        app = await self._refusal(scope) if scope["type"] == "http" and _has_body(scope) else None
+        await (app or self._app)(scope, receive, answering)
+
+    async def _refusal(self, scope: Scope) -> ASGIApp | None:
+        """The answer to a request without a known key; None if it has one."""
+        try:
+            await authenticate(self._api, scope)
+        except (ApiError, MarlaasError, RedisError) as error:
+            ours = translated(error)
+            return answer(ours.status_code, ours.detail, code=ours.code, headers=ours.headers)
+        return None
 
 
 def _has_body(scope: Scope) -> bool:

@@ -11,7 +11,7 @@ Its files:
     submit.py     `submit`: uploads the files, and creates a job
     jobs.py       `jobs`, `events`, `cancel`, `pause`, `resume`
     watch.py      `watch`: shows jobs and workers, live
-    view.py       draws the live tables
+    view.py       draws the live tables, and lines of events
     progress.py   gathers what is known of a running job from its events
     pull.py       `pull`: downloads an adapter
     account.py    `usage`, `ledger`, `samples`

@@ -1,14 +1,13 @@
 """`jobs, events, cancel, pause, resume`."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from manager_service.cli.client import JOBS, Client, Record
 from manager_service.cli.options import Data, JobId, Json, Url, connect
 from manager_service.cli.output import cells, clock, console, print_json, print_table, say, status, table
-
-SHOWN_METRICS = ("step", "reward_mean", "eval_reward_mean", "loss", "kl", "grad_norm", "step_tokens", "staleness")
+from manager_service.cli.view import event_line
 
 
 def jobs(
@@ -75,19 +74,6 @@ def reason(job: Record) -> str:
     """The reason of its failure; empty if it did not fail."""
     error: Record = job.get("error") or {}
     return str(error.get("message", ""))
-
-
-def event_line(event: Record) -> str:
-    """`12:30:05  step 3 reward_mean 0.61 …`, or the event's message."""
-    values: dict[str, Any] = event.get("data") or {}
-    metrics = [f"{name} {_short(values[name])}" for name in SHOWN_METRICS if values.get(name) is not None]
-    text = "  ".join(metrics) if event.get("type") == "metrics" and metrics else str(event["message"])
-    level = "" if event.get("level", "info") == "info" else f"{event['level']}: "
-    return f"{clock(event['created_at'])}  {level}{text}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _act(job: str, verb: str, url: Url, data: Data, as_json: bool) -> None:

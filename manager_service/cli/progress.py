@@ -27,6 +27,8 @@ class JobProgress:
     """reward_mean of each step."""
     evals: dict[int, float] = field(default_factory=dict[int, float])
     """version -> eval_reward_mean."""
+    warning: Record | None = None
+    """The newest event that warns."""
     tuned_model: str | None = None
     created_at: float | None = None
     finished_at: float | None = None
@@ -73,6 +75,8 @@ class JobProgress:
 
     def add(self, event: Record, *, now: float) -> None:
         """`now`: seconds of a monotonic clock, for the rate."""
+        if event.get("level") == "warn":
+            self.warning = event
         data: dict[str, Any] = event.get("data") or {}
         if event.get("type") != "metrics" or not data:
             return

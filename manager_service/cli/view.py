@@ -1,14 +1,17 @@
-"""Live tables: one line a job, one line a worker."""
+"""Live tables, one line a job, one line a worker; and events, one line each."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from manager_service.cli.client import Record
-from manager_service.cli.output import cells, status, table
+from manager_service.cli.output import cells, clock, status, table, visible
 from manager_service.cli.progress import JobProgress, sparkline
 
+SHOWN_METRICS = ("step", "reward_mean", "eval_reward_mean", "loss", "kl", "grad_norm", "step_tokens", "staleness")
 CURVE_WIDTH = 20
 BUSY_WIDTH = 8
 MAX_TENANTS = 6
@@ -32,14 +35,32 @@ def workers_view(workers: Iterable[Record]) -> Table:
 
 
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:
-    """Without the table of workers where none are told."""
-    return Group(jobs_view(jobs, now), *([workers_view(workers)] if workers else []))
+    """Below the jobs their newest warnings. Without the table of workers where none are told."""
+    shown = list(jobs)
+    warnings = [Text(visible(warning_line(job, job.warning)), "yellow") for job in shown if job.warning]
+    return Group(jobs_view(shown, now), *warnings, *([workers_view(workers)] if workers else []))
 
 
 def plain_line(job: JobProgress, now: float) -> str:
     """The row of the table as one plain line, for a pipe."""
     reward = _reward(job.reward) or "-"
     return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}, {_rate(job, now)} tokens/s"
+
+
+def warning_line(job: JobProgress, warning: Record) -> str:
+    """`acme/add: 12:30:05  warn: …`"""
+    return f"{name(job)}: {event_line(warning)}"
+
+
+def event_line(event: Record) -> str:
+    """`12:30:05  step 3  reward_mean 0.61 …`, or the event's message; both if it warns."""
+    values: dict[str, Any] = event.get("data") or {}
+    figures = [f"{name} {_short(values[name])}" for name in SHOWN_METRICS if values.get(name) is not None]
+    shown = figures if event.get("type") == "metrics" else []
+    level = event.get("level", "info")
+    if level == "info":
+        return f"{clock(event['created_at'])}  {'  '.join(shown) or event['message']}"
+    return "  ".join([clock(event["created_at"]), f"{level}: {event['message']}", *shown])
 
 
 def name(job: JobProgress) -> str:
@@ -80,6 +101,10 @@ def _steps(job: JobProgress) -> str:
 
 def _reward(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _rate(job: JobProgress, now: float) -> str:

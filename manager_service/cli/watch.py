@@ -12,7 +12,7 @@ from manager_service.cli.client import FINAL, JOBS, Client, Record
 from manager_service.cli.options import Data, Json, Url, connect, connect_operator
 from manager_service.cli.output import console, print_json, say
 from manager_service.cli.progress import JobProgress
-from manager_service.cli.view import live_view, plain_line
+from manager_service.cli.view import live_view, plain_line, warning_line
 
 PERIOD_S = 1.0
 PLAIN_PERIOD_S = 5.0
@@ -86,10 +86,10 @@ def unfinished(client: Client) -> list[str]:
     return shown[::-1]
 
 
-def _rounds(jobs: list[Watched], period_s: float) -> Iterator[list[Record]]:
+def _rounds(jobs: list[Watched], period_s: float) -> Iterator[list[tuple[JobProgress, Record]]]:
     """Asks for all jobs in rounds, and yields each round's new events. Stops after the round in which all jobs had ended."""
     while True:
-        yield [event for job in jobs if not job.progress.has_ended for event in job.poll()]
+        yield [(job.progress, event) for job in jobs if not job.progress.has_ended for event in job.poll()]
         if all(job.progress.has_ended for job in jobs):
             return
         time.sleep(period_s)
@@ -97,12 +97,15 @@ def _rounds(jobs: list[Watched], period_s: float) -> Iterator[list[Record]]:
 
 def _print_events(jobs: list[Watched]) -> None:
     for events in _rounds(jobs, PERIOD_S):
-        for event in events:
+        for _, event in events:
             print_json(event)
 
 
 def _print_lines(jobs: list[Watched]) -> None:
-    for _ in _rounds(jobs, PLAIN_PERIOD_S):
+    for events in _rounds(jobs, PLAIN_PERIOD_S):
+        for progress, event in events:
+            if event.get("level") == "warn":
+                say(warning_line(progress, event))
         for job in jobs:
             say(plain_line(job.progress, time.monotonic()))
 

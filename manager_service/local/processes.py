@@ -50,6 +50,7 @@ class KeptProcess:
         self.refused = False
         """It ended because of its settings. It is tried again now and then: what they name may come up."""
         self._notify = notify
+        self._kept_from = size(command.log)
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -64,17 +65,23 @@ class KeptProcess:
         delay_s = 0.0
         try:
             while not self._stopping.is_set():
-                since = time.monotonic()
+                since, said_from = time.monotonic(), size(self.command.log)
                 status = await self._run_once()
                 if self._stopping.is_set():
                     return
                 self.refused = status == REFUSED
                 delay_s = MAX_DELAY_S if self.refused else _next_delay(delay_s, lived_s=time.monotonic() - since)
                 self.num_exits += 1
-                self._notify(f"{self.command.name} {describe(status)}; starting again in {delay_s:.1f} s")
+                reason = tail(self.command.log, 1, start=said_from) if status > 0 else ""
+                ended = f"{self.command.name} {describe(status)}{reason and f': {reason}'}"
+                self._notify(f"{ended}; starting again in {delay_s:.1f} s")
                 await _wait(self._stopping, delay_s)
         finally:
             self._ended.set()
+
+    def last_words(self, num_lines: int) -> str:
+        """The end of what it has written since it is kept; a log may hold more, of earlier keepers."""
+        return tail(self.command.log, num_lines, start=self._kept_from)
 
     def signal(self, number: int) -> bool:
         """False if it is not running just now."""
@@ -138,12 +145,18 @@ def rotate(log: Path, limit_bytes: int = MAX_LOG_BYTES) -> None:
         os.truncate(log, 0)
 
 
-def tail(log: Path, num_lines: int = 15) -> str:
-    """The last lines of a log, for an error message."""
-    if not log.exists():
+def size(log: Path) -> int:
+    """In bytes; 0 before its first line."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def tail(log: Path, num_lines: int = 15, *, start: int = 0) -> str:
+    """The last lines of a log, for an error message. `start`: the byte before which nothing counts, unless it was rotated since."""
+    end = size(log)
+    if end == 0:
         return ""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 16_384))
+        file.seek(max(start if start <= end else 0, end - 16_384))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
 
 

@@ -32,7 +32,7 @@ from common.redis_connection import make_client
 from common.settings import parse_base_models
 from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
-from manager_service.local.processes import Command, KeptProcess, Notify, rotate, tail
+from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
 
 GRACE_S = 4.0
@@ -258,15 +258,15 @@ class LocalCluster:
 
     def _check_start(self, suspect: str, *, late: bool) -> None:
         """Raises StartError if a child refuses its settings or keeps dying, or about `suspect` if the start took too long."""
-        for name, process in self._processes.items():
+        for process in self._processes.values():
             if process.refused:
-                raise StartError(tail(self.log_file(name), 1))
+                raise StartError(process.last_words(1))
         dying = [n for n, process in self._processes.items() if process.num_exits >= MAX_EXITS_AT_START]
         if dying or late:
             name = dying[0] if dying else suspect
             what = "keeps ending" if dying else "does not answer"
-            log = self.log_file(name)
-            raise StartError(f"{name} {what}; the end of {log}:\n{tail(log)}")
+            end = self._processes[name].last_words(15)
+            raise StartError(f"{name} {what}; the end of {self.log_file(name)}:\n{end}")
 
     def _report_end(self, running: "asyncio.Task[None]") -> None:
         if not running.cancelled() and (error := running.exception()):

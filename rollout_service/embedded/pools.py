@@ -21,6 +21,7 @@ from torch import Tensor
 
 from base_model.decoder import DecoderConfig
 from base_model.kernels import DEFAULT
+from common.errors import InvalidInput
 from rollout_service.embedded.seats import TurnRow
 
 MIN_LENGTH = 64
@@ -133,15 +134,15 @@ class Pools:
     """The pools of all length classes. Together they take at most `budget_bytes`, also while one is resized."""
 
     def __init__(self, config: DecoderConfig, like: Tensor, budget_bytes: int) -> None:
-        """Raises ValueError if not even one row of the whole context fits."""
+        """Raises InvalidInput if not even one row of the whole context fits."""
         self._config, self._like = config, like
         self.token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * like.element_size()
         whole = self.token_bytes * length_class(config.context, config.context)
         self._room = budget_bytes * config.num_layers // (config.num_layers + 1)  # the rest: the layer that is resized
         if self._room < whole:
-            raise ValueError(
+            raise InvalidInput(
                 f"the memory for keys and values does not hold one row of the model's whole context, which takes {whole} bytes:"
-                f" {self._room} are left for rows"
+                f" {self._room} are left for rows; raise MARLAAS_ROLLOUT_KV_BYTES"
             )
         self._pools: dict[int, Pool] = {}
         self._reserved = 0

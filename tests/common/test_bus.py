@@ -165,6 +165,23 @@ async def test_idle_entries_are_looked_for_by_one_at_a_time(bus: Bus) -> None:
     assert looks == [[Idle(held.entry, 1)], []]
 
 
+@pytest.mark.parametrize("num_own", [1, 3])
+async def test_who_looks_first_and_finds_its_own_work_idle_keeps_nobody_else_from_it(bus: Bus, num_own: int) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(4)])
+    held = [d.entry for d in await bus.read([CELL.env], GROUP_ENV, "a", count=4)]
+
+    async def look(own: list[str]) -> list[str]:
+        found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0, every_ms=60_000, own=own, count=2)
+        return [idle.entry for idle in found]
+
+    # When a worker looks whose work hangs, then it finds that of others, also behind more of its own than one answer holds
+    assert await look(held[:num_own]) == [held[num_own]]
+    # And the next one finds the hung work
+    assert await look([]) == held[:2]
+    assert await look([]) == []
+
+
 async def test_an_entry_that_cannot_be_read_says_whose_it_is(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.client.xadd(CELL.env, {"id": "job/1", "job": "job", "partition": 3, "kind": "Newer", "payload": b"\xff"})

@@ -115,6 +115,13 @@ def test_a_device_that_is_not_there_ends_a_worker_with_one_line(service: str, na
     assert "Traceback" not in done.stderr
 
 
+def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(tmp_path: Path) -> None:
+    environment = {**os.environ, "MARLAAS_ROLLOUT_KV_BYTES": "1000", "MARLAAS_DATA_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "rollout_service"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.rpartition("; ")[2]) == (REFUSED, "raise MARLAAS_ROLLOUT_KV_BYTES\n")
+
+
 @pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", " , "])
 def test_base_models_that_cannot_be_served_are_refused(wrong: str) -> None:
     with pytest.raises(ValueError):

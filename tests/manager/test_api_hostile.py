@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import select
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable
@@ -221,6 +222,18 @@ async def test_many_choices_of_one_request_leave_room_for_others(server: ApiServ
 
 
 async def test_the_api_answers_others_while_it_sends_the_samples_of_large_groups(server: ApiServer) -> None:
+    url, samples = await large_samples(server)
+    answer, stop_s = await longest_stop(_read(server, url))
+    assert JSON.encode(samples) in answer, "it goes out as it is stored"
+    assert stop_s < LONGEST_STOP_S
+    found = Page[SampleObject].model_validate_json(answer)
+    assert [(s.group, s.sample, s.text, s.prompt) for s in found.data] == [
+        (s.group, s.sample, s.text, s.prompt) for s in samples
+    ]
+
+
+async def large_samples(server: ApiServer) -> tuple[str, list[SampleRecord]]:
+    """The path and the content of a job's samples, some megabytes."""
     job = await server.openai.fine_tuning.jobs.create(
         model="tiny", training_file=await upload(server.openai), extra_body={"method": method()}
     )
@@ -229,14 +242,7 @@ async def test_the_api_answers_others_while_it_sends_the_samples_of_large_groups
         SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(SAMPLED_GROUPS) for n in range(256)
     ]
     await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
-    url = f"/v1/fine_tuning/jobs/{job.id}/samples"
-    answer, stop_s = await longest_stop(_read(server, url))
-    assert JSON.encode(samples) in answer, "it goes out as it is stored"
-    assert stop_s < LONGEST_STOP_S
-    found = Page[SampleObject].model_validate_json(answer)
-    assert [(s.group, s.sample, s.text, s.prompt) for s in found.data] == [
-        (s.group, s.sample, text, text) for s in samples
-    ]
+    return f"/v1/fine_tuning/jobs/{job.id}/samples", samples
 
 
 async def _read(server: ApiServer, url: str) -> bytes:
@@ -289,7 +295,7 @@ async def test_a_connection_without_a_key_does_not_stay_half_open(
 async def test_the_oldest_of_too_many_silent_connections_is_closed(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_SILENT", 20)
+    monkeypatch.setattr(connections, "MAX_KEYLESS", 20)
     opened = [await half_open(server, b"") for _ in range(30)]
     try:
         assert all([await is_closed(connection) for connection in opened[:10]])
@@ -297,6 +303,46 @@ async def test_the_oldest_of_too_many_silent_connections_is_closed(
     finally:
         for connection in opened:
             connection.close()
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/v1/models", "/nowhere"])
+async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(server: ApiServer, path: str) -> None:
+    with await half_open(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 40) as connection:
+        answers = b""
+        while more := await asyncio.wait_for(received(connection), 5):
+            answers += more
+    assert answers.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answers
+
+
+async def received(connection: socket.socket) -> bytes:
+    """More of what the server sends; nothing once it has closed the connection."""
+    try:
+        return await asyncio.get_running_loop().sock_recv(connection, 65536)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_a_connection_lives_on_only_with_a_key(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEYLESS_S", 0.5)
+    with_key = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode()
+    with await half_open(server, with_key) as known, await half_open(server, b"GET / HTTP/1.1\r\nX: ") as unknown:
+        assert await is_closed(unknown)
+        assert b"200 OK" in await received(known)
+        await asyncio.get_running_loop().sock_sendall(known, with_key)
+        assert b"200 OK" in await asyncio.wait_for(received(known), 5)
+
+
+async def test_a_client_that_does_not_read_is_closed(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 0.3)
+    # Given answers beyond what the kernel holds
+    url, _ = await large_samples(server)
+    head = f"GET {url} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n"
+    with await half_open(server, head.encode() * 40) as connection:
+        # When nobody reads them
+        ended = select.poll()
+        ended.register(connection, 0)
+        # Then the connection is reset
+        assert await asyncio.to_thread(ended.poll, 10_000) == [(connection.fileno(), select.POLLERR | select.POLLHUP)]
 
 
 async def test_a_body_without_a_key_is_refused_unread(server: ApiServer) -> None:

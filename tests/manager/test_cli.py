@@ -20,12 +20,12 @@ from common.errors import InvalidInput, MarlaasError
 from common.settings import TINY
 from manager_service.cli import account, output
 from manager_service.cli.client import Client, error_message, server_sent_events
-from manager_service.cli.jobs import event_line
 from manager_service.cli.main import app
 from manager_service.cli.options import CliSettings
 from manager_service.cli.progress import JobProgress, shortened, sparkline
 from manager_service.cli.pull import unpack
 from manager_service.cli.submit import parse_environment, parse_grader, parse_hyper
+from manager_service.cli.view import event_line, live_view
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-test"
@@ -218,6 +218,28 @@ def test_what_people_wrote_is_shown_and_never_sent_to_the_terminal(api: type[Fak
         printed = run(*arguments).replace("\n", "")
         assert not {unicodedata.category(c) for c in printed} & output.UNSEEN
         assert "\u274c" not in printed, "the emoji of that name"
+
+
+def test_events_and_watch_say_why_a_step_warns(api: type[FakeApi]) -> None:
+    # Given a job whose first step lost half of its trajectories to a grader that said something odd
+    why = f"Step 1/2: reward 0.500; 50% of its trajectories failed, most of them: {HOSTILE}"
+    event = {**metrics(1, step=1, version=1, reward_mean=0.5), "level": "warn", "message": why}
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = [metrics(2, step=2, reward_mean=0.6), event]
+    # Then both say so, as text
+    said = (
+        f"warn: Step 1/2: reward 0.500; 50% of its trajectories failed, most of them: {SHOWN}  step 1  reward_mean 0.5"
+    )
+    assert said in run("events", "ftjob-1")
+    watched = run("watch", "ftjob-1").splitlines()
+    assert watched[0].startswith("acme/sums: ") and watched[0].endswith(said)
+    assert watched[1].startswith("acme/sums: succeeded")
+    # And the live view shows it below the jobs
+    progress = JobProgress("ftjob-1", tenant="acme", label="sums")
+    progress.add(event, now=0.0)
+    with output.console.capture() as capture:
+        output.console.print(live_view([progress], [], 0.0), soft_wrap=True)
+    assert capture.get().splitlines()[-1] == watched[0]
 
 
 def test_an_errors_line_is_shown_and_not_sent(tmp_path: Path) -> None:

@@ -192,6 +192,21 @@ async def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_pa
         await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services).start()
 
 
+async def test_why_a_child_ended_is_told_with_that_it_starts_again(tmp_path: Path) -> None:
+    # Given a folder that was used before
+    log = tmp_path / "logs" / "trainer-0.log"
+    log.parent.mkdir()
+    log.write_text("long ago: another reason\n")
+    heard: list[str] = []
+    services = [ServiceCommand("manager", python(SLEEP)), ServiceCommand("trainer-0", python(BROKEN))]
+    # When a child cannot start there
+    with pytest.raises(StartError) as caught:
+        await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services, notify=heard.append).start()
+    # Then its reason comes with the news, and nothing from before
+    assert heard[0] == "trainer-0 ended with status 1: no such model; starting again in 0.1 s"
+    assert "long ago" not in str(caught.value) and str(caught.value).endswith("no such model")
+
+
 async def test_cancelling_the_start_leaves_no_process(tmp_path: Path) -> None:
     # Given a cluster whose API never becomes ready
     silent = [ServiceCommand("manager", python(SLEEP))]
@@ -300,6 +315,8 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     assert tail(log) == ""
     log.write_text("\n".join(map(str, range(100))))
     assert tail(log, 2) == "98\n99"
+    assert tail(log, start=log.stat().st_size - 2) == "99"
+    assert tail(log, 1, start=10_000) == "99", "it was rotated since"
 
 
 def test_exit_statuses_in_words() -> None:

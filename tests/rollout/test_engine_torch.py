@@ -11,6 +11,7 @@ import torch
 from base_model.adapter import save_adapter
 from base_model.kernels import NotDeterministic
 from base_model.stacked import LanePlanner, fuse, padded_rank
+from common.errors import InvalidInput
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
 from rollout_service.embedded.batch import RunningRows, rounded_rows
@@ -97,7 +98,7 @@ def test_forwards_have_rounded_rows(num: int, least: int, expected: int) -> None
 
 
 def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
-    with pytest.raises(ValueError, match="context"):
+    with pytest.raises(InvalidInput, match=r"context.*MARLAAS_ROLLOUT_KV_BYTES"):
         RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
 
 
