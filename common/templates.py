@@ -31,7 +31,7 @@ def variables(template: str) -> list[str]:
     Raises InvalidInput for one that is malformed, or that no item and no sample can have.
     """
     names = [name for _, name in _pieces(template) if name is not None]
-    for name in names:
+    for name in set(names):
         _check(name)
     return names
 
