@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks._report import Goal, Report, make_table, natural, parser, show
+from common.graders import MathGrader
 from env_service.failures import GraderFailed
-from env_service.graders.math import MathChecker
+from env_service.graders.attempt import Attempt
+from env_service.graders.text import TextComparer
+from env_service.work import Allowance
 
 TEXTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_texts_dev.jsonl"
 LIMIT_S = 10.0
@@ -38,13 +41,13 @@ class Graded(NamedTuple):
 
 async def graded(path: Path) -> list[Graded]:
     """Each line of a file with its reward. A comparison that takes too long has reward 0 here."""
-    checker, results = MathChecker(), list[Graded]()
+    comparer, results = TextComparer(), list[Graded]()
     try:
-        await checker.equal("\\sqrt{2}", "1", timeout_s=60)  # starts its helper
+        await equal(comparer, "\\sqrt{2}", "1")  # starts its helper
         for line in map(json.loads, path.read_text().splitlines()):
             started = time.perf_counter()
             try:
-                reward = await checker.equal(line["text"], line["reference"], timeout_s=LIMIT_S)
+                reward = await equal(comparer, line["text"], line["reference"])
             except GraderFailed:
                 reward = False
             seconds = time.perf_counter() - started
@@ -52,8 +55,13 @@ async def graded(path: Path) -> list[Graded]:
                 Graded(line["text"], line["reference"], bool(line["label"]), line.get("style", ""), reward, seconds)
             )
     finally:
-        await checker.close()
+        await comparer.close()
     return results
+
+
+async def equal(comparer: TextComparer, text: str, reference: str) -> bool:
+    attempt = Attempt({"answer": reference}, text)
+    return bool(await comparer.reward(MathGrader(type="math"), attempt, Allowance(LIMIT_S)))
 
 
 def percent(results: Iterable[Graded]) -> float:

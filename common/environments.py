@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, model_validator
 from common.errors import InvalidInput
 from common.graders import Declared, Grader, parse, validate_grader
 from common.messages import EnvSpec
-from common.spelling import did_you_mean
+from common.spelling import cut, did_you_mean, quoted
 
 ENTRY_POINTS = "marlaas.environments"
 
@@ -53,7 +53,7 @@ class SearchArgs(Declared):
     """None: the `math` grader, which also compares words, against the item's `answer`."""
     collection: str = ""
     """A file (.jsonl with `text` and `id`, or .txt) or a folder of such files, below the operator's collections folder."""
-    documents: tuple[Document, ...] = Field((), strict=False)
+    documents: tuple[Document, ...] = Field((), strict=False, fail_fast=True)
     """The collection itself, if it is small."""
     top_k: int = Field(3, ge=1, le=20)
     max_characters: int = Field(200, ge=20, le=4000)
@@ -153,13 +153,13 @@ def load_installed(name: str) -> Any:
     if name not in found:
         known = [*BUILT_IN, *found]
         raise InvalidInput(
-            f"unknown environment {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}",
+            f"unknown environment {quoted(name)}{did_you_mean(name, known)}; known: {', '.join(known)}",
             param="environment.name",
         )
     try:
         return found[name].load()
     except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"the installed environment {name!r} cannot be loaded: {error}") from error
+        raise InvalidInput(f"the installed environment {quoted(name)} cannot be loaded: {error}") from error
 
 
 def _validate_installed(spec: EnvSpec, param: str) -> None:
@@ -179,7 +179,9 @@ def _check_keywords(made: Any, args: Mapping[str, Any], *, param: str) -> None:
     names = [name for name, one in parameters.items() if one.kind not in _WITHOUT_NAME]
     for name in args:
         if name not in names:
-            raise InvalidInput(f"unknown field {name!r} in {param}{did_you_mean(name, names)}", param=f"{param}.{name}")
+            raise InvalidInput(
+                f"unknown field {quoted(name)} in {param}{did_you_mean(name, names)}", param=f"{param}.{cut(name)}"
+            )
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in args:
             raise InvalidInput(f"{param}.{name} is missing", param=f"{param}.{name}")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common import formula, templates
 from common.errors import InvalidInput
-from common.spelling import did_you_mean
+from common.spelling import cut, did_you_mean, quoted
 from common.urls import check_url
 
 T = TypeVar("T", bound=BaseModel)
@@ -124,9 +124,9 @@ class EndpointGrader(Declared):
     def _are_plain(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, value in headers.items():
             if not _HEADER_NAME.issuperset(name) or not name or name.lower() in _OWN_HEADERS:
-                raise ValueError(f"header {name!r} cannot be set")
+                raise ValueError(f"header {quoted(name)} cannot be set")
             if not value.isascii() or not value.isprintable():
-                raise ValueError(f"header {name!r}: its value must be printable ASCII")
+                raise ValueError(f"header {quoted(name)}: its value must be printable ASCII")
         return headers
 
 
@@ -149,13 +149,15 @@ class MultiGrader(Declared):
     def _names_are_known(self) -> "MultiGrader":
         for name in self.graders:
             if not name.isidentifier():
-                raise ValueError(f"the grader name {name!r} cannot stand in a formula: use letters, digits and _")
+                raise ValueError(f"the grader name {quoted(name)} cannot stand in a formula: use letters, digits and _")
         try:
             used = formula.names_of(self.calculate_output)
         except InvalidInput as error:
             raise ValueError(f"calculate_output: {error}") from error
         for name in sorted(used - set(self.graders)):
-            raise ValueError(f"calculate_output names {name!r}, which is no grader{did_you_mean(name, self.graders)}")
+            raise ValueError(
+                f"calculate_output names {quoted(name)}, which is no grader{did_you_mean(name, self.graders)}"
+            )
         return self
 
 
@@ -176,7 +178,7 @@ def validate_grader(grader: Mapping[str, Any], *, param: str = "grader") -> Grad
     kind = grader.get("type")
     _check_type(kind, f"{param}.type")
     for name, part in _sub_graders(grader):
-        _check_type(part.get("type"), f"{param}.graders.{name}.type")
+        _check_type(part.get("type"), f"{param}.graders.{cut(name)}.type")
     model: Any = parse(GRADERS[str(kind)], grader, param=param)
     return model
 
@@ -209,7 +211,9 @@ def _check_type(kind: Any, param: str) -> None:
     if isinstance(kind, str) and kind in REFUSED_GRADERS:
         raise InvalidInput(f"graders of type {kind} need a second model and are not available", param=param)
     known = ", ".join(GRADERS)
-    raise InvalidInput(f"unknown grader type {kind!r}{did_you_mean(str(kind), GRADERS)}; known: {known}", param=param)
+    raise InvalidInput(
+        f"unknown grader type {quoted(kind)}{did_you_mean(str(kind), GRADERS)}; known: {known}", param=param
+    )
 
 
 def _sub_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -225,6 +229,9 @@ def _sub_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]
 
 def parse(model: type[T], value: Mapping[str, Any], *, param: str) -> T:
     """Makes a `model` of `value`. Raises InvalidInput about the first thing that is wrong."""
+    unknown = next((name for name in value if name not in model.model_fields), None)
+    if unknown is not None and issubclass(model, Declared):
+        raise _unknown([unknown], model, param)
     try:
         return model.model_validate(dict(value))
     except ValidationError as error:
@@ -236,13 +243,17 @@ def _translate(error: ValidationError, model: type[BaseModel], param: str) -> In
     path = [str(key) for key in first["loc"]]
     if "graders" in path:
         path = [key for i, key in enumerate(path) if not (i == path.index("graders") + 2 and key in GRADERS)]
-    where = ".".join([param, *path])
     if first["type"] == "extra_forbidden":
-        hint = did_you_mean(path[-1], _field_names(model))
-        return InvalidInput(f"unknown field {path[-1]!r} in {'.'.join([param, *path[:-1]])}{hint}", param=where)
+        return _unknown(path, model, param)
+    where = ".".join([param, *map(cut, path)])
     if first["type"] == "missing":
         return InvalidInput(f"{where} is missing", param=where)
     return InvalidInput(f"{where}: {first['msg'].removeprefix('Value error, ')}", param=where)
+
+
+def _unknown(path: list[str], model: type[BaseModel], param: str) -> InvalidInput:
+    place, hint = ".".join([param, *map(cut, path[:-1])]), did_you_mean(path[-1], _field_names(model))
+    return InvalidInput(f"unknown field {quoted(path[-1])} in {place}{hint}", param=f"{place}.{cut(path[-1])}")
 
 
 def _field_names(model: type[BaseModel]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Suggestions for names that users have misspelt."""
+"""Names that users have misspelt: shows them, and suggests others."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,6 +8,18 @@ MAX_CHARACTERS = 64
 """Longer words are compared with nothing, nor suggested: users choose both, and the time grows with their product."""
 MAX_NAMES = 100
 """Of those that a word is compared with."""
+
+MAX_SHOWN = 80
+"""Characters of what a user has sent that an error shows."""
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def quoted(value: object) -> str:
+    """What a user has sent, as an error shows it."""
+    return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
 
 
 def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:

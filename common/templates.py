@@ -31,7 +31,7 @@ def variables(template: str) -> list[str]:
     Raises InvalidInput for one that is malformed, or that no item and no sample can have.
     """
     names = [name for _, name in _pieces(template) if name is not None]
-    for name in names:
+    for name in set(names):
         _check(name)
     return names
 
@@ -43,13 +43,34 @@ def render(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) ->
     than MAX_TEXT_CHARACTERS.
     """
     parts, size = list[str](), 0
-    for text, name in _pieces(template):
-        value = "" if name is None else _text(lookup(name, item, sample))
-        size += len(text) + len(value)
+    for text, value in _filled(template, item, sample):
+        parts += (text, _text(value))
+        size += len(text) + len(parts[-1])
         if size > MAX_TEXT_CHARACTERS:
             raise InvalidInput(f"the template makes a text of more than {MAX_TEXT_CHARACTERS} characters")
-        parts += (text, value)
     return "".join(parts)
+
+
+def render_short(template: str, item: Mapping[str, Any], sample: Mapping[str, Any], *, most: int) -> str | None:
+    """The same, where it takes no time: None if the template or the text has more than `most` characters, or if a variable is
+    an object or a list."""
+    if len(template) > most:
+        return None
+    parts, size = list[str](), 0
+    for text, value in _filled(template, item, sample):
+        if isinstance(value, Mapping | list | tuple):
+            return None
+        parts += (text, _text(value))
+        size += len(text) + len(parts[-1])
+        if size > most:
+            return None
+    return "".join(parts)
+
+
+def _filled(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(text, the value of the variable behind it) from the beginning to the end; behind the last text is "". Raises InvalidInput."""
+    for text, name in _pieces(template):
+        yield text, "" if name is None else lookup(name, item, sample)
 
 
 def _pieces(template: str) -> Iterator[tuple[str, str | None]]:

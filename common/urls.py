@@ -5,6 +5,8 @@ import string
 
 import httpx
 
+from common.spelling import quoted
+
 MAX_CHARACTERS = 2048
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._")
 
@@ -25,7 +27,7 @@ def check_url(text: str) -> None:
     if url.port is not None and not 0 < url.port < 2**16:
         raise ValueError(f"the port {url.port} is not between 1 and 65535")
     if not _is_name(host) and not _is_address(host):
-        raise ValueError(f"the host {host!r} is neither a name nor an address")
+        raise ValueError(f"the host {quoted(host)} is neither a name nor an address")
 
 
 def _is_name(host: str) -> bool:

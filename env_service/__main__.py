@@ -9,7 +9,6 @@ from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.math import MathChecker
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
@@ -31,11 +30,10 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     if not settings.weak_sandbox:
         check_strength(layers)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
-    math_checker, text_comparer = MathChecker(), TextComparer()
+    text_comparer = TextComparer()
     graders = GraderRunner(
         sandbox=sandbox,
         endpoints=endpoints,
-        math_checker=math_checker,
         text_comparer=text_comparer,
         timeout_s=settings.grader_timeout_s,
     )
@@ -48,7 +46,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         slots=settings.env_slots,
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [math_checker.close, text_comparer.close, endpoints.close, sandbox.close]
+    close = [text_comparer.close, endpoints.close, sandbox.close]
     return BuiltService(
         handler,
         inboxes,

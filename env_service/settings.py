@@ -17,7 +17,7 @@ class EnvSettings(Settings):
     weak_sandbox: bool = False
     """Start even where the sandbox is weaker than docs/operations.md says."""
     grader_timeout_s: float = Field(default=10.0, gt=0)
-    """Limit of one grader; tools have their job's own limit."""
+    """Limit of one grader, and of all in a `multi` together; tools have their job's own limit."""
     step_timeout_s: float = Field(default=900.0, gt=0)
     """Limit of all that an environment does for one message, waiting for a free place in the sandbox included."""
     endpoint_hosts: str = ""

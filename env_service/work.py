@@ -92,6 +92,26 @@ async def time_limit(seconds: float) -> AsyncGenerator[None, None]:
             timer.cancel()
 
 
+class Allowance:
+    """The seconds that a piece of work may take in all; waiting for a place is not counted."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.left_s = seconds
+
+    def spend(self, seconds: float) -> None:
+        self.left_s = max(0.0, self.left_s - seconds)
+
+    @contextlib.contextmanager
+    def spending(self) -> Generator[None]:
+        """Takes away the time that the block takes."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spend(time.monotonic() - started)
+
+
 class Metered(Generic[T]):
     """Awaits a coroutine and charges the current work for the time in which it ran, not for that in which it waited."""
 

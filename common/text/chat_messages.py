@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.spelling import quoted
+
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -43,7 +45,7 @@ def normal_message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} must be an object")
     role = message.get("role")
     if role not in ROLES:
-        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}")
+        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
     calls: Any = message.get("tool_calls")
     if calls and not isinstance(calls, list | tuple):
         raise ValueError(f"{where}.tool_calls must be a list")
@@ -75,7 +77,7 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text":
         return valid_text(part.get("text"), f"{where}.text")
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise ValueError(f"{where} must be a part of type 'text', not {kind!r}: this model reads text only")
+    raise ValueError(f"{where} must be a part of type 'text', not {quoted(kind)}: this model reads text only")
 
 
 def _normal_call(call: Any, where: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from common.graders import Grader
 from env_service.environment import Step, Turn, item_messages
-from env_service.graders.runner import GraderRunner, make_sample
+from env_service.graders.attempt import Attempt, tools_of
+from env_service.graders.runner import GraderRunner
 
 
 class SingleTurn:
@@ -19,6 +20,6 @@ class SingleTurn:
         return None, item_messages(item)
 
     async def step(self, state: None, turn: Turn) -> Step:
-        sample = make_sample(turn.text, turn.calls)
-        grade = await self._graders.grade(self._grader, turn.item, sample, key=turn.key)
+        attempt = Attempt(turn.item, turn.text, tools_of(turn.calls))
+        grade = await self._graders.grade(self._grader, attempt, key=turn.key)
         return Step(state=None, done=True, reward=grade.reward, parts=grade.parts)

@@ -1,16 +1,20 @@
 """Graders: an item and an answer come in, a reward and its parts go out. A grader that fails raises; it never gives 0.
 
-    runner ─┬─ string_check                            ├─ python ─► the sandbox
-            ├─ text_similarity ─► a helper process     ├─ endpoint ─► the user's URL
-            ├─ math ─► a helper process                └─ multi: a formula of the others
+    runner ─┬─ string_check, text_similarity, math ─┬─ short and plain ─► at once
+            │                                       └─ else ─► a helper process, with a time limit
+            ├─ python ─► the sandbox
+            ├─ endpoint ─► the user's URL
+            └─ multi: a formula of the others, which share one time limit
 
 Its files:
 
     runner.py     runs a grader of any kind
-    text.py       compares two texts
+    attempt.py    the item and the model's last turn, as graders see them
+    text.py       compares two texts, at once or in a helper process
+    comparing.py  compares two texts; as a program it is the helper
+    helper.py     asks helper processes, and kills those that take too long
     similarity.py  measures how alike two texts are
-    math.py       compares two final answers mathematically, in a helper process
-    helper.py     runs in a process of its own what may take forever
+    math.py       compares two final answers mathematically
     answers/      finds the final answer of a text, and compares two where they are plain
     endpoint.py   asks the user's own URL, and guards the operator's network
 """

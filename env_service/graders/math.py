@@ -1,51 +1,49 @@
 """The `math` grader: are two final answers mathematically equal?
 
-`answers` finds them and compares what is plain. Everything else goes to math-verify, in a helper process: it parses with
-sympy, which can take forever, and guards itself with signals that work in a main thread only.
-
-As a program (`python -m env_service.graders.math`) this file is the helper.
+`answers` finds them and compares what is plain. Everything else goes to math-verify, which parses with sympy: it can take
+forever, and guards itself with signals that work in a main thread only. So it runs in a helper process.
 """
 
+import functools
 from typing import Any
 
-from env_service.failures import GraderFailed
+from common.errors import InvalidInput
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import final_answer
-from env_service.graders.helper import HelperPool, serve
 
 
-class MathChecker:
-    """Compares answers. Safe to use from many tasks; `close` ends the helpers."""
+def plainly_equal(text: str, reference: str) -> bool | None:
+    """True or False if the final answers of two texts are plainly equal or not, None if math-verify must look.
 
-    def __init__(self) -> None:
-        self._helpers = HelperPool("math", "env_service.graders.math", first=("1", "1"))
-        self.close = self._helpers.close
-
-    async def equal(self, text: str, reference: str, *, timeout_s: float) -> bool:
-        """True if the final answers of two texts are equal. Raises GraderFailed if it takes too long, or if the
-        reference has no answer."""
-        expected = final_answer(reference)
-        if not expected:
-            raise GraderFailed("math: the reference is empty")
-        answer = final_answer(text)
-        found = quick(answer, expected)
-        return found if found is not None else await self._helpers.ask(answer, expected, timeout_s=timeout_s)
+    Raises InvalidInput if the reference has no answer."""
+    return quick(*_answers(text, reference))
 
 
-def _main() -> None:
+def equal(text: str, reference: str) -> bool:
+    """The same, and math-verify looks where it must. For a helper process."""
+    answer, expected = _answers(text, reference)
+    found = quick(answer, expected)
+    return found if found is not None else _verified(answer, expected)
+
+
+def _answers(text: str, reference: str) -> tuple[str, str]:
+    if not (expected := final_answer(reference)):
+        raise InvalidInput("the reference is empty")
+    return final_answer(text), expected
+
+
+def _verified(answer: str, reference: str) -> bool:
+    library = _library()
+    return bool(library.verify(_read(library, reference), _read(library, answer), timeout_seconds=None))
+
+
+def _read(library: Any, text: str) -> Any:
+    return library.parse(f"${text.strip('$')}$", parsing_timeout=None)
+
+
+@functools.cache
+def _library() -> Any:
     # imported here: only the helper needs sympy
     import math_verify as untyped  # pyright: ignore[reportMissingTypeStubs]
 
-    library: Any = untyped
-
-    def read(text: str) -> Any:
-        return library.parse(f"${text.strip('$')}$", parsing_timeout=None)
-
-    def verified(answer: str, reference: str) -> bool:
-        return bool(library.verify(read(reference), read(answer), timeout_seconds=None))
-
-    serve(verified)
-
-
-if __name__ == "__main__":
-    _main()
+    return untyped

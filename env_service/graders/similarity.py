@@ -1,7 +1,4 @@
-"""The measures of `text_similarity`. As a program (`python -m env_service.graders.similarity`) this file is the helper.
-
-Some take time in proportion to the product of the texts' lengths.
-"""
+"""The measures of `text_similarity`. Some take time in proportion to the product of the texts' lengths."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportArgumentType=false
@@ -11,8 +8,6 @@ from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 from nltk.translate.gleu_score import sentence_gleu
 from rapidfuzz import fuzz
 from rouge_score import rouge_scorer
-
-from env_service.graders.helper import serve
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
@@ -32,7 +27,3 @@ def similarity(metric: str, text: str, reference: str) -> float:
 def _rouge(metric: str, text: str, reference: str) -> float:
     name = "rougeL" if metric == "rouge_l" else metric.replace("rouge_", "rouge")
     return float(rouge_scorer.RougeScorer([name]).score(reference, text)[name].fmeasure)
-
-
-if __name__ == "__main__":
-    serve(similarity)

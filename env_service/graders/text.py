@@ -1,37 +1,85 @@
-"""`string_check` and `text_similarity`: rewards from comparing two texts."""
+"""The graders that compare two texts: short ones at once, long ones and what may take forever in helper processes.
 
-from common.errors import InvalidInput
+TextComparer.reward(grader, attempt) ─┬─ short and plain ─► here
+                                      └─ else ─► a place, fair between tenants ─► a helper process, with a time limit
+"""
+
+import msgspec
+
+from common import templates
+from common.graders import MathGrader, StringCheck, TextSimilarity
+from env_service.graders.attempt import Attempt
+from env_service.graders.comparing import Question, read_answer, string_check
 from env_service.graders.helper import HelperPool
+from env_service.graders.math import plainly_equal
+from env_service.work import Allowance
 
-MAX_CHARACTERS = 20_000
-"""The most characters of a text whose similarity is measured."""
+SHORT_CHARACTERS = 2048
+"""Of a text that is compared here by `string_check`: microseconds."""
+SHORT_MATH_CHARACTERS = 512
+"""Of a text in which a final answer is looked for here: usually 1 ms, at worst 15."""
 
+TextGrader = StringCheck | TextSimilarity | MathGrader
 
-def string_check(operation: str, text: str, reference: str) -> float:
-    """1.0 if the comparison holds, else 0.0. `like` and `ilike`: the text contains the reference."""
-    match operation:
-        case "eq":
-            holds = text == reference
-        case "ne":
-            holds = text != reference
-        case "like":
-            holds = reference in text
-        case "ilike":
-            holds = reference.casefold() in text.casefold()
-        case _:
-            raise InvalidInput(f"unknown operation {operation}")
-    return float(holds)
+_FIRST = {
+    "string_check": Question(type="string_check", how="eq", input="", reference="", attempt=Attempt({}, "").encoded),
+    "text_similarity": Question(
+        type="text_similarity", how="rouge_l", input="a", reference="a", attempt=Attempt({}, "").encoded
+    ),
+    "math": Question(type="math", input="$\\sqrt{4}$", reference="$\\sqrt{3}$", attempt=Attempt({}, "").encoded),
+}
+"""Asked first of each new helper: it loads its libraries."""
 
 
 class TextComparer:
-    """Measures how alike two texts are, in a helper process. `close` when done."""
+    """Compares texts. Safe to use from many tasks; `close` ends the helpers."""
 
     def __init__(self) -> None:
-        self._helpers = HelperPool("text_similarity", "env_service.graders.similarity", first=("rouge_l", "a", "a"))
-        self.close = self._helpers.close
+        self._helpers = {
+            kind: HelperPool(kind, "env_service.graders.comparing", first=msgspec.msgpack.encode(first))
+            for kind, first in _FIRST.items()
+        }
 
-    async def similarity(self, metric: str, text: str, reference: str, *, timeout_s: float) -> float:
-        """Returns 0 to 1. Raises InvalidInput, GraderFailed."""
-        if max(len(text), len(reference)) > MAX_CHARACTERS:
-            raise InvalidInput(f"texts of more than {MAX_CHARACTERS} characters are not compared")
-        return await self._helpers.ask(metric, text, reference, timeout_s=timeout_s)
+    async def close(self) -> None:
+        for helpers in self._helpers.values():
+            await helpers.close()
+
+    async def reward(self, grader: TextGrader, attempt: Attempt, allowance: Allowance) -> float:
+        """Raises InvalidInput if the texts cannot be compared, GraderFailed if that takes too long."""
+        found = _at_once(grader, attempt)
+        if found is not None:
+            return found
+        question = msgspec.msgpack.encode(_question(grader, attempt))
+        return read_answer(await self._helpers[grader.type].ask(question, allowance))
+
+
+def _question(grader: TextGrader, attempt: Attempt) -> Question:
+    how = ""
+    if isinstance(grader, StringCheck):
+        how = grader.operation
+    elif isinstance(grader, TextSimilarity):
+        how = grader.evaluation_metric
+    return Question(type=grader.type, how=how, input=grader.input, reference=grader.reference, attempt=attempt.encoded)
+
+
+def _at_once(grader: TextGrader, attempt: Attempt) -> float | None:
+    """The reward where it takes no time; else None."""
+    match grader:
+        case TextSimilarity():
+            return None
+        case StringCheck():
+            texts = _short(grader, attempt, SHORT_CHARACTERS)
+            return None if texts is None else string_check(grader.operation, *texts)
+        case MathGrader():
+            texts = _short(grader, attempt, SHORT_MATH_CHARACTERS)
+            found = None if texts is None else plainly_equal(*texts)
+            return None if found is None else float(found)
+
+
+def _short(grader: StringCheck | MathGrader, attempt: Attempt, most: int) -> tuple[str, str] | None:
+    """The texts to compare; None if one is long, or takes long to make."""
+    if len(attempt.output_text) > SHORT_CHARACTERS:
+        return None
+    text = templates.render_short(grader.input, attempt.item, attempt.sample, most=most)
+    reference = templates.render_short(grader.reference, attempt.item, attempt.sample, most=most)
+    return None if text is None or reference is None else (text, reference)

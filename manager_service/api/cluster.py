@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 
 from common.errors import InvalidInput
 from common.messages import DeadLetter, WorkerReport
+from common.spelling import quoted
 from common.streams import Cell
 from common.wire import decode
 from manager_service.api.context import Admin, Parts
@@ -99,7 +100,9 @@ def _entry_before(after: str | None) -> str:
         return "+"
     parts = after.split("-")
     if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 15 for part in parts):
-        raise InvalidInput(f"after: {after!r} is not the id of a dead letter", param="after", code="invalid_cursor")
+        raise InvalidInput(
+            f"after: {quoted(after)} is not the id of a dead letter", param="after", code="invalid_cursor"
+        )
     return f"({after}" if after not in ("0-0",) else "0-0"
 
 

@@ -15,9 +15,11 @@ from starlette.responses import Response
 
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
 from common.redis_connection import passes
-from common.spelling import did_you_mean
+from common.spelling import cut, did_you_mean, quoted
 
 RETRY_AFTER_S = 2
+MAX_MESSAGE = 1000
+"""Characters. Names in a message are cut before; this is for what nobody thought of."""
 log = structlog.get_logger()
 
 
@@ -68,7 +70,8 @@ def json_bytes(content: Any) -> bytes:
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": _type(status), "param": param, "code": code}}
+    shown, param = message[:MAX_MESSAGE], param and param[:MAX_MESSAGE]
+    return {"error": {"message": shown, "type": _type(status), "param": param, "code": code}}
 
 
 def _type(status: int) -> str:
@@ -138,13 +141,13 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
 
 def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:
     """One of pydantic's errors as (a readable sentence, the parameter's name)."""
-    path = [str(part) for part in found["loc"] if part not in ("body", "query", "path", "header")]
+    path = [cut(str(part)) for part in found["loc"] if part not in ("body", "query", "path", "header")]
     name = ".".join(path)
     reason = str(found["msg"]).removeprefix("Value error, ")
     if found["type"] == "missing":
         return f"{name or 'the body'} is missing", name or None
     if found["type"] == "extra_forbidden":
-        return f"unknown parameter {name!r}", name
+        return f"unknown parameter {quoted(name)}", name
     if found["type"] == "json_invalid":
         return "the body is not valid JSON", None
     return (f"{name}: {reason[:1].lower()}{reason[1:]}" if name else reason), name or None
@@ -152,13 +155,23 @@ def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:
 
 def _fields(request: Request, path: Sequence[str | int]) -> list[str]:
     """Names of the fields that the body may have at a path."""
-    body = getattr(request.scope.get("route"), "body_field", None)
-    model: Any = body.field_info.annotation if body else None
+    model = body_model(request)
     for part in path:
-        field = getattr(model, "model_fields", {}).get(part)
-        kinds = (get_args(field.annotation) or (field.annotation,)) if field else ()
-        model = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-    return list(getattr(model, "model_fields", {}))
+        model = model and model_of_field(model, part)
+    return list(model.model_fields) if model else []
+
+
+def body_model(request: Request) -> type[BaseModel] | None:
+    """The model of the body that the request's route takes."""
+    body: Any = getattr(request.scope.get("route"), "body_field", None)
+    return body.field_info.annotation if body else None
+
+
+def model_of_field(model: type[BaseModel], name: str | int) -> type[BaseModel] | None:
+    """The model of the objects in a field of another, if it has one."""
+    field = model.model_fields.get(str(name))
+    kinds: tuple[Any, ...] = (get_args(field.annotation) or (field.annotation,)) if field else ()
+    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
 
 
 def install(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Query
 from starlette.responses import Response
 
 from common.errors import InvalidInput
+from common.spelling import quoted
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.event_stream import event_stream
@@ -55,7 +56,7 @@ def _sequence(text: str | None, param: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 15):
-        raise InvalidInput(f"{param}: {text!r} is not the id of an event", param=param, code="invalid_cursor")
+        raise InvalidInput(f"{param}: {quoted(text)} is not the id of an event", param=param, code="invalid_cursor")
     return int(text)
 
 

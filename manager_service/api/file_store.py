@@ -16,6 +16,7 @@ from fastapi import UploadFile
 
 from common.errors import InvalidInput, NotFound
 from common.objects import PART_BYTES, Objects
+from common.spelling import quoted
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
@@ -88,7 +89,7 @@ class Files:
         found = await self._redis.get(_key(file))
         record = None if found is None else msgspec.json.decode(found, type=FileRecord)
         if record is None or record.tenant != tenant:
-            raise NotFound(f"there is no file {file!r}")
+            raise NotFound(f"there is no file {quoted(file)}")
         return record
 
     def parts(self, record: FileRecord) -> AsyncIterator[bytes]:

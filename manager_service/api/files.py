@@ -6,6 +6,7 @@ from fastapi import APIRouter, File, Form, Query, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
+from common.spelling import quoted
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.job_store import JobStore
@@ -23,7 +24,7 @@ async def upload(
 ) -> FileObject:
     """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`. Every line is checked."""
     if purpose != "fine-tune":
-        raise InvalidInput(f"purpose {purpose!r} is not offered: use 'fine-tune'", param="purpose")
+        raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune'", param="purpose")
     limit = api.settings.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")

@@ -6,16 +6,16 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import validate_environment
-from common.errors import InvalidInput
-from common.graders import check_item, validate_grader
 from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from common.streams import partition_of
-from manager_service.api.context import Parts, Tenant
+from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.reading.bodies import JsonRoute
+from manager_service.api.reading.tasks import CheckGrader
 from manager_service.api.starts import find_base
+from manager_service.api.submission import check_num_bytes
+from manager_service.records import JSON, TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
 
@@ -61,18 +61,17 @@ class RunResult(BaseModel):
 
 
 @router.post("/validate")
-async def validate(tenant: Tenant, body: GraderGiven) -> Validated:
+async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
     """Check a grader. The answer is the grader as it was given."""
-    _check(body.grader)
+    await _check(api, tenant, body.grader, None)
     return Validated(grader=body.grader)
 
 
 @router.post("/run", responses=declared(429))
 async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
     """Run a grader once on an environment worker. Its seconds count as the tenant's use of `inference`."""
-    _check(body.grader)
     item = body.item or {}
-    check_item(validate_grader(body.grader, param=PARAM), item, param=PARAM)
+    await _check(api, tenant, body.grader, item)
     base = find_base(api, body.model) if body.model else next(iter(api.bases.values()))
 
     def make(job: str, reply_to: str) -> GradeRequest:
@@ -94,12 +93,10 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
     return _shown(body.grader, result)
 
 
-def _check(grader: Mapping[str, Any]) -> None:
-    validate_grader(grader, param=PARAM)
-    try:
-        validate_environment(EnvSpec("single_turn", {"grader": dict(grader)}))
-    except InvalidInput as error:
-        raise InvalidInput(str(error), param=PARAM) from error
+async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: dict[str, Any] | None) -> None:
+    num_bytes = len(JSON.encode(grader))
+    check_num_bytes(PARAM, num_bytes, param=PARAM)
+    await api.helpers.do(tenant, CheckGrader(grader, item, PARAM), num_bytes=num_bytes + len(JSON.encode(item)))
 
 
 def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:

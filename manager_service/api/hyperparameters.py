@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common.errors import InvalidInput
 from common.messages import MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
-from common.spelling import did_you_mean
+from common.spelling import cut, did_you_mean, quoted
 from manager_service.records import Hyper
 from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
 
@@ -79,7 +79,7 @@ class Hyperparameters(BaseModel):
     def _module_names(cls, value: list[str]) -> list[str]:
         for name in value:
             if not _MODULE.fullmatch(name) or name == "lm_head":
-                raise ValueError(f"{name!r} is not the name of a linear layer such as 'q_proj'")
+                raise ValueError(f"{quoted(name)} is not the name of a linear layer such as 'q_proj'")
         return value
 
 
@@ -88,7 +88,7 @@ def parse_hyperparameters(given: Mapping[str, Any]) -> Hyperparameters:
     for name in given:
         if name not in Hyperparameters.model_fields:
             hint = did_you_mean(name, Hyperparameters.model_fields)
-            raise InvalidInput(f"unknown hyperparameter {name!r}{hint}", param=f"{PARAM}.{name}")
+            raise InvalidInput(f"unknown hyperparameter {quoted(name)}{hint}", param=f"{PARAM}.{cut(name)}")
     plain = {name: value for name, value in given.items() if value is not None and value != "auto"}
     try:
         parsed = Hyperparameters.model_validate(plain)

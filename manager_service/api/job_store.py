@@ -12,6 +12,7 @@ import msgspec
 
 from common.errors import NotFound, Unavailable
 from common.messages import JobCommand
+from common.spelling import quoted
 from common.streams import partition_of
 from manager_service.api.context import ANSWER_S, Api, Base
 from manager_service.api.job_records import ArchivedRecords, JobRecords, LiveRecords
@@ -95,7 +96,7 @@ class JobStore:
         for row in found:
             if row is not None:
                 return row
-        raise NotFound(f"there is no fine-tuning job {job!r}")
+        raise NotFound(f"there is no fine-tuning job {quoted(job)}")
 
     async def _row(self, base: Base, tenant: str, job: str) -> JobRow | None:
         live = _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))

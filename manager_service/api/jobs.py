@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Header, Request
 
 from common.errors import InvalidInput, NotFound
+from common.spelling import quoted
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore, Once
@@ -93,7 +94,9 @@ async def _known(store: JobStore, tenant: TenantRecord, after: str | None) -> st
     try:
         return None if after is None else (await store.find(tenant.id, after)).spec.id
     except NotFound as error:
-        raise InvalidInput(f"after: {after!r} is not in this list", param="after", code="invalid_cursor") from error
+        raise InvalidInput(
+            f"after: {quoted(after)} is not in this list", param="after", code="invalid_cursor"
+        ) from error
 
 
 def _metadata_filter(request: Request) -> dict[str, str]:

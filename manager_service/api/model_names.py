@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidInput, NotFound
 from common.messages import BASE, AdapterRef, LoraSpec
-from common.spelling import did_you_mean
+from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.jobs.retention import has_version
@@ -37,11 +37,11 @@ async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
     plain, at, pinned = name.partition("@")
     parts = plain.split(":")
     if len(parts) != 5 or parts[0] != "ft":
-        raise NotFound(f"there is no model {name!r}{did_you_mean(name, api.bases)}")
+        raise NotFound(f"there is no model {quoted(name)}{did_you_mean(name, api.bases)}")
     try:
         found = await (_of_run if is_run(parts[4]) else _of_job)(api, tenant, plain, pinned if at else None)
     except NotFound as error:
-        raise NotFound(f"there is no model {name!r}: {error}") from error
+        raise NotFound(f"there is no model {quoted(name)}: {error}") from error
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Query
 
 from common.errors import InvalidInput
+from common.spelling import quoted
 from manager_service.api.schemas import Identified, Page
 
 After = Annotated[str | None, Query(max_length=256, description="The id of the last object of the page before")]
@@ -24,7 +25,7 @@ def rest_after(ids: Sequence[T], after: str | None, key: Any = str) -> Sequence[
     for i, one in enumerate(ids):
         if key(one) == after:
             return ids[i + 1 :]
-    raise InvalidInput(f"after: {after!r} is not in this list", param="after", code="invalid_cursor")
+    raise InvalidInput(f"after: {quoted(after)} is not in this list", param="after", code="invalid_cursor")
 
 
 async def take(items: AsyncIterator[T], count: int) -> list[T]:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from common.adapters import PEFT_FILES
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef
+from common.spelling import quoted
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, declared
 from manager_service.api.job_store import JobRow, JobStore
@@ -45,7 +46,9 @@ def _version_of(checkpoint: str, job: str) -> int:
     """Reads the version in an id. Raises InvalidInput if it is not the id of a checkpoint of the job."""
     owner, _, version = checkpoint.rpartition("@")
     if owner != f"ftckpt-{job}" or not (version.isascii() and version.isdecimal() and len(version) <= 8):
-        raise InvalidInput(f"after: {checkpoint!r} is no checkpoint of this job", param="after", code="invalid_cursor")
+        raise InvalidInput(
+            f"after: {quoted(checkpoint)} is no checkpoint of this job", param="after", code="invalid_cursor"
+        )
     return int(version)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, LoraSpec
-from common.spelling import did_you_mean
+from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import PARAM, Hyperparameters
 from manager_service.api.model_names import find_model
@@ -53,7 +53,7 @@ def find_base(api: Api, model: str) -> Base:
         return api.bases[model]
     known = ", ".join(api.bases)
     raise InvalidInput(
-        f"unknown model {model!r}{did_you_mean(model, api.bases)}; base models: {known}",
+        f"unknown model {quoted(model)}{did_you_mean(model, api.bases)}; base models: {known}",
         param="model",
         code="model_not_found",
     )

@@ -9,16 +9,15 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import grader_of, is_multi_turn, makes_items, validate_environment, wants_tools
+from common.environments import is_multi_turn, makes_items, wants_tools
 from common.errors import InvalidInput, NotFound
-from common.graders import Grader, item_fields, validate_grader
 from common.messages import EnvSpec
-from common.spelling import did_you_mean
+from common.spelling import did_you_mean, quoted
 from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
 from manager_service.api.reading.items import LongPrompts
-from manager_service.api.reading.tasks import CheckLengths, CheckRows
+from manager_service.api.reading.tasks import CheckLengths, CheckMethod, CheckRows
 from manager_service.api.starts import find_start
 from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
 from manager_service.scheduling.fairness import largest_group
@@ -76,7 +75,7 @@ class JobPlan:
     """A method after its checks."""
 
     env: EnvSpec
-    grader: Grader | None  # None: an installed environment, which grades by itself
+    fields: list[str]  # of an item that the grader needs
     given: Hyperparameters
 
 
@@ -86,8 +85,11 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     base = start.base
     _check_labels(body)
     method = _reinforcement(body)
-    plan = JobPlan(_environment(method), None, start.shaped(parse_hyperparameters(method.hyperparameters or {})))
-    plan = JobPlan(plan.env, _grader(method, plan.env), plan.given)
+    _check_size(method)
+    env = _environment(method)
+    task = CheckMethod(env.name, env.args, method.grader, "method.reinforcement")
+    fields = await api.helpers.do(tenant, task, num_bytes=_num_bytes(method))
+    plan = JobPlan(env, fields, start.shaped(parse_hyperparameters(method.hyperparameters or {})))
     _check_base(base, plan)
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
@@ -101,7 +103,6 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         if record is not None:
             await _check_items(api, tenant, record, base, plan, param)
     reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
-    _check_size(reinforcement)
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
         tenant=tenant.id,
@@ -123,12 +124,19 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     )
 
 
-def _check_size(reinforcement: dict[str, Any]) -> None:
-    num_bytes = len(JSON.encode(reinforcement))
+def _check_size(method: ReinforcementGiven) -> None:
+    check_num_bytes("method", _num_bytes(method), param="method.reinforcement")
+
+
+def _num_bytes(method: ReinforcementGiven) -> int:
+    env = method.environment
+    return len(JSON.encode((method.grader, env and (env.name, env.args), method.hyperparameters)))
+
+
+def check_num_bytes(name: str, num_bytes: int, *, param: str) -> None:
+    """Raises InvalidInput for what is too large for a job's messages."""
     if num_bytes > MAX_METHOD_BYTES:
-        raise InvalidInput(
-            f"method has {num_bytes} bytes; at most {MAX_METHOD_BYTES}", param="method.reinforcement", code="too_large"
-        )
+        raise InvalidInput(f"{name} has {num_bytes} bytes; at most {MAX_METHOD_BYTES}", param=param, code="too_large")
 
 
 def _check_labels(body: JobGiven) -> None:
@@ -148,11 +156,12 @@ def _reinforcement(body: JobGiven) -> ReinforcementGiven:
         )
     if method.type in _METHODS:
         raise InvalidInput(
-            f"method {method.type!r} is not offered: this service trains by reinforcement only", param="method.type"
+            f"method {quoted(method.type)} is not offered: this service trains by reinforcement only",
+            param="method.type",
         )
     if method.type != "reinforcement":
         hint = did_you_mean(method.type, ["reinforcement"])
-        raise InvalidInput(f"unknown method {method.type!r}{hint}; use 'reinforcement'", param="method.type")
+        raise InvalidInput(f"unknown method {quoted(method.type)}{hint}; use 'reinforcement'", param="method.type")
     if method.supervised is not None or method.dpo is not None:
         raise InvalidInput("method: only `reinforcement` goes with type 'reinforcement'", param="method")
     if method.reinforcement is None:
@@ -166,15 +175,7 @@ def _environment(method: ReinforcementGiven) -> EnvSpec:
         raise InvalidInput(f"give {where}.grader or {where}.environment, one of them", param=f"{where}.grader")
     if method.environment is None:
         return EnvSpec("single_turn", {"grader": method.grader})
-    spec = EnvSpec(method.environment.name, method.environment.args)
-    validate_environment(spec, param=f"{where}.environment")
-    return spec
-
-
-def _grader(method: ReinforcementGiven, env: EnvSpec) -> Grader | None:
-    if method.grader is not None:
-        return validate_grader(method.grader, param="method.reinforcement.grader")
-    return grader_of(env, param="method.reinforcement.environment")
+    return EnvSpec(method.environment.name, method.environment.args)
 
 
 def _check_base(base: Base, plan: JobPlan) -> None:
@@ -234,7 +235,7 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
     try:
         return await api.files.get(tenant.id, file)
     except NotFound as error:
-        raise InvalidInput(f"{param}: there is no file {file!r}", param=param, code="file_not_found") from error
+        raise InvalidInput(f"{param}: there is no file {quoted(file)}", param=param, code="file_not_found") from error
 
 
 # ---- items ----------------------------------------------------------------------------------------------------------
@@ -244,11 +245,10 @@ async def _check_items(
     api: Api, tenant: TenantRecord, record: FileRecord, base: Base, plan: JobPlan, param: str
 ) -> None:
     """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long."""
-    fields = sorted(item_fields(plan.grader)) if plan.grader else list[str]()
     most = base.tokenizer.context - plan.given.max_tokens
     fits = base.name in record.longest and record.longest[base.name] <= most
-    if fields:
-        await _check_rows(api, tenant, record, fields, param)
+    if plan.fields:
+        await _check_rows(api, tenant, record, plan.fields, param)
     if not fits:
         await _check_lengths(api, tenant, record, plan.given.max_tokens, base, param)
 

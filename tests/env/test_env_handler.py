@@ -39,7 +39,6 @@ from common.wire import decode, encode
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.search import Index, load_collection
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.math import MathChecker
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
@@ -73,7 +72,6 @@ class Run:
         graders = GraderRunner(
             sandbox=sandbox,
             endpoints=Endpoints(""),
-            math_checker=MathChecker(),
             text_comparer=TextComparer(),
             timeout_s=2.0,
         )

@@ -16,11 +16,13 @@ import pytest
 from common.errors import InvalidInput
 from common.graders import check_item, item_fields, validate_grader
 from env_service.failures import GraderFailed
+from env_service.graders.answers.final import final_answer
+from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.math import MathChecker, final_answer
-from env_service.graders.runner import Grade, GraderRunner, make_sample
+from env_service.graders.runner import Grade, GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
+from env_service.work import Allowance
 from tests.support.processes import descendants, left_behind
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,14 +38,11 @@ async def grade_async(
     hosts: str = "",
     timeout_s: float = 5.0,
 ) -> Grade:
-    endpoints, checker, comparer = Endpoints(hosts), MathChecker(), TextComparer()
-    runner = GraderRunner(
-        sandbox=Sandbox(), endpoints=endpoints, math_checker=checker, text_comparer=comparer, timeout_s=timeout_s
-    )
+    endpoints, comparer = Endpoints(hosts), TextComparer()
+    runner = GraderRunner(sandbox=Sandbox(), endpoints=endpoints, text_comparer=comparer, timeout_s=timeout_s)
     try:
-        return await runner.grade(validate_grader(grader), item or {}, make_sample(output), key="job/0/0/0/0")
+        return await runner.grade(validate_grader(grader), Attempt(item or {}, output), key="job/0/0/0/0")
     finally:
-        await checker.close()
         await comparer.close()
         await endpoints.close()
 
@@ -119,6 +118,14 @@ def test_a_reference_with_braces_is_not_a_template() -> None:
 
 # ---------------------------------------------------------------------------------------------- text_similarity
 
+
+async def compared(
+    comparer: TextComparer, grader: dict[str, Any], text: str, reference: str, *, timeout_s: float
+) -> float:
+    made: Any = validate_grader(grader)
+    return await comparer.reward(made, Attempt({"answer": reference}, text), Allowance(timeout_s))
+
+
 METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
 
 
@@ -141,8 +148,8 @@ def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -
     async def both() -> float:
         comparer = TextComparer()
         with pytest.raises(GraderFailed, match="longer than"):
-            await comparer.similarity("rouge_l", long, long[::-1], timeout_s=0.5)
-        found = await comparer.similarity("rouge_l", "a b", "a b", timeout_s=20)
+            await compared(comparer, alike("rouge_l"), long, long[::-1], timeout_s=0.5)
+        found = await compared(comparer, alike("rouge_l"), "a b", "a b", timeout_s=20)
         await comparer.close()
         return found
 
@@ -151,8 +158,8 @@ def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -
 
 def test_a_comparison_ends_with_its_worker() -> None:
     worker = (
-        "import asyncio\nfrom env_service.graders.text import TextComparer\n"
-        "asyncio.run(TextComparer().similarity('rouge_l', '1 ' * 6000, '2 ' * 6000, timeout_s=50))"
+        "import asyncio\nfrom tests.env.test_graders import TextComparer, alike, compared\n"
+        "asyncio.run(compared(TextComparer(), alike('rouge_l'), '1 ' * 6000, '2 ' * 6000, timeout_s=50))"
     )
     assert left_behind(worker, num=1) == set()
 
@@ -214,24 +221,30 @@ def test_a_formula_without_a_value_fails_the_grader() -> None:
 # --------------------------------------------------------------------------------------------------------- math
 
 
+async def same(comparer: TextComparer, text: str, reference: str, *, timeout_s: float) -> bool:
+    return bool(await compared(comparer, {"type": "math"}, text, reference, timeout_s=timeout_s))
+
+
 def test_each_gsm8k_answer_is_right_for_its_row_and_wrong_for_the_next_where_it_differs() -> None:
     answers = [json.loads(line)["answer"] for line in ANSWERS.read_text().splitlines()]
     assert len(answers) == 1319
     following = [*answers[1:], answers[0]]
 
     async def rewards() -> list[tuple[bool, bool]]:
-        checker = MathChecker()
-        return [
-            (await checker.equal(own, own, timeout_s=5), await checker.equal(other, own, timeout_s=5))
+        comparer = TextComparer()
+        found = [
+            (await same(comparer, own, own, timeout_s=5), await same(comparer, other, own, timeout_s=5))
             for own, other in zip(answers, following, strict=True)
         ]
+        await comparer.close()
+        return found
 
     for own, other, (right, wrong) in zip(answers, following, asyncio.run(rewards()), strict=True):
         assert right
-        same = (
+        alike_rows = (
             own.rpartition("####")[2].replace(",", "").strip() == other.rpartition("####")[2].replace(",", "").strip()
         )
-        assert wrong == same
+        assert wrong == alike_rows
 
 
 @pytest.mark.parametrize(
@@ -272,12 +285,12 @@ def test_the_final_answer_is_the_last_of_its_kind() -> None:
 
 def test_an_answer_on_which_the_comparison_hangs_fails_the_grader_and_the_next_one_works() -> None:
     async def both() -> bool:
-        checker = MathChecker()
-        await checker.equal(r"\frac{1}{2}", "0.5", timeout_s=20)
+        comparer = TextComparer()
+        await same(comparer, r"\frac{1}{2}", "0.5", timeout_s=20)
         with pytest.raises(GraderFailed, match="took"):
-            await checker.equal(r"\int_0^1 x^x \sin(x^{x^x}) dx", "7^{7^{7^{7}}}+1", timeout_s=0.01)
-        equal = await checker.equal(r"\frac{1}{2}", "0.5", timeout_s=20)
-        await checker.close()
+            await same(comparer, r"\int_0^1 x^x \sin(x^{x^x}) dx", "7^{7^{7^{7}}}+1", timeout_s=0.01)
+        equal = await same(comparer, r"\frac{1}{2}", "0.5", timeout_s=20)
+        await comparer.close()
         return equal
 
     assert asyncio.run(both())
@@ -441,12 +454,12 @@ def test_the_fields_that_a_grader_needs_are_checked_against_a_row() -> None:
 
 
 async def test_a_helper_that_is_killed_while_it_compares_is_asked_again() -> None:
-    checker = MathChecker()
+    comparer = TextComparer()
     before = descendants(os.getpid())
-    asking = asyncio.create_task(checker.equal("3*x+1", "1+x*3", timeout_s=60))
+    asking = asyncio.create_task(same(comparer, "3*x+1", "1+x*3", timeout_s=60))
     while not (helpers := descendants(os.getpid()) - before):
         await asyncio.sleep(0.01)
     for pid, _ in helpers:
         os.kill(pid, signal.SIGKILL)
     assert await asking
-    await checker.close()
+    await comparer.close()

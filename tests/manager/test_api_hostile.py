@@ -72,7 +72,20 @@ def graded(**fields: Any) -> dict[str, Any]:
 
 
 CHAT, COMPLETIONS, RUN = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run"
+JOBS = "/v1/fine_tuning/jobs"
 FOUR_MB = 4_000_000
+
+
+def multi(**fields: Any) -> dict[str, Any]:
+    """A grader of 20 graders."""
+    return {"type": "multi", "graders": {f"g{i}": GRADER | fields for i in range(20)}, "calculate_output": "g0"}
+
+
+def submitted(**reinforcement: Any) -> bytes:
+    return json.dumps({"model": "tiny", "method": {"type": "reinforcement", "reinforcement": reinforcement}}).encode()
+
+
+MANY_VARIABLES = "{{item.a}}" * 6500
 HOSTILE: dict[str, tuple[str, bytes]] = {
     "a long prompt": (COMPLETIONS, json.dumps({"model": "tiny", "prompt": "x" * FOUR_MB}).encode()),
     "a long message": (CHAT, json.dumps(chat("<|end|>" * (FOUR_MB // 7))).encode()),
@@ -86,6 +99,26 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "braces": (RUN, json.dumps(graded(input="{{" * 100_000)).encode()),
     "braces at the limit": (RUN, json.dumps(graded(input="{{" * 32_000 + "{{item.answers}}")).encode()),
     "a path of many steps": (RUN, json.dumps(graded(input="{{item" + ".a" * 30_000 + "}}")).encode()),
+    "a multi of many variables": (
+        RUN,
+        json.dumps(
+            {"grader": multi(input=MANY_VARIABLES, reference=MANY_VARIABLES), "model_sample": "x", "item": {"b": 1}}
+        ).encode(),
+    ),
+    "a field that an item lacks": (
+        RUN,
+        json.dumps({"grader": multi(input="{{item.a}}" * 1800), "model_sample": "x", "item": {"b": 1}}).encode(),
+    ),
+    "a job of many variables": (JOBS, submitted(grader=multi(input="{{item.a}}" * 1800))),
+    "a method that is too large": (JOBS, submitted(grader=multi(input=MANY_VARIABLES, reference=MANY_VARIABLES))),
+    "bad documents": (JOBS, submitted(environment={"name": "search", "args": {"documents": [1] * 90_000}})),
+    "unknown fields": (CHAT, json.dumps(chat("x") | {f"k{i}": 1 for i in range(90_000)}).encode()),
+    "unknown fields of a method": (JOBS, submitted(**{f"k{i}": 1 for i in range(90_000)})),
+    "unknown fields of a grader": (JOBS, submitted(grader=GRADER | {f"k{i}": 1 for i in range(20_000)})),
+    "a long model": (JOBS, submitted(grader=GRADER).replace(b"tiny", b"t" * FOUR_MB)),
+    "a long field": (JOBS, submitted(grader=GRADER, **{"k" * FOUR_MB: 1})),
+    "a long field of a grader": (JOBS, submitted(grader=GRADER | {"k" * 300_000: 1})),
+    "a long key twice": (JOBS, b'{"%b": 1, "%b": 1}' % (b"k" * 1_000_000, b"k" * 1_000_000)),
     "likely names": (
         RUN,
         json.dumps(
@@ -101,8 +134,23 @@ async def test_the_api_answers_others_while_it_refuses(server: ApiServer, name: 
     sending = server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
     answer, stop_s = await longest_stop(sending)
     assert answer.status_code == 400, answer.text[:300]
-    assert len(answer.text) < 2000
+    assert len(answer.text) < 600
     assert stop_s < LONGEST_STOP_S
+
+
+async def test_the_api_answers_others_while_it_checks_a_large_grader(server: ApiServer) -> None:
+    grader = multi(input="{{item.a}}" * 1800)
+    checking = server.http.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}, timeout=60)
+    answer, stop_s = await longest_stop(checking)
+    assert answer.json() == {"grader": grader}
+    assert stop_s < LONGEST_STOP_S
+
+
+async def test_an_error_shows_little_of_a_long_name(server: ApiServer) -> None:
+    answer = await server.http.post(CHAT, json=chat("x") | {"model": "ft:" * 300_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert "there is no model 'ft:ft:" in answer.text
+    assert len(answer.text) < 300
 
 
 async def test_the_api_answers_others_while_it_checks_a_large_file(server: ApiServer) -> None:

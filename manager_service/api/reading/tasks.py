@@ -5,7 +5,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from common.environments import grader_of, validate_environment
 from common.errors import InvalidInput
+from common.graders import check_item, item_fields, validate_grader
+from common.messages import EnvSpec
 from common.text.tokens import ChatTokenizer
 from manager_service.api.reading.items import check_lengths, check_lines, check_rows
 from manager_service.api.reading.values import parse_json
@@ -78,7 +81,35 @@ class ReadSample(msgspec.Struct, tag=True, frozen=True):
     body: bytes
 
 
-Task = ParseBody | Render | Encode | CheckLines | CheckRows | CheckLengths | ReadPass | ReadSample
+class CheckGrader(msgspec.Struct, tag=True, frozen=True):
+    """Gives nothing. `item`: must have the fields that the grader needs, if there is one."""
+
+    grader: dict[str, Any]
+    item: dict[str, Any] | None
+    param: str
+
+
+class CheckMethod(msgspec.Struct, tag=True, frozen=True):
+    """Gives the fields of an item that the grader of a job needs, sorted. `grader`: None if the environment says it."""
+
+    environment: str
+    args: dict[str, Any]
+    grader: dict[str, Any] | None
+    param: str
+
+
+Task = (
+    ParseBody
+    | Render
+    | Encode
+    | CheckLines
+    | CheckRows
+    | CheckLengths
+    | CheckGrader
+    | CheckMethod
+    | ReadPass
+    | ReadSample
+)
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -119,6 +150,25 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             )
         case ReadSample():
             return read_sample(task.body)
+        case CheckGrader():
+            return _check_grader(task)
+        case CheckMethod():
+            return _fields_of_method(task)
+
+
+def _check_grader(task: CheckGrader) -> None:
+    grader = validate_grader(task.grader, param=task.param)
+    if task.item is not None:
+        check_item(grader, task.item, param=task.param)
+
+
+def _fields_of_method(task: CheckMethod) -> list[str]:
+    if task.grader is not None:
+        return sorted(item_fields(validate_grader(task.grader, param=f"{task.param}.grader")))
+    spec, param = EnvSpec(task.environment, task.args), f"{task.param}.environment"
+    validate_environment(spec, param=param)
+    grader = grader_of(spec, param=param)
+    return sorted(item_fields(grader)) if grader else []
 
 
 def _body(text: bytes) -> Any:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from common.spelling import quoted
+
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 """Of one text. What is done with a text later takes time for each of them."""
@@ -65,7 +67,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"the key {key!r} stands twice in one object")
+            raise ValueError(f"the key {quoted(key)} stands twice in one object")
         result[key] = value
     return result
 

@@ -1,0 +1,56 @@
+"""What a grader sees: an item, and the model's last turn."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from common.text.tool_calls import ToolCall
+
+
+class Attempt:
+    """One answer to an item. What graders of a `multi` share is made once."""
+
+    def __init__(
+        self, item: Mapping[str, Any], output_text: str, output_tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """`output_tools`: in OpenAI's form, as `tools_of` makes them."""
+        self.item = item
+        self.output_text = output_text
+        self._output_tools = output_tools
+
+    @cached_property
+    def sample(self) -> dict[str, Any]:
+        """The model's last turn as templates and tenants' code see it."""
+        return {
+            "output_text": self.output_text,
+            "output_tools": self._output_tools,
+            "output_json": _json(self.output_text),
+        }
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """For `decoded`, in another process."""
+        return msgspec.msgpack.encode((self.item, self.output_text, self._output_tools))
+
+
+def decoded(attempt: bytes) -> Attempt:
+    return Attempt(*msgspec.msgpack.decode(attempt))
+
+
+def tools_of(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [_tool(i, call) for i, call in enumerate(calls)]
+
+
+def _tool(index: int, call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments) if call.error is None else call.text
+    return {"id": f"call_{index}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,86 @@
+"""Compares two texts in a helper process: what takes long, or may take forever.
+
+As a program (`python -m env_service.graders.comparing`) this file is the helper.
+"""
+
+import msgspec
+
+from common import templates
+from common.errors import InvalidInput
+from env_service.graders import helper, math
+from env_service.graders.attempt import decoded
+
+MAX_CHARACTERS = 20_000
+"""The most characters of a text whose similarity is measured."""
+
+
+class Question(msgspec.Struct, kw_only=True):
+    """A grader of this type; `how` is its operation or its metric."""
+
+    type: str
+    how: str = ""
+    input: str
+    reference: str
+    attempt: bytes  # an encoded `Attempt`
+
+
+class Answer(msgspec.Struct):
+    reward: float = 0.0
+    refused: str | None = None  # why there is no reward
+
+
+def answered(question: bytes) -> bytes:
+    try:
+        return msgspec.msgpack.encode(Answer(_reward(msgspec.msgpack.decode(question, type=Question))))
+    except InvalidInput as error:
+        return msgspec.msgpack.encode(Answer(refused=str(error)))
+
+
+def read_answer(answer: bytes) -> float:
+    """The reward. Raises InvalidInput if the helper did."""
+    given = msgspec.msgpack.decode(answer, type=Answer)
+    if given.refused is not None:
+        raise InvalidInput(given.refused)
+    return given.reward
+
+
+def string_check(operation: str, text: str, reference: str) -> float:
+    """1.0 if the comparison holds, else 0.0. `like` and `ilike`: the text contains the reference."""
+    match operation:
+        case "eq":
+            holds = text == reference
+        case "ne":
+            holds = text != reference
+        case "like":
+            holds = reference in text
+        case "ilike":
+            holds = reference.casefold() in text.casefold()
+        case _:
+            raise InvalidInput(f"unknown operation {operation}")
+    return float(holds)
+
+
+def _reward(asked: Question) -> float:
+    attempt = decoded(asked.attempt)
+    text = templates.render(asked.input, attempt.item, attempt.sample)
+    reference = templates.render(asked.reference, attempt.item, attempt.sample)
+    match asked.type:
+        case "math":
+            return float(math.equal(text, reference))
+        case "text_similarity":
+            return _similarity(asked.how, text, reference)
+        case _:
+            return string_check(asked.how, text, reference)
+
+
+def _similarity(metric: str, text: str, reference: str) -> float:
+    if max(len(text), len(reference)) > MAX_CHARACTERS:
+        raise InvalidInput(f"texts of more than {MAX_CHARACTERS} characters are not compared")
+    # imported here: only the helpers that measure similarity need its libraries
+    from env_service.graders.similarity import similarity
+
+    return similarity(metric, text, reference)
+
+
+if __name__ == "__main__":
+    helper.serve(answered)
