@@ -199,8 +199,7 @@ class Bus:
     async def find_idle(
         self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, own: Sequence[str] = (), count: int = 256
     ) -> list[Idle]:
-        """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; an empty list if anybody looked within
-        `every_ms`, who had none of its own among them."""
+        """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; none if others looked within `every_ms`."""
         args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, *own]
         found = await self._unless("NOGROUP", lambda: self._find_idle(keys=[stream], args=args))
         return [Idle(_text(entry), int(deliveries)) for entry, _, _, deliveries in found or ()]
