@@ -47,7 +47,7 @@ FIRST_UID = 1_000_000_000
 NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.02
 """How often the keeper looks into a working folder that is no file system of its own."""
 
 
@@ -146,14 +146,14 @@ def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
         kill_first()
         if "namespaces" in wanted:
             layers |= enter_namespaces(libc, os.getcwd(), uid)
-        stay_behind(libc, job["worker"], own_files="files" in layers)
+        stay_behind(libc, job["worker"], own_files="files" in layers, file_bytes=job["limits"]["file_bytes"])
     set_limits(job["limits"])
     if root:
         become(uid)
         layers.add("uid")
     if sys.platform == "linux":
         program = job["own_files_filter" if "files" in layers else "filter"]
-        layers |= give_up_rights(libc, wanted, bytes.fromhex(program))
+        layers |= give_up_rights(libc, wanted, bytes.fromhex(program), own_files="files" in layers)
     if not layers & {"network", "seccomp"}:
         sys.addaudithook(refuse_sockets)
         layers.add("audit")
@@ -166,8 +166,11 @@ def kill_first() -> None:
         file.write("1000")
 
 
-def give_up_rights(libc: Libc, wanted: set[str], program: bytes) -> set[str]:
-    """Gives up the rights that a process on Linux can give up without any privilege. Returns the layers that hold."""
+def give_up_rights(libc: Libc, wanted: set[str], program: bytes, *, own_files: bool) -> set[str]:
+    """Gives up the rights that a process on Linux can give up without any privilege. Returns the layers that hold.
+
+    Without files of its own its keeper sees what it has open; other calls, which may have its uid, are kept from /proc.
+    """
     layers: set[str] = set()
     drop_capabilities(libc)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -175,6 +178,7 @@ def give_up_rights(libc: Libc, wanted: set[str], program: bytes) -> set[str]:
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     if "landlock" in wanted and confine_files(libc, os.getcwd()):
         layers.add("landlock")
+        libc.prctl(PR_SET_DUMPABLE, int(not own_files), 0, 0, 0)
     if "seccomp" in wanted and program and filter_calls(libc, program):
         layers.add("seccomp")
     return layers
@@ -224,7 +228,7 @@ def drop_capabilities(libc: Libc) -> None:
 # ------------------------------------------------------------------------------------------------------- keeper
 
 
-def stay_behind(libc: Libc, worker: int, *, own_files: bool) -> None:
+def stay_behind(libc: Libc, worker: int, *, own_files: bool, file_bytes: int) -> None:
     """Goes on in a child; the parent stays as its keeper, and never returns."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -233,16 +237,16 @@ def stay_behind(libc: Libc, worker: int, *, own_files: bool) -> None:
     child = os.fork()
     if child:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        keep(child, own_files=own_files)
+        keep(child, own_files=own_files, file_bytes=file_bytes)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def keep(child: int, *, own_files: bool) -> NoReturn:
-    """Ends as the child ends. Kills it when it is told to, or when the working folder holds too much."""
+def keep(child: int, *, own_files: bool, file_bytes: int) -> NoReturn:
+    """Ends as the child ends. Kills it when it is told to, or when it holds too much in its working folder."""
     status = 0
     while True:
         told = signal.sigtimedwait(TOLD, 3600 if own_files else LOOK_EVERY_S)
-        full = not own_files and is_too_full()
+        full = not own_files and is_too_full(child, file_bytes)
         if full or (told and told.si_signo == signal.SIGTERM):
             os.kill(child, signal.SIGKILL)
             status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
@@ -252,15 +256,58 @@ def keep(child: int, *, own_files: bool) -> NoReturn:
             os._exit(status or (code if code >= 0 else 128 - code))
 
 
-def is_too_full() -> bool:
-    """Tells whether the working folder, which has no folders in it, holds too many files, or too many bytes."""
-    size = 0
+def is_too_full(child: int, file_bytes: int) -> bool:
+    """Tells whether the working folder, which has no folders in it, and what the child deleted from it and still uses are too many
+    files, or too many bytes."""
+    sizes = deleted_files(child, file_bytes)
     for num, name in enumerate(os.listdir()):
         with contextlib.suppress(FileNotFoundError):
-            size += os.lstat(name).st_blocks * 512
-        if num > WORK_FILES or size > WORK_BYTES:
+            status = os.lstat(name)
+            sizes[status.st_ino] = status.st_blocks * 512
+        if num > WORK_FILES:
             return True
-    return False
+    return len(sizes) > WORK_FILES or sum(sizes.values()) > WORK_BYTES
+
+
+def deleted_files(child: int, file_bytes: int) -> dict[int, int]:
+    """Inode -> bytes of each file that the child deleted from the working folder and still has open or mapped.
+
+    One that is mapped and not open counts as the largest that a file may be where only root could measure it. To see them at all
+    the keeper needs the child's uid, or root's rights.
+    """
+    found: dict[int, int] = {}
+    threads, here = inside(f"/proc/{child}/task"), os.getcwd() + "/"
+    for link in [link for thread in threads for link in inside(f"{thread}/fd")]:  # a thread may have a table of its own
+        with contextlib.suppress(OSError):
+            status = os.stat(link)
+            if status.st_nlink == 0 and os.readlink(link).startswith(here):
+                found[status.st_ino] = status.st_blocks * 512
+    for line in next(filter(None, map(mappings, threads)), []):  # the first thread may have ended
+        if f" {here}" in line and line.endswith(" (deleted)"):
+            addresses, _, _, _, inode, _ = line.split(maxsplit=5)
+            if int(inode) not in found:
+                found[int(inode)] = mapped_bytes(f"/proc/{child}/map_files/{addresses}", file_bytes)
+    return found
+
+
+def inside(folder: str) -> list[str]:
+    """Paths of a folder's entries; none if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    return []
+
+
+def mappings(thread: str) -> list[str]:
+    with contextlib.suppress(OSError), open(f"{thread}/maps", errors="replace") as file:
+        return file.read().splitlines()
+    return []
+
+
+def mapped_bytes(link: str, otherwise: int) -> int:
+    try:
+        return os.stat(link).st_blocks * 512
+    except OSError:
+        return otherwise
 
 
 # --------------------------------------------------------------------------------------------------- namespaces

@@ -9,9 +9,10 @@ It protects, by the strongest means that the machine allows (`Sandbox.probe` say
                      worker is inherited, the worker's environment cannot be read
     files            a file system that holds Python's library, read-only, and an empty folder that vanishes with the
                      process; landlock, also where there are no namespaces
-    the machine      limits on CPU seconds, memory, file size, open files, processes, and what the folder holds; the
-                     output is cut off and the process killed when it exceeds its limit; a wall-clock limit, after
-                     which a process that runs none of the tenant's code kills all that is left (`child.py`)
+    the machine      limits on CPU seconds, memory, file size, open files, processes, and what the folder holds, with what was
+                     deleted from it and is still in use; the output is cut off and the process killed when it exceeds its
+                     limit; a wall-clock limit, after which a process that runs none of the tenant's code kills all that is
+                     left (`child.py`)
 
 It does not protect:
 
@@ -43,11 +44,12 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unavailable
 from common.own_folder import OwnFolder
 from common.places import Places
 from env_service import work
 from env_service.sandbox.calls import filter_program
+from env_service.sandbox.child import WORK_BYTES, WORK_FILES
 
 CHILD = Path(__file__).with_name("child.py")
 PREFIX = "marlaas-sandbox-"
@@ -117,7 +119,8 @@ class Sandbox:
     async def run(
         self, source: str, *, call: str | None = None, arguments: Sequence[Any] = (), timeout_s: float
     ) -> Outcome:
-        """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does.
+        """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does. Raises Unavailable if the
+        disk has no room for a call's files, which others may have filled.
 
         The time limit begins when a place is free. Nothing of the call lives on afterwards.
         """
@@ -127,6 +130,8 @@ class Sandbox:
         async with self._folder() as folder, work.place(self._places):
             started = time.monotonic()
             outcome = await self._run(job, folder, timeout_s)
+            if outcome.ending in ("raised", "crashed") and "files" not in outcome.layers:
+                _check_room(folder)
         seconds = time.monotonic() - started
         work.charge(seconds)
         work.beat()
@@ -146,15 +151,21 @@ class Sandbox:
 
     @contextlib.asynccontextmanager
     async def _folder(self) -> AsyncGenerator[str]:
-        """A call's working folder, which is gone afterwards."""
-        if self._own is None:
-            self._own = OwnFolder(PREFIX)
-            self._own.path.chmod(0o711)  # calls may have a uid of their own
-        folder = tempfile.mkdtemp(dir=self._own.path)
+        """A call's working folder, which is gone afterwards. Raises Unavailable."""
+        folder = self._new_folder()
         try:
             yield folder
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _new_folder(self) -> str:
+        try:
+            if self._own is None:
+                self._own = OwnFolder(PREFIX)
+                self._own.path.chmod(0o711)  # calls may have a uid of their own
+            return tempfile.mkdtemp(dir=self._own.path)
+        except OSError as error:
+            raise Unavailable(f"the env worker's disk for temporary files: {error.strerror or error}") from error
 
     def _job(self, source: str, call: str | None, arguments: Sequence[Any], timeout_s: float) -> bytes:
         limits = {
@@ -217,6 +228,13 @@ def check_strength(layers: Sequence[str]) -> None:
         "and it needs seccomp, and landlock (Linux 5.13) or namespaces. Allow them, or set MARLAAS_WEAK_SANDBOX=1 if you "
         "trust the code of every tenant"
     )
+
+
+def _check_room(folder: str) -> None:
+    """Raises Unavailable if the disk does not hold what a call may have: that may be why it failed."""
+    disk = os.statvfs(folder)
+    if disk.f_bavail * disk.f_frsize < WORK_BYTES or (disk.f_files and disk.f_favail < WORK_FILES):
+        raise Unavailable("the env worker's disk for temporary files is full")
 
 
 def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcome:

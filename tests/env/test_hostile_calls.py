@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unavailable
 from common.streams import Cell
 from env_service import work
 from env_service.__main__ import build
+from env_service.sandbox import sandbox
 from env_service.sandbox.calls import filter_program
 from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
@@ -203,6 +204,51 @@ def test_a_working_folder_holds_a_bounded_number_of_bytes(layers: tuple[str, ...
     source = "for n in range(10 ** 4):\n    with open(str(n), 'wb') as file: file.write(b'x' * 2 ** 22)"
     outcome = run(source, layers=layers)
     assert "No space left" in outcome.reason or "wrote more into its folder" in outcome.reason
+
+
+DELETED = """
+fd = os.open('a', os.O_CREAT | os.O_RDWR)
+os.unlink('a')
+for _ in range(4): os.write(fd, bytes(2 ** 20))
+"""
+MAPPED = "libc.mmap(None, 4096, 3, 1, fd, 0)\nos.close(fd)"
+USES = {
+    "open": f"for _ in range(20): exec({DELETED!r})\ntime.sleep(60)",
+    "mapped": f"for _ in range(20): exec({DELETED + MAPPED!r})\ntime.sleep(60)",
+}
+USES["mapped while the first thread has ended"] = (
+    f"import _thread\n_thread.start_new_thread(exec, ({USES['mapped']!r}, globals()))\nlibc.pthread_exit(0)"
+)
+
+
+@pytest.mark.parametrize("how", USES)
+def test_what_a_call_deletes_and_still_uses_counts(how: str) -> None:
+    outcome = run(f"{PRELUDE}import time\n{USES[how]}", layers=WITHOUT_NAMESPACES, timeout_s=5)
+    assert "wrote more into its folder" in outcome.reason
+
+
+@EITHER
+def test_temporary_files_are_no_more_than_they_hold(layers: tuple[str, ...]) -> None:
+    source = PRELUDE + "for _ in range(100):\n" + DELETED.replace("\n", "\n    ") + "os.close(fd)\nprint(1)"
+    assert run(source, layers=layers).output == "1\n"
+
+
+async def test_a_full_disk_is_no_failure_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a disk without the room that a call may take
+    calls = Sandbox(layers=WITHOUT_NAMESPACES)
+    monkeypatch.setattr(sandbox, "WORK_BYTES", 1 << 60)
+    # Then a call that fails is made again later
+    with pytest.raises(Unavailable, match="disk for temporary files is full"):
+        await calls.run("open('t', 'w').write(1)", timeout_s=5)
+    # And one that does not fail stands, as does one that took too long
+    assert (await calls.run("open('t', 'w')", timeout_s=5)).ending == "ok"
+    assert (await calls.run("while True: pass", timeout_s=0.5)).ending == "timeout"
+
+
+async def test_a_call_that_gets_no_folder_is_made_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(Unavailable, match="disk for temporary files: No such file"):
+        await Sandbox().run("", timeout_s=5)
 
 
 @EITHER
