@@ -412,6 +412,7 @@ class Partition:
             if job.settled:
                 self.jobs.remove(job.id)
                 changes.finished.append(job.id)
+                changes.close(self._cell.unfinished(job.spec.tenant), job.id)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
         changes.published.append((self._cell.dead, dead_letter(delivery, reason)))
