@@ -31,6 +31,7 @@
     begun                      set      ids of the cell's unfinished jobs that have a version 0
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
     tenant-jobs:<tenant>       zset     job id by creation time
+    unfinished:<tenant>        hash     job -> bytes of its record: the jobs that its owner has not finished
     jobs-all                   zset     job id by creation time
     finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
     num-archived               string   number of jobs whose records are in object storage
@@ -215,6 +216,9 @@ class Cell:
 
     def tenant_jobs(self, tenant: str) -> str:
         return self.key(f"tenant-jobs:{tenant}")
+
+    def unfinished(self, tenant: str) -> str:
+        return self.key(f"unfinished:{tenant}")
 
     @property
     def jobs_all(self) -> str:

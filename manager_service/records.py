@@ -3,6 +3,7 @@
 in the cell (see common.streams)
 job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone;
                                     `deleted`: the user deleted its model; `moving`: it is being archived, and must not change
+unfinished:<tenant>        hash     job -> bytes of `spec` and `state` when it was created, until it has finished
 finished:<p>               zset     jobs to be archived (manager_service/archive) by when they finished, seconds since 1970
 num-archived               string   how many jobs are in the archive
 ledger:<job>               hash     issued, trained, filtered, stale, failed, cancelled

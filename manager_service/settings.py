@@ -43,6 +43,10 @@ class ManagerSettings(Settings):
     """Seconds between comments on a silent stream of events."""
     archive_after_s: float = Field(default=3600.0, ge=0)
     """Seconds after a job's end at which its records move from Redis to object storage."""
+    max_unfinished_jobs: int = Field(default=1000, ge=1)
+    """Jobs of one tenant in a cell that have not finished; queued and paused ones count."""
+    max_unfinished_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """What the records of those jobs have together, methods above all."""
     idempotency_s: int = Field(default=86_400, ge=1)
     """An Idempotency-Key is remembered this long."""
 

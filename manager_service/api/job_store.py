@@ -15,24 +15,31 @@ from common.messages import JobCommand
 from common.spelling import quoted
 from common.streams import partition_of
 from manager_service.api.context import ANSWER_S, Api, Base
+from manager_service.api.errors import ApiError
 from manager_service.api.job_records import ArchivedRecords, JobRecords, LiveRecords
 from manager_service.archive.store import Archived
 from manager_service.records import DELETED, FINAL, JSON, MOVING, JobSpec, JobState
+from manager_service.settings import ManagerSettings
 
-# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, idempotency record (or the job again: none).
-# ARGV: job id, score, spec, state, fingerprint, seconds to remember, then the fields of the stream entry.
-# Answers with the idempotency record that was there before, if one was; otherwise everything was written.
+# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none).
+# ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, then the fields of the stream entry.
+# Answers with the idempotency record that was there before, if one was; with a list, of the number of unfinished jobs and the
+# bytes of their records, if this one is too many; otherwise everything was written.
 CREATE = """
-local remembers = KEYS[6] ~= KEYS[1]
-local known = remembers and redis.call('GET', KEYS[6])
+local remembers = KEYS[7] ~= KEYS[1]
+local known = remembers and redis.call('GET', KEYS[7])
 if known then return known end
 if redis.call('EXISTS', KEYS[1]) == 1 then return false end
-redis.call('XADD', KEYS[5], '*', unpack(ARGV, 7))
+local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[3] + #ARGV[4], 0
+for _, each in ipairs(sizes) do total = total + each end
+if #sizes >= tonumber(ARGV[7]) or total + size > tonumber(ARGV[8]) then return {#sizes, total} end
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 9))
+redis.call('HSET', KEYS[6], ARGV[1], size)
 redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'state', ARGV[4])
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])
-if remembers then redis.call('SET', KEYS[6], ARGV[1] .. ' ' .. ARGV[5], 'EX', ARGV[6]) end
+if remembers then redis.call('SET', KEYS[7], ARGV[1] .. ' ' .. ARGV[5], 'EX', ARGV[6]) end
 return false
 """
 
@@ -172,7 +179,9 @@ class JobStore:
         return None
 
     async def create(self, base: Base, spec: JobSpec, *, score: float, once: Once | None) -> str | None:
-        """Write the job and tell its owner, in one script. Returns the idempotency record if the key was used before."""
+        """Write the job and tell its owner, in one script. Returns the idempotency record if the key was used before.
+
+        Raises ApiError 429 if the tenant has too many unfinished jobs."""
         cell, partition = base.cell, partition_of(spec.tenant)
         keys = [
             cell.job(spec.id),
@@ -180,12 +189,16 @@ class JobStore:
             cell.jobs_all,
             cell.active(partition),
             cell.jobs(partition),
+            cell.unfinished(spec.tenant),
             once.record(base, spec.tenant) if once else cell.job(spec.id),
         ]
         fields = await base.bus.fields(command(spec, "create", epoch=0))
-        fingerprint, seconds = (once.fingerprint if once else ""), self._api.settings.idempotency_s
-        args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, seconds, *fields]
-        known: bytes | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
+        settings, fingerprint = self._api.settings, once.fingerprint if once else ""
+        args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, settings.idempotency_s]
+        args += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, *fields]
+        known: bytes | list[int] | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
+        if isinstance(known, list):
+            raise _too_many(known[0], known[1], settings)
         return None if known is None else known.decode()
 
     async def known(self, tenant: str, once: Once) -> str | None:
@@ -213,6 +226,16 @@ class JobStore:
             await asyncio.sleep(POLL_S)
         if answer == b"archived" and (archived := await row.base.archive.find(row.spec.tenant, row.spec.id)):
             await row.base.archive.mark_deleted(archived)
+
+
+def _too_many(num_jobs: int, num_bytes: int, settings: ManagerSettings) -> ApiError:
+    return ApiError(
+        429,
+        f"you have {num_jobs} unfinished jobs, whose records have {num_bytes} bytes; with this one that is more than"
+        f" {settings.max_unfinished_jobs} jobs or {settings.max_unfinished_bytes} bytes: wait until some have finished, or cancel some",
+        code="too_many_jobs",
+        retry=False,
+    )
 
 
 def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:

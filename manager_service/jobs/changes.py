@@ -158,6 +158,7 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[Command]:
     if not tenant:
         return result
     result.append(["DEL", *cell.records(job)])
+    result.append(["HDEL", cell.unfinished(tenant), job])
     result += [["ZREM", key, job] for key in (cell.tenant_jobs(tenant), cell.jobs_all)]
     result.append(["INCR", cell.num_archived])
     for counter, amount in moved.usage.items():

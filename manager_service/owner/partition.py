@@ -421,6 +421,7 @@ class Partition:
             if job.settled:
                 self.jobs.remove(job.id)
                 changes.finished.append(job.id)
+                changes.close(self._cell.unfinished(job.spec.tenant), job.id)
         self.runs.note(changes, now)
 
     def _to_dead(self, delivery: Delivery, reason: str, changes: Changes) -> None:
