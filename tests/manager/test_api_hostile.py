@@ -460,3 +460,27 @@ async def test_an_upload_for_which_the_disk_has_no_room_says_so(
     files = {"file": ("f", jsonl(item()))}
     answer = await server.http.post("/v1/files", files=files, data={"purpose": "fine-tune"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (507, "disk_full")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "a"}] * 700}),
+        ("/v1/fine_tuning/alpha/graders/validate", {"grader": GRADER | {"input": "{{item.a}}" * 2800}}),
+    ],
+    ids=["messages", "template"],
+)
+async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
+    server: ApiServer, path: str, body: dict[str, Any]
+) -> None:
+    key = (await server.new_tenant("acme")).api_key
+    small = {"grader": GRADER}
+    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(60)]
+    await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
+    answer = await server.http.post(
+        "/v1/fine_tuning/alpha/graders/validate", json=small, headers={"Authorization": f"Bearer {key}"}
+    )
+    waiting = sum(not task.done() for task in many)
+    await asyncio.gather(*many)
+    assert answer.status_code == 200
+    assert waiting > 40
