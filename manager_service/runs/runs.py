@@ -15,6 +15,8 @@ from manager_service.runs.records import RunSpec, RunState
 from manager_service.runs.run import Run
 from manager_service.scheduling.members import MemberTable
 
+GRACE_S = 30.0
+"""Time in which a silent session may show a sign of life again: after a Redis that was away, no session has shown one yet."""
 log = structlog.get_logger()
 
 
@@ -26,6 +28,7 @@ class Runs:
         self._bus = bus
         self._cell: Cell = bus.cell
         self._number = number
+        self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
     @property
     def held_entries(self) -> set[str]:
@@ -106,8 +109,9 @@ class Runs:
 
     def look(self, live_trainers: Collection[str], silent: Collection[str], now: float, changes: Changes) -> None:
         """Takes in which trainers are alive, and which sessions are `silent`: their runs end."""
+        self._silent = {session: self._silent.get(session, now) for session in silent}
         for run in list(self.table.values()):
-            if run.spec.session in silent:
+            if now - self._silent.get(run.spec.session, now) > GRACE_S:
                 self._guarded(run, now, changes, lambda run: run.end("its session has ended", changes))
                 continue
             run.look(live_trainers, now, changes)

@@ -17,6 +17,7 @@ from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
 from manager_service.records import JSON, TenantRecord
+from manager_service.runs import runs
 from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState, run_of
 from manager_service.tenants import TENANTS, Tenants
 from tests.common.test_worker import length, until
@@ -318,7 +319,8 @@ async def test_results_are_announced(world: World) -> None:
     assert [(m.job, m.seqs) for m in heard if isinstance(m, OperationsAnswered)] == [(run, (0,)), (run, (1,))]
 
 
-async def test_a_run_ends_with_its_session(world: World) -> None:
+async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "GRACE_S", 0.5)
     async with world.trainer() as trainer:
         run = await world.create()
         await world.send(run, (1, "forward_backward"))
@@ -332,6 +334,19 @@ async def test_a_run_ends_with_its_session(world: World) -> None:
         assert "has ended" in await world.failure(run, 3)
         await until(lambda: world.open_operations(0))
         assert await world.bus.client.scard(world.bus.cell.active(PARTITION)) == 0
+
+
+async def test_a_session_that_is_back_in_time_loses_no_run(world: World) -> None:
+    """Redis may have been away for longer than a session counts as alive."""
+    key = world.bus.cell.session("ses-0123456789abcdef")
+    async with world.trainer():
+        run = await world.create()
+        await world.result(run, 0)
+        await world.bus.client.delete(key)
+        await asyncio.sleep(2 * LEASE_S)  # owners look at sessions so often
+        await world.bus.client.set(key, "{}")
+        await world.send(run, (1, "forward"))
+        assert (await world.result(run, 1)).failure is None
 
 
 async def test_no_more_runs_are_active_than_the_tenant_may_have(world: World) -> None:
