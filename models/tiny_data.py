@@ -150,7 +150,7 @@ def collate(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
             positions.append(row * length + column - 1)
     m, token, probability = zip(*spread, strict=True)
     targets = torch.zeros(len(positions), VOCAB_SIZE)
-    targets[list(m), list(token)] = torch.tensor(probability)
+    targets[list(m), list(token)] = torch.tensor(probability, dtype=torch.float32)
     return ids, torch.tensor(positions), targets
 
 

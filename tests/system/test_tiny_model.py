@@ -125,3 +125,12 @@ def test_the_committed_files_are_those_that_the_script_writes(tmp_path: Path) ->
     for config in (ours, theirs):
         config.pop("transformers_version")
     assert ours == theirs
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_step_of_making_it_runs(noise: float) -> None:
+    model, rng = make_tiny.make_model(0), random.Random(0)
+    optimizers = make_tiny.Optimizers(model, lr_muon=5e-3, lr_adam=3e-3)
+    batches = tiny_data.draw_batches(rng, dict.fromkeys(SKILLS, 1.0), noise)
+    first = make_tiny.train_step(model, optimizers, batches, 1.0)
+    assert make_tiny.train_step(model, optimizers, batches, 1.0) < first
