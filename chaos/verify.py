@@ -20,10 +20,10 @@ CELL = Cell("tiny")
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "samples:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "owners", "bits", "memory", "dropped", "telemetry", "control",
-    "adapters:new",
+    "adapters:new", "done",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
-EXPIRING = ("reply:", "looked:", "lease:")
+EXPIRING = ("reply:", "peers:", "looked:", "lease:", "train:", "sampling")
 """Keys that a process which was killed leaves behind, for a time."""
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
 Objects = Mapping[str, bytes]
@@ -114,7 +114,7 @@ def left_keys(cluster: Cluster) -> list[str]:
 
 def is_work(name: str) -> bool:
     """Is it a stream of which every entry is open work, or a dead letter?"""
-    inbox = name.startswith(("scored:", "adapters:", "jobs:")) and name.rpartition(":")[2].isdigit()
+    inbox = name.startswith(("scored:", "adapters:", "jobs:", "ops:")) and name.rpartition(":")[2].isdigit()
     return inbox or name in ("env", "rollout", "rollout:first", "train", "dead")
 
 

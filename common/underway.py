@@ -18,6 +18,8 @@ class Inbox:
     group: str
     at_once: int | None = None
     """Entries taken by one read; None: as many as there are free slots. Fewer let others share a burst."""
+    keep_s: int | None = None
+    """The stream is this worker's own, and vanishes so long after it was last heard of; None: it stays."""
 
 
 @dataclass(slots=True, eq=False)

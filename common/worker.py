@@ -196,6 +196,12 @@ class Worker:
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
             await self._bus.ensure_group(inbox.stream, inbox.group)
+        await self._keep_own()
+
+    async def _keep_own(self) -> None:
+        """Puts off the end of the streams that are this worker's own."""
+        for stream, keep_s in [(inbox.stream, inbox.keep_s) for inbox in self._inboxes if inbox.keep_s is not None]:
+            await self._bus.retrying(partial(self._bus.client.expire, stream, keep_s))
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -333,6 +339,7 @@ class Worker:
             for inbox in self._inboxes:
                 advanced = self._underway.take_advanced(inbox.stream)
                 await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
+            await self._keep_own()
 
     async def _keep_progress(self, resumes: Resumes) -> None:
         """Writes what is new of the work under way, which also renews it."""

@@ -29,7 +29,7 @@ without rights it would leave them out, and lose at a restart what scripts wrote
 
 _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
-    exists del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
+    exists expire del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage

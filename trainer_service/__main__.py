@@ -18,6 +18,8 @@ from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
+KEEP_INBOX_S = 3600
+"""How long the inbox of a trainer that died stays."""
 DRAIN_S = 5.0
 """A step under way may finish when the worker is told to stop."""
 
@@ -55,10 +57,10 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     handler = TrainHandler(
         trainer, parts.store, base, worker=parts.worker, cache_bytes=cached, fingerprints=parts.fingerprints
     )
-    inboxes = (parts.cell.trainer(parts.worker), parts.cell.train)
+    own = Inbox(parts.cell.trainer(parts.worker), GROUP_TRAINER, at_once=1, keep_s=KEEP_INBOX_S)
     return BuiltService(
         handler,
-        [Inbox(stream, GROUP_TRAINER, at_once=1) for stream in inboxes],
+        [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
         slots=settings.trainer_slots,
         drain_s=DRAIN_S,
         fingerprint=bits,

@@ -16,6 +16,7 @@ from common.telemetry import Reporter
 from common.worker import Inbox, Worker
 from tests.support.run_cases import forward_backward, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_tiny, nothing
+from trainer_service.__main__ import KEEP_INBOX_S
 from trainer_service.handler import TrainHandler
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
@@ -23,11 +24,12 @@ from trainer_service.training import Trainer
 
 @contextlib.asynccontextmanager
 async def training(bus: Bus, handler: TrainHandler, name: str) -> AsyncGenerator[None]:
-    streams = (bus.cell.trainer(name), bus.cell.train)
+    inboxes = [
+        Inbox(bus.cell.trainer(name), GROUP_TRAINER, at_once=1, keep_s=KEEP_INBOX_S),
+        Inbox(bus.cell.train, GROUP_TRAINER, at_once=1),
+    ]
     reporter = Reporter(name, "trainer", "tiny", slots=4)
-    worker = Worker(
-        bus, handler, inboxes=[Inbox(each, GROUP_TRAINER, at_once=1) for each in streams], reporter=reporter
-    )
+    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=0.3)
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
     try:
@@ -83,3 +85,18 @@ async def test_a_trainer_that_stops_says_that_the_gradient_is_gone(bus: Bus, sto
     # Then its owner hears of it, and nothing is left in an inbox that nobody reads
     assert (await answer(bus)).absent
     assert await bus.client.xlen(bus.cell.trainer("a")) == 0
+
+
+async def test_the_inbox_of_a_trainer_that_died_vanishes_and_that_of_a_living_one_does_not(
+    bus: Bus, store: AdapterStore
+) -> None:
+    handler = TrainHandler(Trainer(load_tiny()), store, "tiny", worker="a")
+    own, client = bus.cell.trainer("a"), bus.client
+    async with training(bus, handler, "a"), asyncio.timeout(20):
+        while await client.ttl(own) < 1:
+            await asyncio.sleep(0.01)
+        await client.expire(own, 5)
+        while await client.ttl(own) <= 5:  # each third of a lease puts the end off
+            await asyncio.sleep(0.01)
+        assert await client.ttl(bus.cell.train) == -1
+    assert 0 < await client.ttl(own) <= KEEP_INBOX_S
