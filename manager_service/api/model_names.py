@@ -15,7 +15,7 @@ from manager_service.api.job_store import JobRow, JobStore
 from manager_service.jobs.retention import has_version
 from manager_service.records import TenantRecord, tuned_model
 from manager_service.runs.records import is_run
-from manager_service.tinker.store.runs import Runs
+from manager_service.tinker.store.runs import RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
 
 async def _checkpoint(api: Api, tenant: TenantRecord, path: str) -> Named:
     try:
-        source = await Runs(api).source(tenant.id, path)
+        source = await RunStore(api).source(tenant.id, path)
     except InvalidInput as error:
         raise NotFound(str(error)) from error
     return Named(source.base, source.adapter, source.lora)
 
 
 async def _of_run(api: Api, tenant: TenantRecord, plain: str, pinned: str | None) -> Named:
-    run = await Runs(api).find(tenant.id, plain.rpartition(":")[2])
+    run = await RunStore(api).find(tenant.id, plain.rpartition(":")[2])
     if plain != tuned_model(run.base.name, tenant.id, "", run.id):
         raise NotFound("another name is meant")
     version = _version(pinned, (await run.state()).version, "its run has not begun")

@@ -66,7 +66,6 @@ class Changes:
     moved: list[Moved] = field(default_factory=list)
     runs: dict[str, RunState] = field(default_factory=dict)  # changed runs
     results: dict[str, list[OperationResult]] = field(default_factory=dict)  # run -> of its operations
-    expiring: list[str] = field(default_factory=list)  # streams that vanish an hour after what is published now
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
@@ -176,7 +175,7 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
     for run, found in changes.results.items():
         pairs = [part for each in found for part in (each.seq, msgspec.msgpack.encode(each))]
         result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]
-    return [*result, *(["EXPIRE", stream, KEEP_RESULTS_S] for stream in changes.expiring)]
+    return result
 
 
 def _flat(values: Mapping[str, str]) -> list[str]:

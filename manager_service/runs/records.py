@@ -41,7 +41,6 @@ class RunSpec(msgspec.Struct, frozen=True):
     created_at: int  # seconds since 1970
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: drawn from the seed
     with_optimizer: bool = False  # of the source
-    weight: float = 1.0  # the tenant's, when it was created
     user_metadata: dict[str, Any] = {}
 
     @property

@@ -39,7 +39,7 @@ HOLE_S = 420.0
 SAVES = ("save_weights", "save_for_sampler")
 
 
-class Held(NamedTuple):
+class HeldOperation(NamedTuple):
     """An operation, with the entry that stays pending for it."""
 
     entry: str
@@ -57,8 +57,8 @@ class Run:
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
-        self._waiting: dict[int, Held] = {}  # by number: those without a result
-        self._log: dict[int, Held] = {}  # in order
+        self._waiting: dict[int, HeldOperation] = {}  # by number: those without a result
+        self._log: dict[int, HeldOperation] = {}  # in order
         self._hole = (0, 0.0)  # a number that others have come behind of, and since when
 
     # ---- what others ask --------------------------------------------------------------------------------------------
@@ -136,6 +136,8 @@ class Run:
         self.state.status, self.state.failure, self.state.sent = "failed", failure, 0
         if self.state.version < 0:
             self._answer(OperationResult(0, failure=failure), changes)
+        while self.state.head in self._waiting:
+            self._refuse(self.state.head, failure, changes)
         self._dirty(changes)
 
     def end(self, reason: str, changes: Changes) -> None:
@@ -153,7 +155,7 @@ class Run:
         number = operation.seq
         known = self._waiting.get(number) or self._log.get(number)
         if number >= self.state.head and (known is None or known.entry == entry):
-            self._waiting[number] = Held(entry, operation)
+            self._waiting[number] = HeldOperation(entry, operation)
         elif known is None or known.entry != entry:
             changes.ack(self._inbox, entry)
 
@@ -162,7 +164,7 @@ class Run:
         if operation.seq >= self.state.head or operation.seq in self._log:
             self.take_in(entry, operation, changes)
         else:
-            self._log[operation.seq] = Held(entry, operation)
+            self._log[operation.seq] = HeldOperation(entry, operation)
             self._log = dict(sorted(self._log.items()))
 
     def advance(self, now: float, changes: Changes) -> None:
@@ -226,9 +228,9 @@ class Run:
                 break
         return found
 
-    def _stretch(self) -> list[Held]:
+    def _stretch(self) -> list[HeldOperation]:
         """The waiting operations from the head on that trainers carry out."""
-        found: list[Held] = []
+        found: list[HeldOperation] = []
         number = self.state.head
         while (held := self._waiting.get(number)) and _is_trainers(held.operation):
             if held.operation.action == "optim_step" and self.state.failed_at is not None:
@@ -256,8 +258,6 @@ class Run:
             attempt=state.attempt,
         )
         changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
-        if state.sent_to:
-            changes.expiring.append(self.cell.trainer(state.sent_to))
         self._dirty(changes)
 
     def on_done(self, message: OperationsDone, changes: Changes) -> None:
@@ -276,7 +276,7 @@ class Run:
             state.holder, state.held = (message.holder, message.held) if message.held else ("", 0)
         for result in sorted(message.results, key=lambda result: result.seq):
             self._take_result(result, changes)
-        state.in_log = sum(number <= last for number in self._log)
+        state.in_log = sum(number <= last for number in self._log) if state.held else 0
         if committed:
             state.version += 1
             self._drop_log(changes)

@@ -29,12 +29,12 @@ class View:
     fresh: bool = False  # wants its first group
 
 
-class Named(Protocol):
+class HasId(Protocol):
     @property
     def id(self) -> str: ...
 
 
-M = TypeVar("M", bound=Named)
+M = TypeVar("M", bound=HasId)
 
 
 class MemberTable(Mapping[str, M], Generic[M]):

@@ -12,7 +12,7 @@ from manager_service.runs.records import Checkpoint, RunSpec, RunState
 from manager_service.tinker.parts import PREFIX, Known, answer
 from manager_service.tinker.requests import WeightsNamed, read
 from manager_service.tinker.runs import ATTENTION, MLP
-from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.runs import RunRow
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -107,7 +107,7 @@ def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
     }
 
 
-def _checkpoints(run: Run, state: RunState) -> list[dict[str, Any]]:
+def _checkpoints(run: RunRow, state: RunState) -> list[dict[str, Any]]:
     return [_checkpoint(run.spec, checkpoint) for checkpoint in state.checkpoints if _is_kept(checkpoint)]
 
 

@@ -20,7 +20,7 @@ from manager_service.runs.records import Sampler
 from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name
 from manager_service.tinker.parts import PREFIX, Known, answer
 from manager_service.tinker.requests import SaveAsked, StepAsked, read
-from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.samplers import SAVED_KEPT_S
 from manager_service.tinker.store.submission import Asked, submit, wrong
 from manager_service.tinker.wire.learning import CheckedPass
@@ -124,7 +124,7 @@ def _name(asked: SaveAsked) -> str:
 
 
 async def _saved(
-    run: Run, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
+    run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
 ) -> Response:
     fault = _save_fault(asked, payload)
     operation = Asked(
@@ -150,5 +150,5 @@ def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
     return ""
 
 
-async def _submitted(run: Run, asked: Asked) -> Response:
+async def _submitted(run: RunRow, asked: Asked) -> Response:
     return answer({"request_id": await submit(run, asked), "model_id": run.spec.public_id})

@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from manager_service.api.context import Api
-from manager_service.tinker.store.runs import Runs
+from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.samplers import Samplers
 from manager_service.tinker.store.sessions import Sessions
 
@@ -20,12 +20,12 @@ class Records:
     """The protocol's records."""
 
     sessions: Sessions
-    runs: Runs
+    runs: RunStore
     samplers: Samplers
 
 
 def make_records(api: Api) -> Records:
-    runs = Runs(api)
+    runs = RunStore(api)
     return Records(Sessions(api), runs, Samplers(api, runs))
 
 

@@ -20,7 +20,7 @@ from manager_service.tinker.futures.samples import PREFIX as PREFIX_OF_SAMPLES
 from manager_service.tinker.names import parse_future
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import FutureNamed, read
-from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.submission import wrong
 from manager_service.tinker.wire import plain, protobuf
 
@@ -73,7 +73,7 @@ async def _operation(tenant: TenantRecord, known: Records, future: str, *, wants
         return _try_again(future, *await _run_waits(run, tenant, pending))
 
 
-async def _run_waits(run: Run, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
+async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """What an operation waits for."""
     if pending.state is None:
         return "paused_capacity", "the service's memory is away for a moment"

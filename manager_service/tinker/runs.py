@@ -113,7 +113,6 @@ def _spec(
         seed=secrets.randbits(53) if seed is None else seed % 2**53,
         created_at=int(time.time()),
         source=source,
-        weight=tenant.weight,
         user_metadata=asked.user_metadata or {},
     )
 

@@ -273,6 +273,32 @@ async def test_a_failed_operation_fails_its_step_by_name_and_nothing_else(world:
         assert await world.weights(run, 1) == await world.weights(alone, 1), "nothing of the failed step is in it"
 
 
+async def test_a_gradient_that_its_trainer_gave_up_is_begun_again(world: World) -> None:
+    """As when a stretch without a part of it is refused as a whole: the trainer answers, and holds nothing any more."""
+    async with world.trainer() as trainer:
+        run = await world.create()
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        trainer.gives_up = True
+        await world.send(run, (2, "forward"))
+        assert await world.failure(run, 2) == "given up"
+        trainer.gives_up = False
+        await world.send(run, (3, "forward_backward"))
+        await world.result(run, 3)
+        assert [op.seq for op in trainer.seen[-1].operations] == [1, 3]
+
+
+async def test_a_failed_runs_operations_are_answered(world: World) -> None:
+    async with world.trainer() as trainer:
+        trainer.refuses_init = True
+        run = await world.create()
+        await world.send(run, (1, "forward"), (2, "optim_step"))
+        assert await world.failure(run, 0) == "no such layer"
+        assert [await world.failure(run, seq) for seq in (1, 2)] == ["no such layer"] * 2
+        await world.send(run, (3, "forward"))
+        assert await world.failure(run, 3) == "no such layer"
+
+
 async def test_what_the_api_found_wrong_fails_in_its_turn(world: World) -> None:
     async with world.trainer():
         run = await world.create()

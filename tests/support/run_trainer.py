@@ -11,7 +11,7 @@ import msgspec
 from common.adapters import AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
-from common.messages import AdapterRef, Failure, Init, Usage, WorkerReport
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
 from common.operations import OperationResult, Operations, OperationsDone, Outputs, RunOperation
 from common.streams import GROUP_TRAINER, Cell
 from common.telemetry import Reporter
@@ -29,6 +29,9 @@ class HashingTrainer(StandIn):
     gradients: dict[tuple[AdapterRef, int], bytes] = field(default_factory=dict[tuple[AdapterRef, int], bytes])
     seen: list[Operations] = field(default_factory=list[Operations])
     refuse: Callable[[RunOperation], Failure | None] = lambda operation: None
+    gives_up: bool = False
+    """Stretches fail as a whole, and their gradients go."""
+    refuses_init: bool = False
     hold: asyncio.Event | None = None
     """While it is there and not set, nothing is answered."""
 
@@ -36,6 +39,13 @@ class HashingTrainer(StandIn):
         if self.hold:
             await self.hold.wait()
         stream = self.cell.adapters(message.partition)
+        if isinstance(message, Init) and self.refuses_init:
+            failure = Failure("invalid", "no such layer")
+            identity = f"{message.id}/failed"
+            update = AdapterUpdate(
+                id=identity, **message.about(), adapter=message.adapter, batch=message.id, failure=failure
+            )
+            return [(stream, update)]
         if isinstance(message, Init):
             manifest = await self._commit(message.adapter, b"%d" % message.seed, message.id)
             return [(stream, update_of(manifest, message.about()))]
@@ -47,6 +57,10 @@ class HashingTrainer(StandIn):
             about = {**message.about(), "id": f"{message.id}/done", "attempt": message.attempt}
             return msgspec.convert({**about, "adapter": adapter, "kind": "OperationsDone", **fields}, OperationsDone)
 
+        if self.gives_up:
+            given_up = Failure("infrastructure", "given up")
+            results = [OperationResult(one.seq, failure=given_up) for one in message.operations if not one.answered]
+            return answer(message.adapter, results=results, holder=self.name)
         gradient = self.gradients.pop((message.adapter, message.first), b"") if message.first else b""
         if message.first and not gradient:
             return answer(message.adapter, absent=True)

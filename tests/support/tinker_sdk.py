@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 VERSION = "0.38.0"
 NEEDS = (
     "httpx[http2]",
@@ -37,7 +35,10 @@ def cache_folder(version: str) -> Path:
 
 @cache
 def sdk_python(version: str) -> str:
-    """The interpreter of a version's environment, which is made when it is first needed. Skips the test if it cannot be made."""
+    """The interpreter of a version's environment, which is made when it is first needed.
+
+    Raises RuntimeError if it cannot be made: the packages come from where those of `make test` come from.
+    """
     folder = cache_folder(version)
     python, ready = folder / "bin" / "python", folder / ".ready"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def sdk_python(version: str) -> str:
             try:
                 _make(folder, python, version)
             except (OSError, subprocess.SubprocessError) as error:
-                pytest.skip(f"the tinker SDK cannot be installed here: {error}")
+                raise RuntimeError(f"the tinker SDK {version} cannot be installed here: {error}") from error
             ready.touch()
     return str(python)
 

@@ -8,10 +8,24 @@ import numpy as np
 import torch
 
 from base_model.decoder import Decoder
+from common.errors import Unavailable
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
+from common.objects import Objects
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+class FullDisk(Objects):
+    """Storage whose next `num_failures` writes fail as on a full disk."""
+
+    num_failures = 0
+
+    async def create(self, path: str, data: bytes) -> None:
+        if self.num_failures > 0:
+            self.num_failures -= 1
+            raise Unavailable("no space left on device")
+        await super().create(path, data)
 
 
 def load_tiny() -> Decoder:

@@ -27,24 +27,12 @@ from tests.support.run_cases import (
     outputs,
     stretch,
 )
-from tests.support.trainer_cases import load_tiny, nothing
+from tests.support.trainer_cases import FullDisk, load_tiny, nothing
 from trainer_service.handler import TrainHandler
 from trainer_service.optimiser import load_moments
 from trainer_service.training import Trainer
 
 RUN = AdapterRef("t", "run-1", 0)
-
-
-class FullDisk(Objects):
-    """Storage whose next `num_failures` creations fail as on a full disk."""
-
-    num_failures = 0
-
-    async def create(self, path: str, data: bytes) -> None:
-        if self.num_failures > 0:
-            self.num_failures -= 1
-            raise Unavailable("no space left on device")
-        await super().create(path, data)
 
 
 class System:

@@ -17,7 +17,17 @@ from common.errors import Unavailable
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, LossSpec, OptimSpec, TrainStep, f32, i32
 from common.objects import Objects
 from common.streams import Cell
-from tests.support.trainer_cases import LORA, NO_ROWS, load_tiny, make_init, make_rows, make_step, nothing, steps
+from tests.support.trainer_cases import (
+    LORA,
+    NO_ROWS,
+    FullDisk,
+    load_tiny,
+    make_init,
+    make_rows,
+    make_step,
+    nothing,
+    steps,
+)
 from trainer_service.handler import TrainHandler
 from trainer_service.open_step import OpenStep, TrainState
 from trainer_service.optimiser import Moments, load_moments, save_moments, update
@@ -33,18 +43,6 @@ class CountingTrainer(Trainer):
     def begin(self, message: TrainStep, state: TrainState) -> OpenStep:
         self.num_steps += 1
         return Trainer.begin(self, message, state)
-
-
-class FullDisk(Objects):
-    """Storage whose next `num_failures` writes fail as on a full disk."""
-
-    num_failures = 0
-
-    async def create(self, path: str, data: bytes) -> None:
-        if self.num_failures > 0:
-            self.num_failures -= 1
-            raise Unavailable("no space left on device")
-        await super().create(path, data)
 
 
 class System:

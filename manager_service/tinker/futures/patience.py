@@ -37,7 +37,7 @@ class Patience:
 
         try:
             await self._app(scope, receive, send_unless_failed)
-        except Exception:
+        except Exception:  # the boundary: a client that waits repeats at once after an error
             log.error("internal_error", path=PATH, exc_info=True)
             failed = True
         if failed:

@@ -10,7 +10,7 @@ from common.errors import NotFound
 from common.messages import Failure
 from common.operations import OperationResult, Outputs, Saved
 from manager_service.runs.records import RunState
-from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.wire import plain, protobuf
 
 CREATIONS = ("create_model", "load_weights")
@@ -37,7 +37,7 @@ class Expired(NotFound):
     """The result was there, and is kept no longer."""
 
 
-async def look(run: Run, seq: int, *, wants_protobuf: bool) -> Answer | Pending:
+async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> Answer | Pending:
     """Looks once. Raises NotFound for an operation that nobody asked for, Expired."""
     bus, cell = run.base.bus, run.base.cell
 
@@ -63,7 +63,7 @@ async def look(run: Run, seq: int, *, wants_protobuf: bool) -> Answer | Pending:
     return Pending(state)
 
 
-def _creation(run: Run, action: str, state: RunState | None) -> Answer | Pending:
+def _creation(run: RunRow, action: str, state: RunState | None) -> Answer | Pending:
     if state is None or (state.status in ("queued", "creating") and state.version < 0):
         return Pending(state)
     if state.version < 0:
@@ -71,7 +71,7 @@ def _creation(run: Run, action: str, state: RunState | None) -> Answer | Pending
     return _plain({"model_id": run.spec.public_id, "type": action})
 
 
-def _encoded(run: Run, action: str, result: OperationResult, *, wants_protobuf: bool) -> Answer:
+def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobuf: bool) -> Answer:
     """In a thread: a result may have a million numbers."""
     if result.failure is not None:
         return failed(result.failure)

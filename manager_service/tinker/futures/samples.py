@@ -27,7 +27,7 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
-from manager_service.tinker.wire.samples import Sampled
+from manager_service.tinker.wire.samples import Sample
 
 PREFIX = "smp"
 _ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
@@ -50,7 +50,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """What can be said of a request."""
 
     done: bool
-    samples: tuple[Sampled, ...] = ()
+    samples: tuple[Sample, ...] = ()
     error: str = ""  # what is wrong with it, for its user
     gone: bool = False  # it is not here, or could not be done: it must be made again
     waits_for_quota: bool = False
@@ -66,7 +66,7 @@ class Request:
     id: str
     tenant: str
     ask: InferenceRequest
-    samples: list[Sampled | None]
+    samples: list[Sample | None]
     key: tuple[str, str]  # tenant, what names the request, if anything does
     asked_s: float  # monotonic: when its client last asked about it
     retrieved: bool = False
@@ -173,7 +173,7 @@ class Samples:
         except (MarlaasError, RedisError, ApiError) as error:
             log.warning("samples_given_up", request=request.id, reason=str(error))
             request.gone = True
-        except Exception:
+        except Exception:  # the boundary: it goes to whoever asks for the samples, as a request to be made again
             log.error("samples_failed", request=request.id, exc_info=True)
             request.gone = True
         finally:
@@ -216,10 +216,10 @@ def _patience_s(request: Request) -> float:
     return RETRIEVED_S if request.retrieved else KEPT_S
 
 
-def _sampled(result: TurnResult) -> Sampled:
+def _sampled(result: TurnResult) -> Sample:
     """The context's end reads like the limit of tokens."""
     reason = "stop" if result.stop_reason == "stop" else "length"
-    return Sampled(result.tokens, result.logprobs, reason, result.prompt_logprobs)
+    return Sample(result.tokens, result.logprobs, reason, result.prompt_logprobs)
 
 
 def _too_many() -> ApiError:

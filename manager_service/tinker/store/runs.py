@@ -37,7 +37,7 @@ return 'new'
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRow:
     base: Base
     spec: RunSpec
 
@@ -63,31 +63,31 @@ class Source:
     asked_model: str
 
 
-class Runs:
+class RunStore:
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._known: OrderedDict[str, Run] = OrderedDict()
+        self._known: OrderedDict[str, RunRow] = OrderedDict()
 
-    async def named(self, tenant: str, public_id: str) -> Run:
+    async def named(self, tenant: str, public_id: str) -> RunRow:
         """The run that its user names so. Raises NotFound, also for another tenant's."""
         run = run_of(public_id)
         if run is None:
             raise NotFound(f"there is no run {public_id[:64]!r}")
         return await self.find(tenant, run)
 
-    async def find(self, tenant: str, run: str) -> Run:
+    async def find(self, tenant: str, run: str) -> RunRow:
         """Raises NotFound, also for another tenant's."""
         found = self._known.get(run) or await self._read(run)
         if found is None or found.spec.tenant != tenant:
             raise NotFound(f"there is no run {run[:64]!r}")
         return found
 
-    async def _read(self, run: str) -> Run | None:
+    async def _read(self, run: str) -> RunRow | None:
         bases = list(self._api.bases.values())
         records = await asyncio.gather(*(base.redis.hget(base.cell.run(run), "spec") for base in bases))
         for base, record in zip(bases, records, strict=True):
             if record is not None:
-                found = Run(base, msgspec.json.decode(record, type=RunSpec))
+                found = RunRow(base, msgspec.json.decode(record, type=RunSpec))
                 self._known[run] = found
                 while len(self._known) > NUM_KEPT:
                     self._known.popitem(last=False)
@@ -96,7 +96,7 @@ class Runs:
 
     async def newest_first(
         self, tenant: str, *, limit: int | None, offset: int
-    ) -> tuple[list[tuple[Run, RunState]], int]:
+    ) -> tuple[list[tuple[RunRow, RunState]], int]:
         """A tenant's runs with their states, and how many it has in all."""
         rows: list[tuple[float, str, Base]] = []
         for base in self._api.bases.values():
@@ -106,9 +106,9 @@ class Runs:
         chosen = rows[offset:] if limit is None else rows[offset : offset + limit]
         return await self._with_states([(run, base) for _, run, base in chosen]), len(rows)
 
-    async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[Run, RunState]]:
+    async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
         """One round trip for each base model."""
-        found: dict[str, tuple[Run, RunState]] = {}
+        found: dict[str, tuple[RunRow, RunState]] = {}
         for base in self._api.bases.values():
             runs = [run for run, of in chosen if of is base]
             pipe = base.redis.pipeline(transaction=False)
@@ -116,7 +116,7 @@ class Runs:
                 pipe.hmget(base.cell.run(run), "spec", "state")
             for run, (spec, state) in zip(runs, await pipe.execute(), strict=True):
                 if spec is not None and state is not None:
-                    known = Run(base, msgspec.json.decode(spec, type=RunSpec))
+                    known = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
                     found[run] = (known, msgspec.json.decode(state, type=RunState))
         return [found[run] for run, _ in chosen if run in found]
 

@@ -7,7 +7,7 @@ from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
 from manager_service.runs.records import Sampler
-from manager_service.tinker.store.runs import Runs
+from manager_service.tinker.store.runs import RunStore
 
 NAMED_KEPT_S = 30 * 86_400
 """How long a sampler of the base model or of a checkpoint is kept after its last use."""
@@ -16,7 +16,7 @@ SAVED_KEPT_S = 3600
 
 
 class Samplers:
-    def __init__(self, api: Api, runs: Runs) -> None:
+    def __init__(self, api: Api, runs: RunStore) -> None:
         self._api = api
         self._runs = runs
 

@@ -10,7 +10,7 @@ from common.streams import partition_of
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.records import JSON
 from manager_service.runs.records import Sampler
-from manager_service.tinker.store.runs import Run
+from manager_service.tinker.store.runs import RunRow
 
 MAX_OPEN = 256
 """Operations of a run from its first without a result on: what comes behind them is told to come again."""
@@ -72,7 +72,7 @@ def wrong(reason: str) -> Failure:
     return Failure("invalid", reason)
 
 
-async def submit(run: Run, asked: Asked) -> str:
+async def submit(run: RunRow, asked: Asked) -> str:
     """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
     too many are open."""
     answer = await _submit(run, asked)
@@ -81,7 +81,7 @@ async def submit(run: Run, asked: Asked) -> str:
     return f"{run.id}:{asked.seq}"
 
 
-async def submit_unload(run: Run) -> str:
+async def submit_unload(run: RunRow) -> str:
     """Ends a run, behind all of its operations."""
     while True:
         keys = run.base.cell.seqs(run.id)
@@ -96,7 +96,7 @@ async def submit_unload(run: Run) -> str:
             raise _refusal(answer, run, seq)
 
 
-async def _submit(run: Run, asked: Asked) -> str:
+async def _submit(run: RunRow, asked: Asked) -> str:
     if not 0 < asked.seq <= MAX_SEQ:
         raise ApiError(400, f"seq_id is between 1 and {MAX_SEQ}", param="seq_id", retry=False)
     cell, partition, sampler = run.base.cell, partition_of(run.spec.tenant), asked.sampler
@@ -121,7 +121,7 @@ async def _submit(run: Run, asked: Asked) -> str:
     return answer.decode()
 
 
-def _refusal(answer: str, run: Run, seq: int) -> ApiError:
+def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
     name = run.spec.public_id
     if answer == "full":
         error = ApiError(

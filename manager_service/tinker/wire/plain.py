@@ -11,7 +11,7 @@ from common.errors import InvalidInput
 from common.messages import Array
 from common.operations import Outputs
 from manager_service.tinker.wire.learning import GivenDatum, GivenPass, GivenTensor
-from manager_service.tinker.wire.samples import Chunk, ModelInput, Sampled
+from manager_service.tinker.wire.samples import Chunk, ModelInput, Sample
 
 CONTENT_TYPE = "application/json"
 
@@ -88,7 +88,7 @@ def _array(array: Array) -> dict[str, Any]:
     return {"data": array.numpy().tolist(), "dtype": "float32", "shape": list(array.shape)}
 
 
-def write_samples(samples: Iterable[Sampled]) -> bytes:
+def write_samples(samples: Iterable[Sample]) -> bytes:
     samples = list(samples)
     sequences = [
         {

@@ -75,7 +75,7 @@ class CheckedSample(msgspec.Struct, frozen=True):
     model_path: str | None
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True):
     """One sample."""
 
     tokens: Array  # i4 [T]
