@@ -103,6 +103,8 @@ class VllmCore:
         if not self._dead.is_set():
             os.kill(self._pid, signal.SIGKILL)
             await self._dead.wait()
+        # It closes its sockets, and leaves their context to the garbage collector, which ends it in whatever thread it runs.
+        self._llm.engine_core.resources.ctx.destroy(linger=0)
 
     async def wait_dead(self) -> None:
         await self._dead.wait()
