@@ -1,29 +1,18 @@
 """Runs several jobs at once on SkyRL's Tinker server, start and end included, with SkyRL's Python:
 `python -m benchmarks.peers.skyrl_jobs FOLDER NAME...`.
 
-Starts the server on its JAX backend, then one client thread a job: sample, forward_backward and optim_step, save for the
-sampler, again. As SkyRL's documentation has it: `sample_max_num_sequences` and `train_micro_batch_size` are one job's
-batch, so that shapes do not change with who else is there, each of which XLA would compile anew (seconds); forward_backward
-and optim_step are submitted together; all prompts of a step are sampled at once; no telemetry.
+Starts the server (`skyrl_server.py`), then one client thread a job: sample, forward_backward and optim_step, save for the
+sampler, again. As SkyRL's documentation has it, forward_backward and optim_step are submitted together, and all prompts of a
+step are sampled at once; no telemetry.
 """
 
 # pyright: reportMissingImports=false
 # (`tinker` is installed beside SkyRL alone)
 
-import json
-import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import tarfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,61 +33,7 @@ from benchmarks.peers.settings import (
     read_settings,
     reward,
 )
-
-START_S = 180.0
-
-
-# ---- the server -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def serving(folder: Path, num_jobs: int, settings: Settings) -> Generator[str]:
-    """Starts the server and gives its URL. It starts its engine by `uv run`; here both use this very virtual environment."""
-    uv = Path(sys.executable).parent / "uv"
-    port = free_port()
-    backend = {
-        "max_lora_adapters": num_jobs + 1,  # slot 0 is the base model
-        "max_lora_rank": settings.lora_rank,
-        "sample_max_num_sequences": settings.rows,
-        "train_micro_batch_size": settings.rows,
-    }
-    command = [
-        *(str(uv), "run", "--no-project", "--offline", "--python", sys.executable, "-m", "skyrl.tinker.api"),
-        *("--base-model", str(MODEL), "--backend", "jax", "--backend-config", json.dumps(backend)),
-        *("--host", "127.0.0.1", "--port", str(port), "--checkpoints-base", str(folder / "skyrl")),
-        *("--database-url", f"sqlite:///{folder / 'skyrl.db'}"),
-    ]
-    environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
-    server = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_ready(url, server)
-        yield url
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Raises RuntimeError if the server ends or does not answer."""
-    deadline = time.monotonic() + START_S
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise RuntimeError(f"SkyRL's server did not come up (exit status {server.poll()})")
-
-
-# ---- one job --------------------------------------------------------------------------------------------------------
+from benchmarks.peers.skyrl_server import serving
 
 
 def run(url: str, folder: Path, job: Job, settings: Settings) -> None:
@@ -188,7 +123,13 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     settings = read_settings(folder)
     jobs = [read_job(folder, name) for name in names]
-    with serving(folder, len(jobs), settings) as url, ThreadPoolExecutor(len(jobs)) as clients:
+    python, rows, rank = Path(sys.executable), settings.rows, settings.lora_rank
+    with serving(python, folder, MODEL, jobs=len(jobs), rows=rows, rank=rank) as server:
+        run_all(server.url, folder, jobs, settings)
+
+
+def run_all(url: str, folder: Path, jobs: list[Job], settings: Settings) -> None:
+    with ThreadPoolExecutor(len(jobs)) as clients:
         for done in [clients.submit(run, url, folder, job, settings) for job in jobs]:
             done.result()
 
