@@ -1,6 +1,7 @@
 # Targets:
 #   make demo     set everything up, then train six jobs of three tenants and show it live
 #   make tinker   a loop of one's own, through the `tinker` SDK, against a service that it starts
+#   make tinker-sdks   a tour of the Tinker protocol with each version of the SDK that is promised
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
@@ -21,13 +22,14 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tinker test test-exact up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
+.PHONY: help demo tinker tinker-sdks test test-exact up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
 TINKER := 0.38.0
+SDKS := 0.38.0,0.30.4,0.25.0,0.24.1,0.16.1
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS)
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
@@ -42,6 +44,9 @@ demo: .venv/.ready
 
 tinker: .venv/.ready .tinker/.ready
 	@$(RUN) -m examples.tinker_demo $(ARGS)
+
+tinker-sdks: .venv/.ready-dev
+	@MARLAAS_TEST_SDKS=$(SDKS) $(RUN) -m pytest -v -m slow tests/system/test_tinker_sdks.py $(ARGS)
 
 up: .venv/.ready
 	@$(BIN)/marlaas up

@@ -1,0 +1,95 @@
+"""A tour of the Tinker protocol against a whole cluster of real processes, with several versions of the unmodified SDK.
+
+The newest alone unless `MARLAAS_TEST_SDKS` names others; `make tinker-sdks` goes through all that are promised.
+"""
+
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from harness.live import running
+from manager_service.local.supervisor import LocalCluster
+from tests.support.tinker_sdk import VERSION, run_sdk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.asyncio(loop_scope="module")]
+SDKS = os.environ.get("MARLAAS_TEST_SDKS", VERSION).split(",")
+
+TOUR = """
+import json, typing, tinker
+from tinker import types
+def done(found):                       # what older ones give at once is a future in newer ones
+    return found.result() if hasattr(found, "result") else found
+def told(make):
+    try:
+        return str(done(make()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+def datum(n, **inputs):
+    tokens = [(7 * n + i) % 200 for i in range(12)]
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": tokens[1:] + [0], **inputs})
+service = tinker.ServiceClient()
+client = done(service.create_lora_training_client("tiny", rank=8, seed=3))
+steps, policy = [], {"logprobs": [-1.0] * 12, "advantages": [1.0] * 12}
+known = typing.get_args(types.LossFnType)
+for loss, inputs in [("cross_entropy", {"weights": [1.0] * 12}), ("importance_sampling", policy), ("ppo", policy), ("cispo", policy),
+                     ("dro", policy), ("gspo", {**policy, "sequence_ratio_mask": types.TensorData(data=[1.0] * 12, dtype="float32", shape=[12])})]:
+    if loss not in known:
+        continue
+    gradient, update = client.forward_backward([datum(1, **inputs), datum(2, **inputs)], loss), \
+        client.optim_step(types.AdamParams(learning_rate=1e-3))
+    found = gradient.result()
+    steps.append([loss, found.metrics["loss:sum"], len(found.loss_fn_outputs[1]["logprobs"].tolist()), update.result().metrics["version"]])
+before = done(client.forward([datum(1)], "cross_entropy")).loss_fn_outputs[0]["logprobs"].tolist()
+state = done(client.save_state("tour")).path
+again = done(service.create_training_client_from_state(state))
+after = done(again.forward([datum(1)], "cross_entropy")).loss_fn_outputs[0]["logprobs"].tolist()
+sampler = done(client.save_weights_and_get_sampling_client("tour"))
+prompt = types.ModelInput.from_ints([259, *b"add 37+58", 256, 260])
+how = types.SamplingParams(max_tokens=8, seed=5, temperature=0.7, top_k=50, stop=[256])
+samples = [[list(s.tokens) for s in done(sampler.sample(prompt, 3, how)).sequences] for _ in range(2)]
+base = done(service.create_sampling_client(base_model="tiny"))
+scored = done(base.compute_logprobs(prompt))
+saved = done(client.save_weights_for_sampler("kept")).path
+by_path = done(done(service.create_sampling_client(model_path=saved)).sample(prompt, 1, types.SamplingParams(max_tokens=4)))
+rest = service.create_rest_client()
+print(json.dumps({
+    "models": [model.model_name for model in done(service.get_server_capabilities()).supported_models],
+    "rank": done(client.get_info()).model_data.model_name, "steps": steps, "before": before, "after": after, "samples": samples,
+    "reasons": [s.stop_reason for s in by_path.sequences], "scored": scored,
+    "checkpoints": [row.checkpoint_id for row in done(rest.list_checkpoints(client.model_id)).checkpoints],
+    "lacks": told(lambda: client.forward_backward([datum(3)], "ppo")),
+    "failed_step": told(lambda: client.optim_step(types.AdamParams())),
+    "nameless": told(lambda: service.create_training_client_from_state(f"tinker://{client.model_id}/weights/nobody")),
+    "too_wide": told(lambda: service.create_lora_training_client("tiny", rank=4096)),
+    "next": client.forward_backward([datum(3)], "cross_entropy").result().metrics["loss:sum"] > 0}))
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[LocalCluster]:
+    folder: Path = tmp_path_factory.mktemp("cluster")
+    async with running(folder) as (started, _):
+        yield started
+
+
+@pytest.mark.parametrize("version", SDKS)
+async def test_an_sdk_does_the_tour(cluster: LocalCluster, version: str) -> None:
+    told: Any = await run_sdk(TOUR, url=cluster.base_url, key=cluster.api_key, version=version)
+    assert "tiny" in told["models"]
+    losses = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"][: len(told["steps"])]
+    assert len(losses) >= 5, "older SDKs know all but gspo"
+    assert [(name, length, number) for name, _, length, number in told["steps"]] == [
+        (name, 12, number) for number, name in enumerate(losses, 1)
+    ]
+    assert told["after"] == pytest.approx(told["before"], abs=1e-4), "a run from a checkpoint begins at its weights"
+    first, second = told["samples"]
+    assert first == second and len(first) == 3, "equal seeds give equal tokens"
+    assert told["reasons"][0] in ("length", "stop")
+    assert told["scored"][0] is None and all(value < 0 for value in told["scored"][1:])
+    assert {"weights/tour", "sampler_weights/kept"} <= set(told["checkpoints"])
+    assert "lacks 'logprobs'" in told["lacks"] and "gradient is not whole" in told["failed_step"]
+    assert "there is no" in told["nameless"] and "rank" in told["too_wide"] and told["next"]
