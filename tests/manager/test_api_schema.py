@@ -16,6 +16,7 @@ from schemathesis.specs.openapi import checks
 
 from manager_service.records import JSON, JobState
 from tests.support.api_server import GRADER, ApiServer, method, running_api, upload
+from tests.support.nasty_values import nasty, paths, replaced
 
 MAX_EXAMPLES = 20
 MAX_MUTATIONS = 120
@@ -87,39 +88,6 @@ def explore_operation(server: ApiServer, session: requests.Session, operation: A
 
 # Valid bodies, one value of which is replaced -----------------------------------------------------------------------
 
-NASTY: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    2**63,
-    2**64,
-    10**400,
-    1e308,
-    -0.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "a",
-    "\0",
-    "\ud800",
-    "x" * 3000,
-    "{{",
-    "{{item}}",
-    "{{item.x}}",
-    "auto",
-    "../..",
-    "\u202e",
-    [],
-    [None],
-    {},
-    {"a": {}},
-    {"\ud800": 1},
-]
-nasty = st.sampled_from(NASTY) | st.recursive(
-    st.sampled_from(NASTY), lambda inner: st.lists(inner, max_size=3), max_leaves=4
-)
 MULTI = {"type": "multi", "graders": {"a": GRADER}, "calculate_output": "a * 2"}
 ENVIRONMENT = {"name": "calculator", "args": {"skill": "calc", "grader": {"type": "math"}}}
 HYPER = {
@@ -153,20 +121,6 @@ def bodies(file: str) -> dict[str, list[Any]]:
         ],
         "/v1/fine_tuning/alpha/graders/run": [{"grader": MULTI, "model_sample": "x", "item": {"answer": "3"}}],
     }
-
-
-def paths(value: Any) -> list[tuple[Any, ...]]:
-    """Where the values of a body are."""
-    pairs: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [(), *((key, *path) for key, inner in pairs for path in paths(inner))]
-
-
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    if not path:
-        return new
-    copy = value.copy()
-    copy[path[0]] = replaced(value[path[0]], path[1:], new)
-    return copy
 
 
 @pytest.mark.slow

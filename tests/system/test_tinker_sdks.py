@@ -33,10 +33,11 @@ def datum(n, **inputs):
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": tokens[1:] + [0], **inputs})
 service = tinker.ServiceClient()
 client = done(service.create_lora_training_client("tiny", rank=8, seed=3))
+ones = types.TensorData(data=[1.0] * 12, dtype="float32", shape=[12])
 steps, policy = [], {"logprobs": [-1.0] * 12, "advantages": [1.0] * 12}
 known = typing.get_args(types.LossFnType)
 for loss, inputs in [("cross_entropy", {"weights": [1.0] * 12}), ("importance_sampling", policy), ("ppo", policy), ("cispo", policy),
-                     ("dro", policy), ("gspo", {**policy, "sequence_ratio_mask": types.TensorData(data=[1.0] * 12, dtype="float32", shape=[12])})]:
+                     ("dro", policy), ("gspo", {**policy, "sequence_ratio_mask": ones})]:
     if loss not in known:
         continue
     gradient, update = client.forward_backward([datum(1, **inputs), datum(2, **inputs)], loss), \
