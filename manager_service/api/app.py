@@ -25,9 +25,10 @@ from manager_service.api.body_limit import BodyLimit
 from manager_service.api.context import Api
 from manager_service.api.key_first import KeyFirst
 from manager_service.api.sampling import chat, completions
-from manager_service.tinker import listings, operations, retrieval, runs, samplers, sessions
+from manager_service.tinker import operations, retrieval, runs, samplers, sessions
 from manager_service.tinker.futures.patience import Patience
 from manager_service.tinker.parts import make_records
+from manager_service.tinker.rest import listings
 
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.

@@ -9,6 +9,7 @@ Its files:
     wire/           what is said, as bytes and as our own values
     store/          records in Redis: sessions, runs, samplers, operations
     futures/        results that clients wait for
+    rest/           what there is: runs, checkpoints, sessions
     parts.py        gives each route the protocol's records
     requests.py     declares the JSON bodies
     names.py        says what names mean: base models, paths, samplers, futures
@@ -17,5 +18,4 @@ Its files:
     operations.py   serves a run's operations: forward_backward, optim_step, saves
     samplers.py     serves samplers, and requests for samples
     retrieval.py    serves futures: retrieve_future, cancel_future
-    listings.py     lists runs, checkpoints and sessions
 """
