@@ -16,7 +16,10 @@ import msgspec
 from common.messages import AdapterRef, Array, Failure, LoraSpec, Message, Usage
 
 LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
-Action = Literal["forward", "forward_backward", "optim_step", "save_weights", "save_for_sampler", "unload"]
+Action = Literal[
+    "forward", "forward_backward", "optim_step", "save_weights", "save_for_sampler", "save_external", "unload"
+]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 class Datum(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +46,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 
 class SaveWeights(msgspec.Struct, frozen=True):
-    """The payload of `save_weights` and `save_for_sampler`: which name the newest version gets."""
+    """The payload of saves: which name the newest version gets."""
 
     name: str = ""  # of a checkpoint; empty: none, only `sampler`
     sampler: str = ""  # id of the sampler that samples with it
@@ -126,4 +129,18 @@ class OperationsDone(Message, frozen=True, kw_only=True):
 class OperationsAnswered(Message, frozen=True, kw_only=True):
     """Broadcast: results of these operations are in `results:<run>`. owner → API replicas, in `done`."""
 
-    seqs: tuple[int, ...]
+    seqs: tuple[int, ...]  # 0: the run's creation, or a change of its names
+
+
+class NameChange(Message, frozen=True, kw_only=True):
+    """Sets when a checkpoint expires, or deletes it. API → the partition's owner, in `jobs:<p>`. `job` is the run, which may have ended.
+
+    What it says of the checkpoint must be true when it comes: a name that was saved anew meanwhile is left alone.
+    """
+
+    checkpoint: Kind
+    name: str
+    version: int
+    created_at: int  # seconds since 1970
+    expires_at: int | None = None  # the new one; None: never
+    deletes: bool = False

@@ -7,7 +7,7 @@
     train                      stream   Init, TrainStep                                 group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate, DeadLetter                  group `manager`, consumer `owner`
-    jobs:<p>                   stream   JobCommand                                 group `manager`, consumer `owner`
+    jobs:<p>                   stream   JobCommand, NameChange                     group `manager`, consumer `owner`
     ops:<p>                    stream   Operation                                  group `manager`, consumer `owner`
     train:<worker>             stream   Operations whose gradient that trainer has group `trainer`
     reply:<api>                stream   TurnResult, TurnDelta, GradeResult         no group, has a time to live

@@ -21,7 +21,7 @@ from common.messages import (
     TurnResult,
     WorkerReport,
 )
-from common.operations import Operation, Operations, OperationsAnswered, OperationsDone
+from common.operations import NameChange, Operation, Operations, OperationsAnswered, OperationsDone
 
 AnyMessage = (
     Start
@@ -44,6 +44,7 @@ AnyMessage = (
     | Operations
     | OperationsDone
     | OperationsAnswered
+    | NameChange
 )
 
 _encoder = msgspec.msgpack.Encoder()

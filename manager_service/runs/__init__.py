@@ -6,5 +6,6 @@ Its files:
 
     run.py       holds one run's state machine: what a trainer does next, what is answered here, what a dead trainer means
     runs.py      holds the runs of one partition, and applies messages to them
+    names.py     deletes names of versions, or changes when they expire
     records.py   names what Redis keeps of a run
 """

@@ -19,14 +19,21 @@ What an API replica alone writes:
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from common.messages import BASE, AdapterRef, Failure, LoraSpec
+from common.operations import Kind
 
 RunStatus = Literal["queued", "creating", "ready", "failed", "ended"]
-Kind = Literal["weights", "sampler_weights"]
+SAVES: Mapping[str, Kind] = {
+    "save_weights": "weights",
+    "save_for_sampler": "sampler_weights",
+    "save_external": "external_weights",
+}
+"""What saves -> the kind of checkpoint that it makes."""
 _PUBLIC = re.compile(r"ses-([0-9a-f]{16}):train:(\d{1,6})")
 
 
@@ -60,7 +67,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
     name: str
     version: int
     created_at: int
-    expires_at: int | None = None
+    expires_at: int | None = None  # seconds since 1970; from then on, it is as if it had been deleted
+
+    def is_kept(self, now: float) -> bool:
+        return self.expires_at is None or self.expires_at > now
 
 
 class SamplerState(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
 from common.operations import (
+    Action,
     Operation,
     OperationResult,
     Operations,
@@ -27,7 +28,7 @@ from common.operations import (
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.runs.records import SAVES, Checkpoint, RunSpec, RunState, SamplerState
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384
@@ -36,7 +37,6 @@ MAX_BYTES = 512 << 10
 """Of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
 HOLE_S = 420.0
 """Time after which a number is given up that others have come behind of: the SDK tries to send one for 5 minutes."""
-SAVES = ("save_weights", "save_for_sampler")
 
 
 class HeldOperation(NamedTuple):
@@ -193,14 +193,15 @@ class Run:
             return False
         return True
 
-    def _save(self, wanted: SaveWeights, action: str, now: float) -> Saved:
+    def _save(self, wanted: SaveWeights, action: Action, now: float) -> Saved:
         """Names the newest version."""
         state = self.state
-        kind = "weights" if action == "save_weights" else "sampler_weights"
+        kind = SAVES[action]
         if wanted.name:
             expires = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
             others = [known for known in state.checkpoints if (known.kind, known.name) != (kind, wanted.name)]
-            state.checkpoints = [*others, Checkpoint(kind, wanted.name, state.version, int(now), expires)]
+            kept = [known for known in others if known.is_kept(now)]
+            state.checkpoints = [*kept, Checkpoint(kind, wanted.name, state.version, int(now), expires)]
         if wanted.inflight:
             moved = {name: SamplerState(state.version, True) for name, each in state.samplers.items() if each.inflight}
             state.samplers = state.samplers | moved

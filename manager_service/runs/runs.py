@@ -7,10 +7,11 @@ import structlog
 
 from common.bus import Bus, Delivery
 from common.messages import AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
-from common.operations import Operation, OperationResult, OperationsAnswered, OperationsDone
+from common.operations import NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
+from manager_service.runs.names import change_name
 from manager_service.runs.records import RunSpec, RunState
 from manager_service.runs.run import Run
 from manager_service.scheduling.members import MemberTable
@@ -76,6 +77,10 @@ class Runs:
     async def handle(self, delivery: Delivery, now: float, changes: Changes) -> None:
         """Applies one entry that names a run. An error of ours fails that run, and only that one."""
         message = _readable(delivery, self._cell.ops(self._number))
+        if isinstance(message, NameChange):
+            changes.ack(delivery.stream, delivery.entry)
+            await self._change_name(message, now, changes)
+            return
         if message.job not in self.table and isinstance(message, Operation | JobCommand):
             await self.load([message.job], now)
         run = self.table.get(message.job)
@@ -87,6 +92,19 @@ class Runs:
         else:
             changes.ack(delivery.stream, delivery.entry)
             self._guarded(run, now, changes, lambda run: _apply(run, message, changes))
+
+    async def _change_name(self, change: NameChange, now: float, changes: Changes) -> None:
+        """Of any run: what one that has ended saved can be deleted too."""
+        run = self.table.get(change.job)
+        state = run.state if run else changes.runs.get(change.job) or await self._ended_state(change.job)
+        if state is not None:
+            change_name(state, change, now)
+            changes.runs[change.job] = state
+            self._tell(change.job, [0], changes)
+
+    async def _ended_state(self, name: str) -> RunState | None:
+        (record,) = await self._bus.read_hashes([self._cell.run(name)])
+        return msgspec.json.decode(record[b"state"], type=RunState) if b"state" in record else None
 
     def _for_nobody(self, message: Message, changes: Changes) -> None:
         """Answers what concerns a run that has ended."""
@@ -128,16 +146,18 @@ class Runs:
     def note(self, changes: Changes, now: float) -> None:
         """Announces results, sets the clocks of the changed runs, and removes the ended ones. Call before each commit."""
         for name, results in changes.results.items():
-            seqs = tuple(result.seq for result in results)
-            answered = OperationsAnswered(
-                id=f"{name}/{seqs[0]}", tenant="", job=name, partition=self._number, seqs=seqs
-            )
-            changes.published.append((self._cell.done, answered))
+            self._tell(name, [result.seq for result in results], changes)
         for name in changes.runs:
             if run := self.table.get(name):
                 run.changed_at = now
                 if run.settled:
                     self.table.remove(name)
+
+    def _tell(self, run: str, seqs: Sequence[int], changes: Changes) -> None:
+        answered = OperationsAnswered(
+            id=f"{run}/{seqs[0]}", tenant="", job=run, partition=self._number, seqs=tuple(seqs)
+        )
+        changes.published.append((self._cell.done, answered))
 
 
 def _apply(run: Run, message: Message, changes: Changes) -> None:

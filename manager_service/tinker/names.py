@@ -1,12 +1,13 @@
 """What names of the protocol mean: base models, `tinker://` paths, sessions, samplers, futures."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import InvalidInput, NotFound
+from common.operations import Kind
 from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base
-from manager_service.runs.records import Kind
 
 MAX_NUMBER = 999_999
 """The largest number of a session's run or sampler."""
@@ -14,8 +15,15 @@ MAX_NUMBER = 999_999
 MAX_CHARACTERS = 512
 """Of a base model's name."""
 
+KINDS: Mapping[str, Kind] = {
+    "weights": "weights",
+    "sampler_weights": "sampler_weights",
+    "external_weights": "external_weights",
+}
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86_400
+
 _SESSION = re.compile(r"ses-[0-9a-f]{16}")
-_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights)/([^/]+)")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _FUTURE = re.compile(r"(run-[0-9a-f]{16}-\d{1,6}):(\d{1,10})")
 
@@ -60,8 +68,14 @@ def parse_path(path: str) -> Path:
             f"{path[:200]!r} names no checkpoint: tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME",
             param="path",
         )
-    kind: Kind = "weights" if found[2] == "weights" else "sampler_weights"
-    return Path(found[1], kind, found[3])
+    return Path(found[1], KINDS[found[2]], found[3])
+
+
+def ttl_fault(ttl_s: int | None) -> str:
+    """What is wrong with a time to live; empty if nothing is."""
+    if ttl_s is None or MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        return ""
+    return "ttl_seconds is between 3600 (an hour) and 315360000 (ten years)"
 
 
 def is_checkpoint_name(name: str) -> bool:

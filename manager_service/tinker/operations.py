@@ -17,7 +17,7 @@ from common.spelling import did_you_mean
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.reading.tasks import ReadPass
 from manager_service.runs.records import Sampler
-from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name
+from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name, ttl_fault
 from manager_service.tinker.parts import PREFIX, Known, answer
 from manager_service.tinker.requests import SaveAsked, StepAsked, read
 from manager_service.tinker.store.runs import RunRow
@@ -27,7 +27,6 @@ from manager_service.tinker.wire.learning import CheckedPass
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
-MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86_400
 ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -118,6 +117,14 @@ async def save_weights_for_sampler(request: Request, tenant: Tenant, known: Know
     return await _saved(run, asked, "save_for_sampler", payload, sampler)
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request, tenant: Tenant, known: Known) -> Response:
+    """The files of any version are those that PEFT loads, so there is nothing to convert."""
+    asked = await read(request, SaveAsked)
+    run = await known.runs.named(tenant.id, asked.model_id)
+    return await _saved(run, asked, "save_external", SaveWeights(_name(asked), ttl_s=asked.ttl_seconds))
+
+
 def _name(asked: SaveAsked) -> str:
     """A save without a name is named by its number."""
     return f"{asked.seq_id:06d}" if asked.path is None else asked.path
@@ -141,8 +148,10 @@ def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
     """What is wrong with a save; empty if nothing is."""
     if payload.name and not is_checkpoint_name(payload.name):
         return f"{payload.name[:64]!r} cannot be a checkpoint's name: 1 to 128 letters, digits, '.', '_' and '-'"
-    if payload.ttl_s is not None and not MIN_TTL_S <= payload.ttl_s <= MAX_TTL_S:
-        return "ttl_seconds is between 3600 (an hour) and 315360000 (ten years)"
+    if fault := ttl_fault(payload.ttl_s):
+        return fault
+    if asked.age_encryption_recipients:
+        return "age_encryption_recipients: encryption is not offered: leave it out, and encrypt what you download"
     if asked.kind not in ("snapshot", "inflight"):
         return f"unknown kind {asked.kind[:64]!r}: snapshot or inflight"
     if payload.sampler and not 0 <= (asked.sampling_session_seq_id or 0) <= MAX_NUMBER:

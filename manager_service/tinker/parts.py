@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from manager_service.api.context import Api
+from manager_service.tinker.rest.files import SigningKey
 from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.samplers import Samplers
 from manager_service.tinker.store.sessions import Sessions
@@ -22,11 +23,12 @@ class Records:
     sessions: Sessions
     runs: RunStore
     samplers: Samplers
+    signing_key: SigningKey
 
 
 def make_records(api: Api) -> Records:
     runs = RunStore(api)
-    return Records(Sessions(api), runs, Samplers(api, runs))
+    return Records(Sessions(api), runs, Samplers(api, runs), SigningKey(api.redis))
 
 
 async def get_records(request: Request) -> Records:

@@ -84,7 +84,7 @@ class StepAsked(msgspec.Struct):
 
 
 class SaveAsked(msgspec.Struct):
-    """Both kinds of saves."""
+    """All kinds of saves."""
 
     model_id: str
     seq_id: int = 0
@@ -93,6 +93,11 @@ class SaveAsked(msgspec.Struct):
     overwrite: bool = False
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
+    age_encryption_recipients: list[str] | None = None
+
+
+class TtlAsked(msgspec.Struct):
+    ttl_seconds: int | None
 
 
 class SamplerAsked(msgspec.Struct):

@@ -13,7 +13,7 @@ from common.spelling import did_you_mean
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.records import TenantRecord
 from manager_service.runs.records import RunSpec
-from manager_service.tinker.names import find_base, numbered, run_name, tokenizer_id
+from manager_service.tinker.names import find_base, numbered, parse_path, run_name, tokenizer_id
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import CreateAsked, LoadAsked, LoraAsked, ModelNamed, OptimizerAsked, read
 from manager_service.tinker.store.submission import Asked, submit, submit_unload, wrong
@@ -46,10 +46,8 @@ async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Know
     await known.sessions.find(tenant.id, asked.session_id)
     source = await known.runs.source(tenant.id, asked.path)
     _check_optimizer(asked.optimizer_config or OptimizerAsked())
-    if asked.optimizer and "/sampler_weights/" in asked.path:
-        raise InvalidInput(
-            "…/sampler_weights/ have no optimiser state: load …/weights/, or without it", param="optimizer"
-        )
+    if asked.optimizer and (kind := parse_path(asked.path).kind) != "weights":
+        raise InvalidInput(f"…/{kind}/ have no optimiser state: load …/weights/, or without it", param="optimizer")
     if asked.base_model is not None and find_base(api, asked.base_model) is not source.base:
         raise InvalidInput(f"{asked.path} is of the base model {source.asked_model!r}", param="base_model")
     model = asked.base_model or source.asked_model

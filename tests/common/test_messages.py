@@ -42,7 +42,15 @@ from common.messages import (
     turn_id,
     u8,
 )
-from common.operations import Operation, OperationResult, Operations, OperationsAnswered, OperationsDone, RunOperation
+from common.operations import (
+    NameChange,
+    Operation,
+    OperationResult,
+    Operations,
+    OperationsAnswered,
+    OperationsDone,
+    RunOperation,
+)
 from common.wire import AnyMessage, decode, encode
 
 PLAIN: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
@@ -141,8 +149,9 @@ EXAMPLES: list[AnyMessage] = [
     ),
     OperationsDone(**PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w"),
     OperationsAnswered(**PLAIN, seqs=(3, 4)),
+    NameChange(**PLAIN, checkpoint="weights", name="n", version=3, created_at=5, expires_at=9, deletes=True),
 ]
-SNAPSHOT = "cccd97547373726f2670d49a5ba01d1a9c6e0002d3bf0790dac4da3209736d7a"
+SNAPSHOT = "0a13a1162c5014eb598421178a65533b7cff02d0c6f17077316ab104dec2838e"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

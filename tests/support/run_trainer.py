@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.adapters import AdapterStore, Manifest, update_of
+from common.adapters import PEFT_FILES, AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
@@ -18,7 +18,7 @@ from common.telemetry import Reporter
 from common.worker import Beat, Inbox, Worker, worker_id
 from harness.standin import StandIn
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, CONFIG = PEFT_FILES
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class HashingTrainer(StandIn):
             next_group=0,
         )
         try:
-            return await self.store.commit(manifest, {WEIGHTS: content})
+            return await self.store.commit(manifest, {WEIGHTS: content, CONFIG: b"{}"})
         except AlreadyExists:
             found = await self.store.manifest(adapter)
             assert found is not None

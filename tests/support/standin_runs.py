@@ -18,7 +18,7 @@ from common.operations import Forward, Operation, OperationResult, OperationsAns
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
 from common.tasks import cancel_all
 from manager_service.records import JSON
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.runs.records import SAVES, Checkpoint, RunSpec, RunState, SamplerState
 
 KEEP_S = 60.0
 
@@ -127,8 +127,7 @@ def _saved(held: HeldRun, operation: Operation) -> OperationResult:
     if asked.sampler:
         state.samplers[asked.sampler] = SamplerState(state.version, asked.inflight)
     else:
-        kind = "weights" if operation.action == "save_weights" else "sampler_weights"
-        state.checkpoints.append(Checkpoint(kind, asked.name, state.version, created_at=0))
+        state.checkpoints.append(Checkpoint(SAVES[operation.action], asked.name, state.version, created_at=0))
     saved = Saved(state.version, asked.name, asked.sampler)
     return OperationResult(operation.seq, msgspec.msgpack.encode(saved))
 

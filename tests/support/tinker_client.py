@@ -25,6 +25,12 @@ class TinkerClient:
     async def get(self, name: str) -> httpx.Response:
         return await self.http.get(f"/api/v1/{name}", headers={"X-API-Key": f"tml-{self.key}"})
 
+    async def delete(self, name: str) -> httpx.Response:
+        return await self.http.delete(f"/api/v1/{name}", headers={"X-API-Key": f"tml-{self.key}"}, timeout=30)
+
+    async def put(self, name: str, **body: Any) -> httpx.Response:
+        return await self.http.put(f"/api/v1/{name}", json=body, headers={"X-API-Key": f"tml-{self.key}"}, timeout=30)
+
     async def send(self, body: bytes, **headers: str) -> httpx.Response:
         """A pass over data."""
         told = PROTOBUF | {"X-API-Key": f"tml-{self.key}"} | headers

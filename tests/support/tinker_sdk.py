@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,30 @@ def _make(folder: Path, python: Path, version: str) -> None:
 
 async def run_sdk(program: str, *, url: str = "", key: str = "", version: str = VERSION) -> Any:
     """What a program of Python prints last, as JSON. It finds the service by the SDK's own variables."""
+    ended = await _ended(["-c", program], url=url, key=key, version=version)
+    assert ended.code == 0, ended.err[-4000:]
+    return json.loads(ended.out.strip().splitlines()[-1])
+
+
+async def run_command(*words: str, url: str, key: str, version: str = VERSION) -> "Ended":
+    """The SDK's command line, `tinker WORDS`."""
+    return await _ended(["-m", "tinker.cli", *words], url=url, key=key, version=version)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        assert self.code == 0, self.err[-4000:]
+        return json.loads(self.out)
+
+
+async def _ended(words: list[str], *, url: str, key: str, version: str) -> Ended:
     python = await asyncio.to_thread(sdk_python, version)
     variables = {
         **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
@@ -70,7 +95,7 @@ async def run_sdk(program: str, *, url: str = "", key: str = "", version: str = 
         "PYTHONWARNINGS": "ignore",
     }
     process = await asyncio.create_subprocess_exec(
-        python, "-c", program, env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        python, *words, env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(PROGRAM_S):
@@ -79,5 +104,5 @@ async def run_sdk(program: str, *, url: str = "", key: str = "", version: str = 
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 0, err.decode()[-4000:]
-    return json.loads(out.decode().strip().splitlines()[-1])
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())

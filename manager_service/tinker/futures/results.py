@@ -1,6 +1,7 @@
 """Gives an operation's result as its client wants it: waits for it, then encodes it."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,17 @@ import msgspec
 from common.errors import NotFound
 from common.messages import Failure
 from common.operations import OperationResult, Outputs, Saved
-from manager_service.runs.records import RunState
+from manager_service.runs.records import SAVES, RunState
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.wire import plain, protobuf
 
 CREATIONS = ("create_model", "load_weights")
+TYPES: Mapping[str, str] = {
+    "save_weights": "save_weights",
+    "save_for_sampler": "save_weights_for_sampler",
+    "save_external": "save_weights_external",
+}
+"""What the protocol calls the result of a save."""
 SERVERS_FAULT = ("infrastructure", "dead_letter", "corrupt_adapter", "cancelled")
 """Kinds of failures that are not the user's."""
 
@@ -78,7 +85,7 @@ def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobu
     public_id = run.spec.public_id
     if action == "unload":
         return _plain({"model_id": public_id, "type": "unload_model"})
-    if action in ("save_weights", "save_for_sampler"):
+    if action in SAVES:
         return _saved(public_id, action, msgspec.msgpack.decode(result.outputs, type=Saved))
     outputs = msgspec.msgpack.decode(result.outputs, type=Outputs)
     if action == "optim_step":
@@ -89,12 +96,10 @@ def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobu
 
 
 def _saved(run: str, action: str, saved: Saved) -> Answer:
-    if action == "save_weights":
-        return _plain({"path": f"tinker://{run}/weights/{saved.name}", "type": "save_weights"})
-    kind = {"type": "save_weights_for_sampler"}
-    if saved.name:
-        return _plain({"path": f"tinker://{run}/sampler_weights/{saved.name}"} | kind)
-    return _plain({"sampling_session_id": saved.sampler} | kind)
+    kind = {"type": TYPES[action]}
+    if saved.sampler:
+        return _plain({"sampling_session_id": saved.sampler} | kind)
+    return _plain({"path": f"tinker://{run}/{SAVES[action]}/{saved.name}"} | kind)
 
 
 def failed(failure: Failure) -> Answer:

@@ -3,4 +3,6 @@
 Its files:
 
     listings.py     lists runs, checkpoints and sessions
+    checkpoints.py  serves one checkpoint: its deletion, its end, its download
+    files.py        signs urls of a version's files, and reads these
 """

@@ -1,12 +1,14 @@
 """Routes that only read: runs, their checkpoints, sessions."""
 
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from common.operations import Kind
 from manager_service.api.context import Parts, Tenant
 from manager_service.runs.records import Checkpoint, RunSpec, RunState
 from manager_service.tinker.parts import PREFIX, Known, answer
@@ -16,6 +18,8 @@ from manager_service.tinker.store.runs import RunRow
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
+TYPES: Mapping[Kind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""What the protocol calls the kinds of checkpoints."""
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 
@@ -90,8 +94,9 @@ async def get_session(session_id: str, api: Parts, tenant: Tenant, known: Known)
 def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
     """A TrainingRun."""
     newest: dict[str, dict[str, Any]] = {}
+    now = time.time()
     for checkpoint in state.checkpoints:
-        if _is_kept(checkpoint):
+        if checkpoint.is_kept(now):
             newest[checkpoint.kind] = _checkpoint(spec, checkpoint)
     return {
         "training_run_id": spec.public_id,
@@ -108,18 +113,15 @@ def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
 
 
 def _checkpoints(run: RunRow, state: RunState) -> list[dict[str, Any]]:
-    return [_checkpoint(run.spec, checkpoint) for checkpoint in state.checkpoints if _is_kept(checkpoint)]
-
-
-def _is_kept(checkpoint: Checkpoint) -> bool:
-    return checkpoint.expires_at is None or checkpoint.expires_at > time.time()
+    now = time.time()
+    return [_checkpoint(run.spec, checkpoint) for checkpoint in state.checkpoints if checkpoint.is_kept(now)]
 
 
 def _checkpoint(spec: RunSpec, checkpoint: Checkpoint) -> dict[str, Any]:
     name = f"{checkpoint.kind}/{checkpoint.name}"
     return {
         "checkpoint_id": name,
-        "checkpoint_type": "training" if checkpoint.kind == "weights" else "sampler",
+        "checkpoint_type": TYPES[checkpoint.kind],
         "time": _time(checkpoint.created_at),
         "tinker_path": f"tinker://{spec.public_id}/{name}",
         "public": False,

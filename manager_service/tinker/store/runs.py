@@ -16,7 +16,7 @@ from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobStore
 from manager_service.jobs.retention import has_version
 from manager_service.records import JSON
-from manager_service.runs.records import RunSpec, RunState, run_of
+from manager_service.runs.records import Checkpoint, RunSpec, RunState, run_of
 from manager_service.tinker.names import Path, parse_path
 
 NUM_KEPT = 10_000
@@ -143,15 +143,18 @@ class RunStore:
         named = parse_path(path)
         return await (self._of_job(tenant, named) if named.run.startswith("ftjob-") else self._of_run(tenant, named))
 
-    async def _of_run(self, tenant: str, path: Path) -> Source:
+    async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
+        """What a run's user saved under a name. Raises NotFound, also for another tenant's."""
         run = await self.named(tenant, path.run)
-        now = time.time()
-        for checkpoint in (await run.state()).checkpoints:
-            alive = checkpoint.expires_at is None or checkpoint.expires_at > now
-            if (checkpoint.kind, checkpoint.name) == (path.kind, path.name) and alive:
-                adapter = AdapterRef(tenant, run.id, checkpoint.version)
-                return Source(run.base, adapter, run.spec.lora, run.spec.asked_model)
-        raise NotFound(f"there is no checkpoint {path}")
+        for known in (await run.state()).checkpoints:
+            if (known.kind, known.name) == (path.kind, path.name) and known.is_kept(time.time()):
+                return run, known
+        raise NotFound(f"there is no checkpoint {path}: it was deleted, it has expired, or nothing was saved under it")
+
+    async def _of_run(self, tenant: str, path: Path) -> Source:
+        run, known = await self.checkpoint(tenant, path)
+        adapter = AdapterRef(tenant, run.id, known.version)
+        return Source(run.base, adapter, run.spec.lora, run.spec.asked_model)
 
     async def _of_job(self, tenant: str, path: Path) -> Source:
         row = await JobStore(self._api).find(tenant, path.run)

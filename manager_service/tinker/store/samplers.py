@@ -6,7 +6,8 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import Sampler
+from manager_service.runs.records import Sampler, is_run
+from manager_service.tinker.names import parse_path
 from manager_service.tinker.store.runs import RunStore
 
 NAMED_KEPT_S = 30 * 86_400
@@ -36,8 +37,10 @@ class Samplers:
         )
 
     async def adapter(self, sampler: Sampler) -> AdapterRef:
-        """The version that it samples with now. Raises NotFound."""
+        """The version that it samples with now. Raises NotFound, also when the checkpoint that it was made of is gone."""
         if not sampler.run:
+            if sampler.path is not None and is_run(sampler.adapter.job):
+                await self._runs.checkpoint(sampler.tenant, parse_path(sampler.path))
             return sampler.adapter
         run = await self._runs.find(sampler.tenant, sampler.run)
         state = (await run.state()).samplers.get(sampler.id)

@@ -1,0 +1,106 @@
+"""Files of versions by urls that need no key: who has one may read that one file for a while."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import io
+import secrets
+import tarfile
+from typing import Any
+
+import msgspec
+
+from common.adapters import PEFT_FILES
+from common.errors import CorruptObject, NotFound
+from common.messages import AdapterRef
+from manager_service.api.context import Api
+from manager_service.api.errors import ApiError
+from manager_service.api.results import with_base
+from manager_service.records import GLOBAL
+from manager_service.tinker.store.runs import Source
+
+VALID_S = 900
+"""How long a url is valid."""
+ARCHIVE = "archive.tar"
+"""Stands for all files in one."""
+COMPLETE = "checkpoint_complete"
+"""An empty file that clients look for in an archive."""
+MAX_TOKEN = 2048
+_, CONFIG = PEFT_FILES
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """What a url permits."""
+
+    tenant: str
+    path: str  # of the checkpoint
+    version: int  # that the path named when this was signed
+    file: str
+    expires_at: int  # seconds since 1970
+
+
+class SigningKey:
+    """The key that all replicas sign with. A Redis that lost it ends the urls that were signed before."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+
+    async def get(self) -> bytes:
+        name = f"{GLOBAL}signing-key"
+        while (found := await self._redis.get(name)) is None:
+            await self._redis.set(name, secrets.token_bytes(32), nx=True)
+        return found
+
+
+def sign(key: bytes, grant: Grant) -> str:
+    """The part of a url that says what it permits, and proves it."""
+    said = msgspec.msgpack.encode(grant)
+    return base64.urlsafe_b64encode(_proof(key, said) + said).decode().rstrip("=")
+
+
+def verified(key: bytes, token: str) -> Grant | None:
+    """What `sign` was given; None if anything is not as it was signed."""
+    if len(token) > MAX_TOKEN:
+        return None
+    try:
+        both = base64.b64decode(f"{token}{'=' * (-len(token) % 4)}", altchars=b"-_", validate=True)
+    except ValueError:
+        return None
+    proof, said = both[:32], both[32:]
+    return msgspec.msgpack.decode(said, type=Grant) if hmac.compare_digest(proof, _proof(key, said)) else None
+
+
+def _proof(key: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, said, hashlib.sha256)
+
+
+async def file_names(api: Api, adapter: AdapterRef) -> list[str]:
+    """Of a version's files, those that PEFT loads. Raises NotFound if it has none."""
+    manifest = await api.adapters.manifest(adapter)
+    names = [name for name in PEFT_FILES if manifest is not None and name in manifest.files]
+    if not names:
+        raise NotFound(f"the version {adapter.version} has no files any more")
+    return names
+
+
+async def file_of(api: Api, source: Source, name: str) -> bytes:
+    """Raises NotFound, ApiError."""
+    wanted = await file_names(api, source.adapter) if name == ARCHIVE else [name]
+    try:
+        files = await api.adapters.read(source.adapter, wanted)
+    except CorruptObject as error:
+        raise ApiError(503, f"the version is damaged: {error}", code="corrupt_adapter") from error
+    if CONFIG in files:
+        files[CONFIG] = with_base(files[CONFIG], api.settings.models[source.base.name])
+    return await asyncio.to_thread(_archived, files) if name == ARCHIVE else files[name]
+
+
+def _archived(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in {**files, COMPLETE: b""}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()

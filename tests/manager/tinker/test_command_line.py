@@ -1,0 +1,117 @@
+"""The SDK's own command line, `tinker`, and what its RestClient can do. The owner and the store are real."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.adapters import PEFT_FILES, AdapterStore
+from common.messages import AdapterRef
+from manager_service.runs.records import run_of
+from tests.support.api_server import ApiServer, running_api
+from tests.support.owned_runs import owned_runs
+from tests.support.run_trainer import HashingTrainer
+from tests.support.tinker_sdk import VERSION, Ended, run_command, run_sdk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
+    async with owned_runs(server) as running:
+        yield running
+
+
+HEAD = """
+import json, urllib.request, tinker
+from tinker import types
+service = tinker.ServiceClient()
+def told(future):
+    try:
+        return str(future.result())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+SAVE = (
+    HEAD
+    + """
+client = service.create_lora_training_client("tiny", rank=4)
+client = client.result() if hasattr(client, "result") else client
+client.optim_step(types.AdamParams()).result()
+names = ("one", "two")
+paths = [client.save_state(name).result().path for name in names]
+print(json.dumps({"run": client.model_id, "paths": paths}))
+"""
+)
+
+
+async def sdk(server: ApiServer, program: str, version: str = VERSION) -> Any:
+    return await run_sdk(program, url=server.url, key=server.key, version=version)
+
+
+async def tinker(server: ApiServer, *words: str, version: str = VERSION) -> Ended:
+    return await run_command("--format", "json", *words, url=server.url, key=server.key, version=version)
+
+
+async def test_runs_models_and_checkpoints_are_listed_changed_and_deleted(server: ApiServer) -> None:
+    saved = await sdk(server, SAVE)
+    run, (one, two) = saved["run"], saved["paths"]
+    listed = (await tinker(server, "run", "list")).json()
+    assert [row["training_run_id"] for row in listed["runs"]] == [run]
+    assert (await tinker(server, "run", "info", run)).json()["lora_rank"] == 4
+    assert (await tinker(server, "model", "list")).json()["models"][0]["model_name"] == "tiny"
+    assert (await tinker(server, "checkpoint", "set-ttl", one, "--ttl", "86400")).code == 0
+    shown = (await tinker(server, "checkpoint", "info", one)).json()
+    assert (shown["checkpoint_id"], shown["lora_rank"], bool(shown["expires_at"])) == ("weights/one", 4, True)
+    assert (await tinker(server, "checkpoint", "set-ttl", one, "--remove")).code == 0
+    assert (await tinker(server, "checkpoint", "info", one)).json()["expires_at"] is None
+    wrong = await tinker(server, "checkpoint", "set-ttl", one, "--ttl", "60")
+    assert wrong.code != 0 and "between 3600" in wrong.err
+    deleted = (await tinker(server, "checkpoint", "delete", "--yes", one)).json()
+    assert deleted == {"deleted_count": 1, "failed": []}
+    left = (await tinker(server, "checkpoint", "list", "--run-id", run)).json()
+    assert [row["tinker_path"] for row in left["checkpoints"]] == [two]
+
+
+@pytest.mark.parametrize("version", [VERSION, "0.24.1", "0.16.1"])
+async def test_a_checkpoint_is_downloaded(server: ApiServer, tmp_path: Path, version: str) -> None:
+    """The newest client copies it to a run of its own, and fetches file by file; older ones fetch an archive."""
+    saved = await sdk(server, SAVE, version)
+    stored = await AdapterStore(server.api.objects).read(AdapterRef("default", run_of(saved["run"]) or "", 1))
+    words = ("checkpoint", "download", saved["paths"][0], "--output", str(tmp_path))
+    done = (await tinker(server, *words, version=version)).json()
+    found = {path.name: path.read_bytes() for path in Path(done["destination"]).iterdir()}
+    assert found.keys() - {"checkpoint_complete"} == set(PEFT_FILES)
+    if version != VERSION:
+        assert {name: found[name] for name in PEFT_FILES} == stored
+    everything = (await server.http.get("/api/v1/checkpoints")).json()["checkpoints"]
+    assert sorted(row["checkpoint_id"] for row in everything) == ["weights/one", "weights/two"]
+
+
+async def test_the_files_of_a_version_are_fetched_by_urls(server: ApiServer) -> None:
+    told = await sdk(
+        server,
+        HEAD
+        + """
+client = service.create_lora_training_client("tiny", rank=4).result()
+path = client.save_weights_external("out", ttl_seconds=3600).result().path
+rest = service.create_rest_client()
+urls = rest.get_external_weights_urls(path).result()
+sizes = {name: len(urllib.request.urlopen(url).read()) for name, url in urls.urls.items()}
+kinds = [row.checkpoint_type for row in rest.list_checkpoints(client.model_id).result().checkpoints]
+rest.delete_checkpoint_from_tinker_path(path).result()
+print(json.dumps({"sizes": sizes, "kinds": kinds, "gone": told(rest.get_external_weights_urls(path)),
+    "sealed": told(client.save_weights_external("sealed", age_encryption_recipients=["age1x"]))}))
+""",
+    )
+    assert told["sizes"].keys() == set(PEFT_FILES) and all(told["sizes"].values())
+    assert told["kinds"] == ["external"]
+    assert "NotFoundError" in told["gone"] and "it was deleted" in told["gone"]
+    assert "encryption is not offered" in told["sealed"]
