@@ -42,12 +42,14 @@
     samples:<job>              hash     version -> samples shown to the user, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
+    hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
     run:<run>                  hash     `spec` (immutable), `state` (mutable): JSON
     seqs:<run>                 hash     number of an operation -> sha256 of what was asked
     results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
     tenant-runs:<tenant>       zset     run id by creation time
     session:<session>          string   JSON; expires when its client is silent
     sampler:<sampler>          string   JSON: what it samples with
+    clients:<sampler>          string   how many clients have joined it; expires
     idempotency:<tenant>:<key> string   job id, expires
 
 The braces are literal: Redis Cluster hashes only what stands between them, so one script may touch any key of a cell.
@@ -178,6 +180,9 @@ class Cell:
     def session(self, session: str) -> str:
         return self.key(f"session:{session}")
 
+    def clients(self, sampler: str) -> str:
+        return self.key(f"clients:{sampler}")
+
     def sampler(self, sampler: str) -> str:
         return self.key(f"sampler:{sampler}")
 
@@ -213,6 +218,10 @@ class Cell:
 
     def usage(self, tenant: str) -> str:
         return self.key(f"usage:{tenant}")
+
+    def hours(self, tenant: str, hour: str) -> str:
+        """`hour`: `2026112207`, UTC."""
+        return self.key(f"hours:{tenant}:{hour}")
 
     def tenant_jobs(self, tenant: str) -> str:
         return self.key(f"tenant-jobs:{tenant}")

@@ -244,4 +244,12 @@ def day_field(now: float) -> str:
     return time.strftime("day/%Y%m%d", time.gmtime(now))
 
 
+def hour_of(seconds: float) -> str:
+    """The hour of a moment, UTC: `2026112207`."""
+    return time.strftime("%Y%m%d%H", time.gmtime(seconds))
+
+
+KEEP_HOURS_S = 35 * 86_400
+"""How long it is kept what a tenant has used in an hour."""
+
 JSON = msgspec.json.Encoder()

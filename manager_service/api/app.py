@@ -28,7 +28,7 @@ from manager_service.api.sampling import chat, completions
 from manager_service.tinker import operations, retrieval, runs, samplers, sessions
 from manager_service.tinker.futures.patience import Patience
 from manager_service.tinker.parts import make_records
-from manager_service.tinker.rest import checkpoints, listings
+from manager_service.tinker.rest import absent, billing, checkpoints, listings, search
 
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.
@@ -53,8 +53,11 @@ ROUTERS = (
     operations,
     samplers,
     retrieval,
+    search,
     listings,
     checkpoints,
+    billing,
+    absent,
 )
 
 

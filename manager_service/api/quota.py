@@ -8,7 +8,7 @@ import msgspec
 from common.messages import Usage
 from common.streams import Cell
 from manager_service.api.errors import ApiError
-from manager_service.records import INFERENCE, QUOTA_COUNTERS, TenantRecord, day_field
+from manager_service.records import INFERENCE, KEEP_HOURS_S, QUOTA_COUNTERS, TenantRecord, day_field, hour_of
 
 
 async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:
@@ -31,13 +31,18 @@ async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
         )
 
 
-async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage) -> None:
-    key, tokens = cell.usage(tenant), 0
+async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage, session: str = "") -> None:
+    """`session`: of the Tinker protocol, if it asked."""
+    now = time.time()
+    key, hour, tokens = cell.usage(tenant), cell.hours(tenant, hour_of(now)), 0
     pipe = redis.pipeline(transaction=False)
     for counter, amount in msgspec.structs.asdict(usage).items():
         if amount:
             pipe.hincrbyfloat(key, f"{INFERENCE}/{counter}", float(amount))
-            tokens += int(amount) if counter in QUOTA_COUNTERS else 0
+        if amount and counter in QUOTA_COUNTERS:
+            pipe.hincrby(hour, f"{session}/{counter}", int(amount))
+            tokens += int(amount)
     if tokens:
-        pipe.hincrby(key, day_field(time.time()), tokens)
+        pipe.hincrby(key, day_field(now), tokens)
+        pipe.expire(hour, KEEP_HOURS_S)
     await pipe.execute()

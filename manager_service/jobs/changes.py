@@ -17,13 +17,16 @@ from common.streams import GROUP_MANAGER, Cell
 from manager_service.records import (
     ARCHIVED,
     JSON,
+    KEEP_HOURS_S,
     MOVING,
     QUOTA_COUNTERS,
     CheckpointRecord,
     EventRecord,
     JobState,
+    day_field,
+    hour_of,
 )
-from manager_service.runs.records import RunState
+from manager_service.runs.records import RunState, session_of
 
 Command = list[Any]
 KEEP_RESULTS_S = 3600
@@ -93,15 +96,12 @@ class Changes:
 
 
 def commands(
-    changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], today: str
+    changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], now: float
 ) -> list[Command]:
-    """The Redis commands of one script. `encoded`: the published messages as stream and fields.
-
-    `today`: the day's field in `usage:<tenant>`.
-    """
+    """The Redis commands of one script. `encoded`: the published messages as stream and fields."""
     result: list[Command] = [["XADD", stream, "*", *fields] for stream, fields in encoded]
     result += _bookkeeping(changes, cell)
-    result += _usage(changes, cell, today)
+    result += _usage(changes, cell, now)
     for job, event in changes.events:
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
     for job, first in changes.dropped_events.items():
@@ -141,12 +141,15 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
     return result
 
 
-def _usage(changes: Changes, cell: Cell, today: str) -> list[Command]:
+def _usage(changes: Changes, cell: Cell, now: float) -> list[Command]:
     result: list[Command] = []
     for (tenant, job, counter), amount in changes.usage.items():
         result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{job}/{counter}", repr(float(amount))])
         if counter in QUOTA_COUNTERS:
-            result.append(["HINCRBY", cell.usage(tenant), today, int(amount)])
+            result.append(["HINCRBY", cell.usage(tenant), day_field(now), int(amount)])
+            hour = cell.hours(tenant, hour_of(now))
+            result.append(["HINCRBY", hour, f"{session_of(job)}/{counter}", int(amount)])
+            result.append(["EXPIRE", hour, KEEP_HOURS_S])
     return result
 
 

@@ -34,7 +34,6 @@ from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.surroundings import Seen, Surroundings
 from manager_service.owner.transaction import Fence, Lost
-from manager_service.records import day_field
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.fairness import MAX_MEMORY_USED
 from manager_service.scheduling.policies import MARLAAS, Policy
@@ -340,7 +339,7 @@ class Owner:
             (out[0], self._bus.fields_at(out[1], path)) for out, path in zip(changes.published, paths, strict=True)
         ]
         try:
-            await fence.commit(commands(changes, self._cell, number, encoded, day_field(time.time())))
+            await fence.commit(commands(changes, self._cell, number, encoded, time.time()))
         except (Fenced, Lost) as error:
             self._forget(number, f"{type(error).__name__}: {error}")
             return

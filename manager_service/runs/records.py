@@ -13,6 +13,7 @@ What an API replica alone writes:
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
+    clients:<sampler>               string   number of clients that have joined it
     seqs:<run>                      hash     number of an operation -> `<sha256 of what was asked> <what was asked> <bytes>`;
                                              `last`: the highest number; `unload`: the number of the run's end
 """
@@ -130,6 +131,11 @@ def run_of(public_id: str) -> str | None:
     """The run that its user names so; None for what is no name of a run."""
     found = _PUBLIC.fullmatch(public_id)
     return f"run-{found[1]}-{int(found[2])}" if found else None
+
+
+def session_of(name: str) -> str:
+    """The session of what stands where jobs' ids do; empty if it is no run."""
+    return f"ses-{name.split('-')[1]}" if is_run(name) else ""
 
 
 def is_run(name: str) -> bool:

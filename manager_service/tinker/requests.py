@@ -1,6 +1,7 @@
 """The JSON bodies of the protocol, but for those with data or prompts, which `wire/` reads. Fields that are not named are not used."""
 
-from typing import Any, TypeVar
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -109,6 +110,38 @@ class SamplerAsked(msgspec.Struct):
 
 class WeightsNamed(msgspec.Struct):
     tinker_path: str
+
+
+class OwnerAsked(msgspec.Struct):
+    type: str = "own"
+    owner_urns: list[str] = []
+
+
+class CursorGiven(msgspec.Struct):
+    last_created_at: Annotated[datetime, msgspec.Meta(tz=True)]
+    last_session_id: str
+
+    @property
+    def created_at(self) -> int:
+        """Seconds since 1970."""
+        return int(self.last_created_at.timestamp())
+
+
+class SearchAsked(msgspec.Struct):
+    """A search of sessions."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    owner: OwnerAsked = msgspec.field(default_factory=OwnerAsked)
+    statuses: list[dict[str, Any]] | None = None
+    limit: int = 50
+    cursor: CursorGiven | None = None
+
+
+class JoinAsked(msgspec.Struct):
+    sampling_session_id: str
 
 
 class FutureNamed(msgspec.Struct):

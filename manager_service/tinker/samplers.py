@@ -16,7 +16,7 @@ from manager_service.records import TenantRecord
 from manager_service.runs.records import Sampler
 from manager_service.tinker.names import find_base, numbered, sampler_name
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.tinker.requests import SamplerAsked, read
+from manager_service.tinker.requests import JoinAsked, SamplerAsked, read
 from manager_service.tinker.store.samplers import NAMED_KEPT_S
 from manager_service.tinker.wire.samples import CheckedSample
 
@@ -42,6 +42,13 @@ async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, 
     return answer({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, tenant: Tenant, known: Known) -> Response:
+    """Another client of a sampler: its number keeps the numbers of its requests apart from the others'."""
+    base, sampler = await known.samplers.find(tenant.id, (await read(request, JoinAsked)).sampling_session_id)
+    return answer({"type": "join_sampling_session", "client_counter": await known.samplers.join(base, sampler)})
+
+
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, tenant: Tenant, known: Known) -> Response:
     _, sampler = await known.samplers.find(tenant.id, sampler_id)
@@ -56,7 +63,8 @@ async def asample(request: Request, api: Parts, tenant: Tenant, known: Known) ->
     asked = msgspec.convert(found, CheckedSample)
     base, adapter = await _adapter(api, tenant, known, asked)
     once = f"{asked.sampler}/{asked.seq}/{hashlib.sha256(body).hexdigest()}" if asked.sampler else ""
-    name = base.samples.start(_ask(tenant, base, adapter, asked), once)
+    session = (asked.sampler or "").partition(":")[0]
+    name = base.samples.start(_ask(tenant, base, adapter, asked), once, session)
     ids = [f"{name}/{sample}@{adapter.version}" for sample in range(asked.num_samples)]
     return answer({"request_id": name, "sample_sequence_ids": ids})
 

@@ -12,7 +12,16 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import AdapterRef, Failure, JobCommand, LoraSpec
 from common.objects import Objects
-from common.operations import Action, Operation, OperationResult, OperationsAnswered, Outputs, Saved, SaveWeights
+from common.operations import (
+    Action,
+    NameChange,
+    Operation,
+    OperationResult,
+    OperationsAnswered,
+    Outputs,
+    Saved,
+    SaveWeights,
+)
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
@@ -396,3 +405,65 @@ async def test_pending_operations_of_all_partitions_are_none_at_the_end(world: W
         for number in range(NUM_PARTITIONS):
             pending = await world.bus.client.xpending(world.bus.cell.ops(number), GROUP_MANAGER)
             assert pending["pending"] == 0
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+async def named(world: World) -> str:
+    """A run with two checkpoints of version 0."""
+    run = await world.create()
+    for seq, name in ((1, "one"), (2, "two")):
+        await world.save(run, seq, SaveWeights(name), "save_weights")
+    return run
+
+
+async def change(world: World, run: str, known: Checkpoint, **to: Any) -> None:
+    about: dict[str, Any] = {"tenant": TENANT, "job": run, "partition": PARTITION}
+    about |= {"name": known.name, "version": known.version, "created_at": known.created_at}
+    message = NameChange(id=f"{run}/{known.name}/{to}", **about, checkpoint=known.kind, **to)
+    await world.bus.publish([(world.bus.cell.jobs(PARTITION), message)])
+
+
+async def names(world: World, run: str) -> list[tuple[str, int | None]]:
+    return [(known.name, known.expires_at) for known in (await world.state(run)).checkpoints]
+
+
+async def test_a_change_of_a_name_outlives_the_owner(world: World) -> None:
+    async with world.trainer():
+        run = await named(world)
+        one, two = (await world.state(run)).checkpoints
+        await world.kill_owner()
+        await change(world, run, one, deletes=True)
+        await change(world, run, two, expires_at=1 << 40)
+        await change(world, run, one, deletes=True)
+        assert [name for name, _ in await names(world, run)] == ["one", "two"]
+        world.start_owner()
+        await until(lambda: is_named(world, run, [("two", 1 << 40)]))
+        await change(world, run, two, expires_at=None)
+        await until(lambda: is_named(world, run, [("two", None)]))
+
+
+async def is_named(world: World, run: str, expected: list[tuple[str, int | None]]) -> bool:
+    return await names(world, run) == expected
+
+
+async def test_a_change_leaves_a_name_alone_that_was_saved_anew(world: World) -> None:
+    async with world.trainer():
+        run = await named(world)
+        one, two = (await world.state(run)).checkpoints
+        await world.send(run, (3, "optim_step"))
+        await world.save(run, 4, SaveWeights("one"), "save_weights")
+        await change(world, run, one, deletes=True)
+        await change(world, run, two, expires_at=1 << 40)
+        await until(lambda: is_named(world, run, [("two", 1 << 40), ("one", None)]))
+
+
+async def test_an_expired_name_goes_with_the_next_save(world: World) -> None:
+    async with world.trainer():
+        run = await named(world)
+        one, _ = (await world.state(run)).checkpoints
+        await change(world, run, one, expires_at=1)
+        await until(lambda: is_named(world, run, [("one", 1), ("two", None)]))
+        await world.save(run, 3, SaveWeights("three"), "save_weights")
+        assert [name for name, _ in await names(world, run)] == ["two", "three"]

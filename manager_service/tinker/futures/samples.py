@@ -68,6 +68,7 @@ class Request:
     ask: InferenceRequest
     samples: list[Sample | None]
     key: tuple[str, str]  # tenant, what names the request, if anything does
+    session: str  # that asked; empty: none is known
     asked_s: float  # monotonic: when its client last asked about it
     retrieved: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +98,7 @@ class Samples:
         self._ids: dict[tuple[str, str], str] = {}  # by `key`
         self._open: Counter[str] = Counter()  # by tenant
 
-    def start(self, ask: InferenceRequest, once: str = "") -> str:
+    def start(self, ask: InferenceRequest, once: str = "", session: str = "") -> str:
         """The id of the request's future. A request that comes again, as `once` names it, is not made again. Raises ApiError 429."""
         tenant = ask.tenant.id
         key = (tenant, once)
@@ -106,7 +107,7 @@ class Samples:
         if self._open[tenant] >= MAX_OPEN:
             raise _too_many()
         name = f"{self._prefix}{next(self._numbers)}"
-        request = Request(name, tenant, ask, [None] * ask.num_choices, key, self._clock())
+        request = Request(name, tenant, ask, [None] * ask.num_choices, key, session, self._clock())
         self._requests[name] = request
         if once:
             self._ids[key] = name
@@ -201,7 +202,9 @@ class Samples:
     async def _charge(self, request: Request) -> None:
         usage, cell = request.usage, self._bus.cell
         if usage != Usage():
-            await self._bus.retrying(lambda: count_inference(self._bus.client, cell, request.tenant, usage))
+            await self._bus.retrying(
+                lambda: count_inference(self._bus.client, cell, request.tenant, usage, request.session)
+            )
 
 
 def place_of(request: str) -> tuple[str, str] | None:

@@ -4,5 +4,8 @@ Its files:
 
     listings.py     lists runs, checkpoints and sessions
     checkpoints.py  serves one checkpoint: its deletion, its end, its download
+    search.py       searches sessions
+    billing.py      tells what was used, by the hour
+    absent.py       refuses what is not offered, and says what to use instead
     files.py        signs urls of a version's files, and reads these
 """

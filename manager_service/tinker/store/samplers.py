@@ -36,6 +36,13 @@ class Samplers:
             f"there is no sampler {sampler[:64]!r}; one that was long unused is forgotten: save again, and sample with what it gives"
         )
 
+    async def join(self, base: Base, sampler: Sampler) -> int:
+        """The number of another client of it, from 1."""
+        key = base.cell.clients(sampler.id)
+        number = await base.redis.incr(key)
+        await base.redis.expire(key, NAMED_KEPT_S)
+        return number
+
     async def adapter(self, sampler: Sampler) -> AdapterRef:
         """The version that it samples with now. Raises NotFound, also when the checkpoint that it was made of is gone."""
         if not sampler.run:

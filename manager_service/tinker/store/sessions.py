@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,6 +47,25 @@ class Sessions:
         """Ids of a tenant's sessions of the last month."""
         found = await self._api.redis.zrange(_all(tenant), offset, offset + limit - 1, desc=True)
         return [session.decode() for session in found]
+
+    async def ids_before(self, tenant: str, before: tuple[int, str] | None) -> list[str]:
+        """Newest first: those that began before a moment and an id, in seconds since 1970; None: all."""
+        latest = "+inf" if before is None else before[0]
+        found = await self._api.redis.zrange(_all(tenant), latest, "-inf", desc=True, byscore=True, withscores=True)
+        rows = [(int(created_at), session.decode()) for session, created_at in found]
+        return [session for created_at, session in rows if before is None or (created_at, session) < before]
+
+    async def some(self, tenant: str, sessions: Sequence[str]) -> list[Session]:
+        """Those of a tenant that are still kept."""
+        records = await self._api.redis.mget([_key(session) for session in sessions]) if sessions else []
+        found = [msgspec.json.decode(record, type=Session) for record in records if record is not None]
+        return [session for session in found if session.tenant == tenant]
+
+    async def alive(self, sessions: Sequence[str]) -> set[str]:
+        """Those whose clients have shown a sign of life."""
+        base = next(iter(self._api.bases.values()))  # each cell knows the same
+        signs = await base.redis.mget([base.cell.session(session) for session in sessions]) if sessions else []
+        return {session for session, sign in zip(sessions, signs, strict=True) if sign is not None}
 
     async def refresh(self, session: Session) -> None:
         """Notes a sign of life."""

@@ -1,6 +1,7 @@
 """The SDK's own command line, `tinker`, and what its RestClient can do. The owner and the store are real."""
 
 from collections.abc import AsyncGenerator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,38 @@ print(json.dumps({"sizes": sizes, "kinds": kinds, "gone": told(rest.get_external
     assert told["kinds"] == ["external"]
     assert "NotFoundError" in told["gone"] and "it was deleted" in told["gone"]
     assert "encryption is not offered" in told["sealed"]
+
+
+async def test_use_is_shown_by_the_hour(server: ApiServer) -> None:
+    saved = await sdk(server, SAVE)
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    window = [f"{hour + timedelta(hours=hours):%Y-%m-%dT%H:00:00Z}" for hours in (-1, 2)]
+    used = (await tinker(server, "billing", "usage", *window)).json()
+    session = saved["run"].partition(":train:")[0]
+    assert {row["session_id"] for row in used["data"]} == used["sessions"].keys() == {session}
+    assert sum(row["event_info"]["token_count"] for row in used["data"]) == 1
+    assert {row["event_info"]["type"] for row in used["data"]} == {"training"}
+    stored = (await tinker(server, "billing", "checkpoint-storage")).json()
+    assert [row["checkpoint_count"] for row in stored["data"]] == [2] and stored["data"][0]["size_bytes"] > 0
+
+
+async def test_sessions_are_searched_and_what_is_not_offered_says_so(server: ApiServer) -> None:
+    told = await sdk(
+        server,
+        HEAD
+        + """
+from tinker.types import AccessibleSearchOwner, SessionSearchRequest
+rest = service.create_rest_client()
+service.create_lora_training_client("tiny", rank=4).result().save_state("one").result()
+found = rest.search_sessions(SessionSearchRequest(owner=AccessibleSearchOwner(), limit=1)).result()
+(session,) = found.sessions
+print(json.dumps({"id": session.session_id, "checkpoints": session.checkpoints_count, "status": session.status.type,
+    "all": rest.list_sessions().result().sessions, "more": found.next_cursor is not None,
+    "publish": told(rest.publish_checkpoint_from_tinker_path("tinker://a/weights/b")),
+    "copy": told(rest.copy_weights("tinker://a/weights/b", "p")),
+    "trace": told(rest.export_session_trace(session.session_id))}))
+""",
+    )
+    assert [told["id"]] == told["all"] and (told["checkpoints"], told["status"], told["more"]) == (1, "active", False)
+    assert "NotFoundError" in told["publish"] and "download it" in told["publish"]
+    assert "use the path itself" in told["copy"] and "/v1/cluster/timeline" in told["trace"]
