@@ -49,6 +49,7 @@
     tenant-runs:<tenant>       zset     run id by creation time
     session:<session>          string   JSON; expires when its client is silent
     sampler:<sampler>          string   JSON: what it samples with
+    ended:<sampler>:<clone>    stream   ids of one client's requests for samples that have ended; expires
     clients:<sampler>          string   how many clients have joined it; expires
     idempotency:<tenant>:<key> string   job id, expires
 
@@ -179,6 +180,9 @@ class Cell:
 
     def session(self, session: str) -> str:
         return self.key(f"session:{session}")
+
+    def ended(self, sampler: str, clone: int) -> str:
+        return self.key(f"ended:{sampler}:{clone}")
 
     def clients(self, sampler: str) -> str:
         return self.key(f"clients:{sampler}")

@@ -13,6 +13,7 @@ What an API replica alone writes:
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
+    ended:<sampler>:<clone>         stream   see manager_service.tinker.futures.finished
     clients:<sampler>               string   number of clients that have joined it
     seqs:<run>                      hash     number of an operation -> `<sha256 of what was asked> <what was asked> <bytes>`;
                                              `last`: the highest number; `unload`: the number of the run's end

@@ -144,15 +144,28 @@ class JoinAsked(msgspec.Struct):
     sampling_session_id: str
 
 
+class TargetNamed(msgspec.Struct):
+    """One client of a sampler."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+class FuturesAsked(msgspec.Struct):
+    target: TargetNamed
+    prev_cursor: int = 0
+    timeout: float | None = None
+
+
 class FutureNamed(msgspec.Struct):
     request_id: str
 
 
-async def read(request: Request, kind: type[T]) -> T:
+async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
     """Raises InvalidInput."""
     body = await request.body()
-    if len(body) > MAX_BYTES:
-        raise InvalidInput(f"the body has {len(body)} bytes: at most {MAX_BYTES}", code="too_large")
+    if len(body) > max_bytes:
+        raise InvalidInput(f"the body has {len(body)} bytes: at most {max_bytes}", code="too_large")
     try:
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:

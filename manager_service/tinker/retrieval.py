@@ -10,16 +10,18 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from common.errors import InvalidInput
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import ApiError
 from manager_service.api.quota import tokens_today
 from manager_service.records import TenantRecord
+from manager_service.tinker.futures.finished import Target
 from manager_service.tinker.futures.results import Answer, Expired, Pending, failed, look
 from manager_service.tinker.futures.samples import GONE, Gone, place_of
 from manager_service.tinker.futures.samples import PREFIX as PREFIX_OF_SAMPLES
 from manager_service.tinker.names import parse_future
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.tinker.requests import FutureNamed, read
+from manager_service.tinker.requests import FutureNamed, FuturesAsked, read
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.submission import wrong
 from manager_service.tinker.wire import plain, protobuf
@@ -28,6 +30,12 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
 WAIT_S = 35.0
 """How long a request waits for a result. The client gives up after 45."""
+
+LONG_POLL_S = 30.0
+"""The same of one for the ends of many requests."""
+MAX_IDS_BYTES = 1 << 20
+"""Of a body that lists what its client has retrieved."""
+MAX_CURSOR = 1 << 62
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -42,6 +50,20 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: K
         return await _operation(tenant, known, future, wants_protobuf=wants_protobuf)
     except (Expired, Gone) as error:
         raise ApiError(410, str(error), code="gone") from error
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request, tenant: Tenant, known: Known) -> Response:
+    """Which requests of a sampler's client have ended since it last asked. Each result is retrieved by itself."""
+    asked = await read(request, FuturesAsked, MAX_IDS_BYTES)
+    base, sampler = await known.samplers.find(tenant.id, asked.target.sampling_session_id)
+    if not 0 <= asked.prev_cursor < MAX_CURSOR:
+        raise InvalidInput(f"prev_cursor is between 0 and {MAX_CURSOR}", param="prev_cursor")
+    target = Target(sampler.id, asked.target.cloned_sampler_id)
+    base.samples.note_sign_of_life(target)
+    wait_s = LONG_POLL_S if asked.timeout is None else min(max(0.0, asked.timeout), LONG_POLL_S)
+    completions, cursor = await base.samples.finished.behind(target, asked.prev_cursor, wait_s)
+    return answer({"completions": completions, "cursor": cursor})
 
 
 @router.post("/cancel_future")

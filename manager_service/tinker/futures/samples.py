@@ -27,6 +27,7 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
+from manager_service.tinker.futures.finished import Finished, Target
 from manager_service.tinker.wire.samples import Sample
 
 PREFIX = "smp"
@@ -68,7 +69,7 @@ class Request:
     ask: InferenceRequest
     samples: list[Sample | None]
     key: tuple[str, str]  # tenant, what names the request, if anything does
-    session: str  # that asked; empty: none is known
+    asker: Target | None  # None: it names no sampler
     asked_s: float  # monotonic: when its client last asked about it
     retrieved: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,8 +98,9 @@ class Samples:
         self._requests: dict[str, Request] = {}
         self._ids: dict[tuple[str, str], str] = {}  # by `key`
         self._open: Counter[str] = Counter()  # by tenant
+        self.finished = Finished(bus)
 
-    def start(self, ask: InferenceRequest, once: str = "", session: str = "") -> str:
+    def start(self, ask: InferenceRequest, once: str = "", asker: Target | None = None) -> str:
         """The id of the request's future. A request that comes again, as `once` names it, is not made again. Raises ApiError 429."""
         tenant = ask.tenant.id
         key = (tenant, once)
@@ -107,7 +109,7 @@ class Samples:
         if self._open[tenant] >= MAX_OPEN:
             raise _too_many()
         name = f"{self._prefix}{next(self._numbers)}"
-        request = Request(name, tenant, ask, [None] * ask.num_choices, key, session, self._clock())
+        request = Request(name, tenant, ask, [None] * ask.num_choices, key, asker, self._clock())
         self._requests[name] = request
         if once:
             self._ids[key] = name
@@ -143,6 +145,12 @@ class Samples:
         self._forget(request)
         if request.task is not None:
             request.task.cancel()
+
+    def note_sign_of_life(self, asker: Target) -> None:
+        """Of a client that waits for all of its requests at once."""
+        for request in self._requests.values():
+            if request.asker == asker:
+                request.asked_s = self._clock()
 
     async def run(self) -> None:
         """Gives up what nobody asks about, until cancelled; then everything."""
@@ -200,11 +208,12 @@ class Samples:
                     request.usage += fresh.result.usage
 
     async def _charge(self, request: Request) -> None:
-        usage, cell = request.usage, self._bus.cell
+        usage, cell, asker = request.usage, self._bus.cell, request.asker
+        if asker:
+            await self.finished.add(asker, request.id, failed=request.gone or bool(request.error))
         if usage != Usage():
-            await self._bus.retrying(
-                lambda: count_inference(self._bus.client, cell, request.tenant, usage, request.session)
-            )
+            session = asker.session if asker else ""
+            await self._bus.retrying(lambda: count_inference(self._bus.client, cell, request.tenant, usage, session))
 
 
 def place_of(request: str) -> tuple[str, str] | None:

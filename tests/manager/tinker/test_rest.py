@@ -195,6 +195,77 @@ async def test_each_client_that_joins_a_sampler_gets_a_number(server: ApiServer,
     assert (await stranger.post("join_sampling_session", sampling_session_id=sampler)).status_code == 404
 
 
+# ---- many requests at once ------------------------------------------------------------------------------------------
+
+
+async def sampler_of(client: TinkerClient) -> str:
+    made = await client.post(
+        "create_sampling_session", session_id=await client.session(), sampling_session_seq_id=0, base_model="tiny"
+    )
+    return made.json()["sampling_session_id"]
+
+
+async def asample(client: TinkerClient, sampler: str, seq: int) -> str:
+    body = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}, "sampling_session_id": sampler, "seq_id": seq}
+    return (await client.post("asample", **body)).json()["request_id"]
+
+
+async def ended(client: TinkerClient, sampler: str, num: int, clone: int = 0, cursor: int = 0) -> dict[str, str]:
+    """Polls until so many requests have ended: their ids and states."""
+    found: dict[str, str] = {}
+    while len(found) < num:
+        target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
+        told = (await client.post("retrieve_futures", target=target, prev_cursor=cursor)).json()
+        assert told["cursor"] > cursor and not found.keys() & {one["request_id"] for one in told["completions"]}
+        found |= {one["request_id"]: one["state"] for one in told["completions"]}
+        cursor = told["cursor"]
+    target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
+    told = (await client.post("retrieve_futures", target=target, prev_cursor=cursor, timeout=0)).json()
+    assert told == {"completions": [], "cursor": cursor}
+    return found
+
+
+async def test_the_ends_of_many_requests_are_told_once_each_by_any_replica(
+    server: ApiServer, client: TinkerClient, tmp_path: Path
+) -> None:
+    sampler = await sampler_of(client)
+    async with running_api(server.api.settings.redis_url, tmp_path / "data") as second:
+        there = TinkerClient(second.http, client.key)
+        requests = [await asample(each, sampler, seq) for seq, each in enumerate((client, client, there))]
+        clones = await asample(client, sampler, 2_000_000_000)
+        async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
+            assert await ended(client, sampler, 3) == dict.fromkeys(requests, "finished")
+            assert await ended(there, sampler, 3) == dict.fromkeys(requests, "finished")
+            assert await ended(there, sampler, 1, clone=2) == {clones: "finished"}
+        for request in (*requests, clones):
+            assert (await client.retrieve(request)).json()["sequences"]
+
+
+async def test_requests_that_wait_for_their_client_are_kept_while_it_polls(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = server.api.bases["tiny"].samples
+    sampler = await sampler_of(client)
+    request = await asample(client, sampler, 0)
+    target = {"sampling_session_id": sampler}
+    monkeypatch.setattr("manager_service.tinker.futures.samples.SILENT_S", 1.0)
+    samples.find("default", request).asked_s -= 100
+    assert (await client.post("retrieve_futures", target=target, timeout=0)).json()["completions"] == []
+    samples.look()
+    samples.find("default", request).asked_s -= 100
+    samples.look()
+    assert await ended(client, sampler, 1) != {}  # its client hears that it is over, and asks again
+    assert (await client.retrieve(request)).status_code == 410
+
+
+async def test_nobody_hears_of_anothers_requests(server: ApiServer, client: TinkerClient) -> None:
+    target = {"sampling_session_id": await sampler_of(client)}
+    stranger = await client_of(server, "stranger")
+    assert (await stranger.post("retrieve_futures", target=target)).status_code == 404
+    for wrong in ({"prev_cursor": -1}, {"prev_cursor": 1 << 62}, {"target": {}}):
+        assert (await client.post("retrieve_futures", **{"target": target, **wrong})).status_code == 400
+
+
 # ---- what is not offered --------------------------------------------------------------------------------------------
 
 NOT_OFFERED = [

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from common.operations import Forward
+from manager_service.tinker.sessions import CLIENT_CONFIG
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
 from tests.support.tinker_sdk import run_sdk
@@ -180,6 +181,28 @@ print(json.dumps({"saved": saved, "base": base, "named": named}))
     assert adapters == [f"{owner.created[0].id}@1"] * 2 + ["base", f"{owner.created[0].id}@1"]
     assert {request.trajectory.sample for request in script.seen} == {0, 1}
     assert {request.trajectory.seed for request in script.seen} == {3}
+
+
+async def test_a_client_waits_for_many_samples_at_once_if_it_is_told_to(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And clients of one sampler number their requests apart."""
+    monkeypatch.setitem(CLIENT_CONFIG, "sample_use_retrieve_futures", True)
+    async with played(script := Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
+        told = await run(
+            server,
+            """
+import pickle
+first = service.create_sampling_client(base_model="tiny")
+other = pickle.loads(pickle.dumps(first))
+prompt, params = types.ModelInput.from_ints([104, 105]), types.SamplingParams(max_tokens=8)
+futures = [client.sample(prompt, num_samples=1, sampling_params=params) for client in (first, other) for _ in range(20)]
+print(json.dumps([list(future.result().sequences[0].tokens) for future in futures]))
+""",
+        )
+    assert told == [[*b"ok", 256]] * 40
+    assert len({request.id for request in script.seen}) == 40
+    assert len(await server.bus.client.keys(server.bus.cell.clients("*"))) == 1
 
 
 async def test_runs_and_checkpoints_are_listed(server: ApiServer, owner: StandInRuns) -> None:
