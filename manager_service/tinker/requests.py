@@ -117,6 +117,11 @@ class OwnerAsked(msgspec.Struct):
     owner_urns: list[str] = []
 
 
+class StatusAsked(msgspec.Struct):
+    type: str
+    reasons: list[str] | None = None  # of `client_finished`; None: any
+
+
 class CursorGiven(msgspec.Struct):
     last_created_at: Annotated[datetime, msgspec.Meta(tz=True)]
     last_session_id: str
@@ -135,7 +140,7 @@ class SearchAsked(msgspec.Struct):
     user_metadata: dict[str, str] = {}
     display_name: str | None = None
     owner: OwnerAsked = msgspec.field(default_factory=OwnerAsked)
-    statuses: list[dict[str, Any]] | None = None
+    statuses: list[StatusAsked] | None = None
     limit: int = 50
     cursor: CursorGiven | None = None
 

@@ -30,8 +30,9 @@ async def create_custom_loss(tenant: Tenant) -> Response:
     )
 
 
-@router.api_route("/auth/{what:path}", methods=["GET", "POST", "PUT", "DELETE"])
-async def auth(what: str, tenant: Tenant) -> Response:
+@router.post("/auth/token")
+@router.api_route("/auth/apikey/me", methods=["GET", "DELETE"])
+async def auth(tenant: Tenant) -> Response:
     return _absent(
         "keys are the operator's: set TINKER_API_KEY to tml- and a key of /v1/admin/tenants/TENANT/keys, which also deletes them"
     )

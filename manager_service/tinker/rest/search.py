@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +12,7 @@ from common.errors import InvalidInput
 from manager_service.api.context import Tenant
 from manager_service.runs.records import Session
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.tinker.requests import SearchAsked, read
+from manager_service.tinker.requests import SearchAsked, StatusAsked, read
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -73,12 +72,11 @@ def _fits(asked: SearchAsked, session: Session, *, alive: bool) -> bool:
     return asked.statuses is None or any(_has_status(each, session, alive=alive) for each in asked.statuses)
 
 
-def _has_status(wanted: Mapping[str, Any], session: Session, *, alive: bool) -> bool:
+def _has_status(wanted: StatusAsked, session: Session, *, alive: bool) -> bool:
     status = _status(session, alive=alive)
-    if status is None or wanted.get("type") != status["type"]:
+    if status is None or wanted.type != status["type"]:
         return False
-    reasons = wanted.get("reasons")
-    return not reasons or status["reason"]["type"] in reasons
+    return not wanted.reasons or status.get("reason", {}).get("type") in wanted.reasons
 
 
 def _status(session: Session, *, alive: bool) -> dict[str, Any] | None:

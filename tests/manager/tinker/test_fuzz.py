@@ -47,6 +47,16 @@ def bodies(session: str, run: str, saved: str, number: int) -> dict[str, dict[st
         "user_metadata": {"a": "b"},
     }
     known = {"model_id": run, "seq_id": 1}
+    sampler = f"{session}:sample:1"  # that `create_sampling_session` makes, which comes before
+    search = {
+        "session_id": session,
+        "display_name": "a b",
+        "user_metadata": {"a": "b"},
+        "owner": {"type": "user", "owner_urns": ["default"]},
+        "statuses": [{"type": "client_finished", "reasons": ["success"]}, {"type": "active"}],
+        "limit": 5,
+        "cursor": {"last_created_at": "2999-01-01T00:00:00Z", "last_session_id": "ses-0"},
+    }
     return {
         "client/config": {"sdk_version": "0.38.0"},
         "client/dynamic_config": {"sdk_version": "0.38.0"},
@@ -66,12 +76,17 @@ def bodies(session: str, run: str, saved: str, number: int) -> dict[str, dict[st
         "retrieve_future": {"request_id": f"{run_of(run)}:0"},
         "cancel_future": {"request_id": f"{run_of(run)}:0"},
         "weights_info": {"tinker_path": saved},
+        "save_weights_external": known | {"path": "c", "ttl_seconds": 3600},
+        "join_sampling_session": {"sampling_session_id": sampler},
+        "retrieve_futures": {"target": {"sampling_session_id": sampler, "cloned_sampler_id": 0}, "prev_cursor": 5, "timeout": 0.01},
+        "sessions/search": search,
     }  # fmt: skip
 
 
 @pytest.mark.slow
 async def test_no_request_finds_a_server_error(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval, "WAIT_S", 0.02)
+    monkeypatch.setattr(retrieval, "LONG_POLL_S", 0.02)
     limits: dict[str, Any] = {"inference_timeout_s": 0.02, "inference_silence_s": 0.02}
     async with running_api(redis_url, tmp_path / "data", **limits) as server, standing_in(server.bus):
         client = await client_of(server)

@@ -167,6 +167,7 @@ async def test_sessions_are_searched_page_by_page(server: ApiServer, client: Tin
         ({"statuses": [{"type": "client_finished"}, {"type": "active"}]}, [one, two]),
         ({"statuses": [{"type": "client_finished", "reasons": ["errored"]}]}, [two]),
         ({"statuses": [{"type": "client_finished", "reasons": ["success"]}]}, []),
+        ({"statuses": [{"type": "active", "reasons": ["success"]}]}, []),
         ({"owner": {"type": "user", "owner_urns": ["stranger"]}}, []),
         ({"owner": {"type": "accessible"}}, [one, two, three]),
     ]
