@@ -95,5 +95,7 @@ def _grant(tenant: str, path: Path, source: Source, file: str, expires: datetime
 
 
 async def _url(request: Request, known: Records, grant: Grant) -> str:
-    """On the host that the client itself has asked."""
-    return str(request.url_for("signed_file", token=sign(await known.signing_key.get(), grant)))
+    """On the host that the client itself has asked. A proxy that ends TLS must pass the header `Host` on, and say `X-Forwarded-Proto`."""
+    url = request.url_for("signed_file", token=sign(await known.signing_key.get(), grant))
+    ends_tls = request.headers.get("x-forwarded-proto") == "https"  # whoever says so falsely misleads himself alone
+    return str(url.replace(scheme="https") if ends_tls else url)

@@ -203,6 +203,13 @@ async def test_the_files_of_a_version_are_read_by_urls_without_a_key(server: Api
         assert (found.status_code, found.content) == (200, stored[name])
 
 
+async def test_a_url_has_the_host_and_the_scheme_that_its_client_asked(server: ApiServer, client: TinkerClient) -> None:
+    path, _ = await external(client, await client.run(await client.session()))
+    headers = {"X-API-Key": f"tml-{client.key}", "Host": "models.example", "X-Forwarded-Proto": "https"}
+    told = await server.http.get(f"/api/v1/{about(path)}/external_weights_urls", headers=headers)
+    assert all(url.startswith("https://models.example/api/v1/signed/") for url in told.json()["urls"].values())
+
+
 async def test_a_url_that_was_not_signed_here_is_refused(server: ApiServer, client: TinkerClient) -> None:
     _, urls = await external(client, await client.run(await client.session()))
     url = urls[PEFT_FILES[0]]

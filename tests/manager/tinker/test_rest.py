@@ -196,6 +196,31 @@ async def test_each_client_that_joins_a_sampler_gets_a_number(server: ApiServer,
     assert (await stranger.post("join_sampling_session", sampling_session_id=sampler)).status_code == 404
 
 
+# ---- an owner that is away ------------------------------------------------------------------------------------------
+
+
+async def test_a_change_of_a_name_waits_for_the_owner_and_says_so(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with owned_runs(server):
+        run = await client.run(await client.session())
+        asked = await client.post("save_weights", model_id=run, seq_id=1, path="a")
+        assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
+    route = f"training_runs/{run}/checkpoints"
+    with monkeypatch.context() as patched:
+        patched.setattr("manager_service.tinker.store.checkpoints.WAIT_S", 0.2)
+        refused = await client.delete(f"{route}/weights/a")
+    assert refused.status_code == 503 and "owner is away" in refused.json()["error"]["message"]
+    assert len((await client.get(route)).json()["checkpoints"]) == 1
+
+    async def is_gone() -> bool:
+        return (await client.get(route)).json()["checkpoints"] == []
+
+    async with owned_runs(server):
+        await until(is_gone)
+    assert (await client.delete(f"{route}/weights/a")).status_code == 404
+
+
 # ---- many requests at once ------------------------------------------------------------------------------------------
 
 
