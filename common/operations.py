@@ -1,6 +1,7 @@
 """Runs: jobs whose loop their user keeps, through the Tinker protocol. What the services say to another about them.
 
     API ─ Operation ─► owner ─ Operations ─► trainer ─ OperationsDone ─► owner ─ OperationsAnswered ─► all API replicas
+                       owner ─ Forget ─► trainer ─ Forgotten ─► owner
 
 A run's operations are numbered from 1 (creation is 0). An `optim_step` makes the next version of its adapter, as a `TrainStep` does.
 The operations since the newest version are its *log*: their entries stay pending until the next one is committed. The gradient that
@@ -121,6 +122,20 @@ class OperationsDone(Message, frozen=True, kw_only=True):
     holder: str = ""  # that trainer
     absent: bool = False  # the gradient is not here: nothing was done; send the whole log to any trainer
     usage: Usage = Usage()
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """Delete versions of a run: nobody needs them, and nobody can come to. owner → trainer."""
+
+    adapter: AdapterRef  # the newest version, which stays
+    versions: tuple[int, ...] = ()  # whose files are deleted; the manifests stay
+    optimizers: tuple[int, ...] = ()  # of which the optimiser's state alone is deleted
+
+
+class Forgotten(Message, frozen=True, kw_only=True):
+    """The answer to `Forget`. trainer → owner, in `adapters:<p>`."""
+
+    forget: str  # id of the message
 
 
 class OperationsAnswered(Message, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
 from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.runs.retention import Needs, Retention
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384
@@ -49,11 +50,13 @@ class HeldOperation(NamedTuple):
 class Run:
     """One run that has not ended, in the memory of its partition's owner."""
 
-    def __init__(self, cell: Cell, spec: RunSpec, state: RunState) -> None:
+    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs) -> None:
+        """`versions`: those in the store, as `versions:<run>` says."""
         self.cell = cell
         self.spec = spec
         self.state = state
         self.partition = partition_of(spec.tenant)
+        self.retention = Retention(cell, spec, state, versions)
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
@@ -99,6 +102,11 @@ class Run:
         """Positions of the next message to a trainer, at least 1."""
         return max(1, sum(operation.tokens for operation in self._next()))
 
+    def copies(self) -> list[tuple[AdapterRef, bool]]:
+        """Versions that this run is to copy, and whether with the optimiser's state."""
+        source = self.spec.source if self.state.version < 0 and self.state.status in ("queued", "creating") else None
+        return [(source, self.spec.with_optimizer)] if source else []
+
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def start(self, now: float, changes: Changes) -> None:
@@ -123,6 +131,7 @@ class Run:
             return
         if message.failure is None:
             self.state.status, self.state.version = "ready", 0
+            self.retention.committed(0, changes)
             self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
         else:
             self._refuse_all(message.failure, changes)
@@ -185,6 +194,8 @@ class Run:
             self._refuse(number, failure, changes)
         elif operation.action in SAVES:
             saved = self._save(msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.action, now)
+            if saved.sampler:
+                changes.uses.append((self.id, saved.version))
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
         elif operation.action == "unload":
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(Saved(state.version))), changes)
@@ -279,6 +290,7 @@ class Run:
         state.in_log = sum(number <= last for number in self._log) if state.held else 0
         if committed:
             state.version += 1
+            self.retention.committed(state.version, changes)
             self._drop_log(changes)
         elif state.failed_at is not None:
             self._forget_gradient()

@@ -44,7 +44,9 @@ async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Know
     if asked.session_id is None:
         return await _refuse_older_load(tenant, known, asked)
     await known.sessions.find(tenant.id, asked.session_id)
-    source = await known.runs.source(tenant.id, asked.path)
+    source = await known.runs.source(
+        tenant.id, asked.path, with_optimizer=asked.optimizer and "/sampler_weights/" not in asked.path
+    )
     _check_optimizer(asked.optimizer_config or OptimizerAsked())
     if asked.optimizer and "/sampler_weights/" in asked.path:
         raise InvalidInput(

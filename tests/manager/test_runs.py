@@ -1,141 +1,22 @@
 """Runs in an owner over a real Redis and a real store, with trainers that compute hashes."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
-from common.adapters import AdapterStore
 from common.bus import Bus
-from common.messages import AdapterRef, Failure, JobCommand, LoraSpec
+from common.messages import Failure
 from common.objects import Objects
-from common.operations import Action, Operation, OperationResult, OperationsAnswered, Outputs, Saved, SaveWeights
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
-from harness.standin import FixedSlots
-from manager_service.owner.owner import Owner
+from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS
 from manager_service.records import JSON, TenantRecord
 from manager_service.runs import runs
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState, run_of
-from manager_service.tenants import TENANTS, Tenants
-from tests.common.test_worker import length, until
-from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
-
-LEASE_S = 0.6
-TENANT = "acme"
-PARTITION = partition_of(TENANT)
-
-
-class World:
-    """An owner and trainers on one bus, and a user who sends operations."""
-
-    def __init__(self, bus: Bus, objects: Objects) -> None:
-        self.bus = bus
-        self.objects = objects
-        self.store = AdapterStore(objects)
-        self.slots = FixedSlots()
-        self._stop = asyncio.Event()
-        self._owner: asyncio.Task[None] | None = None
-
-    def start_owner(self) -> None:
-        owner = Owner(
-            bus=self.bus,
-            cluster=self.slots,
-            store=self.store,
-            objects=self.objects,
-            tenants=Tenants(self.bus.client),
-            lease_s=LEASE_S,
-        )
-        self._owner = asyncio.create_task(owner.run(self._stop))
-
-    async def kill_owner(self) -> None:
-        assert self._owner is not None
-        self._owner.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._owner
-
-    @contextlib.asynccontextmanager
-    async def trainer(self) -> AsyncGenerator[HashingTrainer]:
-        """A trainer that is alive until the context ends."""
-        async with hashing_trainer(self.bus, self.store, lease_s=LEASE_S) as trainer:
-            report = trainer.report()
-            self.slots.workers.append(report)
-            try:
-                yield trainer
-            finally:
-                self.slots.workers.remove(report)
-
-    async def stop(self) -> None:
-        self._stop.set()
-        if self._owner:
-            await self._owner
-
-    # ---- a user -------------------------------------------------------------------------------------------------
-
-    async def create(self, number: int = 0, session: str = "ses-0123456789abcdef") -> str:
-        run = run_of(f"{session}:train:{number}")
-        assert run is not None
-        spec = RunSpec(run, TENANT, session, "tiny", "tiny", LoraSpec(), seed=5, created_at=number)
-        cell = self.bus.cell
-        await self.bus.client.set(cell.session(session), "{}")
-        await self.bus.client.hset(cell.run(run), mapping={"spec": JSON.encode(spec), "state": JSON.encode(RunState())})
-        await self.bus.client.sadd(cell.active(PARTITION), run)
-        command = JobCommand(id=f"{run}:0", tenant=TENANT, job=run, partition=PARTITION, action="create")
-        await self.bus.publish([(cell.jobs(PARTITION), command)])
-        return run
-
-    async def send(self, run: str, *operations: tuple[int, Action], failure: Failure | None = None) -> None:
-        for seq, action in operations:
-            await self._publish(run, seq, action, f"{action} {seq}".encode(), failure)
-
-    async def _publish(
-        self, run: str, seq: int, action: Action, payload: bytes, failure: Failure | None = None
-    ) -> None:
-        operation = Operation(
-            id=f"{run}:{seq}",
-            tenant=TENANT,
-            job=run,
-            partition=PARTITION,
-            seq=seq,
-            action=action,
-            payload=payload,
-            tokens=10,
-            failure=failure,
-        )
-        await self.bus.publish([(self.bus.cell.ops(PARTITION), operation)])
-
-    async def save(self, run: str, seq: int, wanted: SaveWeights, action: Action = "save_for_sampler") -> Saved:
-        payload = msgspec.msgpack.encode(wanted)
-        await self._publish(run, seq, action, payload)
-        return msgspec.msgpack.decode((await self.result(run, seq)).outputs, type=Saved)
-
-    async def result(self, run: str, seq: int) -> OperationResult:
-        await until(lambda: self._has(run, seq))
-        found: Any = await self.bus.client.hget(self.bus.cell.results(run), str(seq))
-        return msgspec.msgpack.decode(found, type=OperationResult)
-
-    async def _has(self, run: str, seq: int) -> bool:
-        return bool(await self.bus.client.hexists(self.bus.cell.results(run), str(seq)))
-
-    async def failure(self, run: str, seq: int) -> str:
-        failure = (await self.result(run, seq)).failure
-        assert failure is not None
-        return failure.reason
-
-    async def state(self, run: str) -> RunState:
-        return msgspec.json.decode(await self.bus.client.hget(self.bus.cell.run(run), "state") or b"", type=RunState)
-
-    async def weights(self, run: str, version: int) -> bytes:
-        return (await self.store.read(AdapterRef(TENANT, run, version), (WEIGHTS,)))[WEIGHTS]
-
-    async def sent(self, run: str) -> bool:
-        """Is a message of the run with a trainer?"""
-        return (await self.state(run)).sent > 0
-
-    async def open_operations(self, number: int) -> bool:
-        return await length(self.bus, self.bus.cell.ops(PARTITION), number)
+from manager_service.runs.records import Checkpoint, SamplerState
+from manager_service.tenants import TENANTS
+from tests.common.test_worker import until
+from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World
 
 
 @pytest.fixture
@@ -353,7 +234,7 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
         await world.result(run, 1)
         trainer.hold = asyncio.Event()
         await world.send(run, (2, "optim_step"))
-        await world.bus.client.delete(world.bus.cell.session("ses-0123456789abcdef"))
+        await world.bus.client.delete(world.bus.cell.session(SESSION))
         assert "session has ended" in await world.failure(run, 2)
         assert (await world.state(run)).status == "ended"
         await world.send(run, (3, "forward"))
@@ -364,7 +245,7 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
 
 async def test_a_session_that_is_back_in_time_loses_no_run(world: World) -> None:
     """Redis may have been away for longer than a session counts as alive."""
-    key = world.bus.cell.session("ses-0123456789abcdef")
+    key = world.bus.cell.session(SESSION)
     async with world.trainer():
         run = await world.create()
         await world.result(run, 0)

@@ -87,7 +87,10 @@ class StandInRuns:
         await self._tell(held, [operation.seq])
 
     async def _write(self, held: HeldRun) -> None:
-        await self.bus.client.hset(self.bus.cell.run(held.spec.id), "state", JSON.encode(held.state))
+        cell, run = self.bus.cell, held.spec.id
+        await self.bus.client.hset(cell.run(run), "state", JSON.encode(held.state))
+        if held.state.version >= 0:
+            await self.bus.client.hset(cell.versions(run), str(held.state.version), "1")
 
     async def _tell(self, held: HeldRun, seqs: list[int]) -> None:
         run, tenant = held.spec.id, held.spec.tenant
