@@ -13,6 +13,7 @@ from types import MappingProxyType
 import msgspec
 import structlog
 
+from base_model.adapter import target_names
 from common.adapters import AdapterStore, Manifest, update_of
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound, TrainingFailed
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Message, TrainStep, Usage
@@ -202,10 +203,15 @@ class TrainHandler:
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
     async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:
-        """A version as another adapter's version 0. Raises InvalidInput if it is of another rank than was asked for."""
+        """A version as another adapter's. Raises InvalidInput if it is of another rank or other targets than were asked for."""
         state = await self._versions.read(source, beat, with_optimizer=message.with_optimizer)
         if state.spec.rank != message.lora.rank:
             raise InvalidInput(f"{source} has rank {state.spec.rank}, not {message.lora.rank}")
+        shapes = self._trainer.decoder.linear_shapes()
+        if target_names(state.spec, shapes) != target_names(message.lora, shapes):
+            raise InvalidInput(
+                f"{source} has the targets {', '.join(state.spec.targets)}, not those that were asked for"
+            )
         return state
 
     async def _drop_old(self, message: Init | TrainStep, newest: AdapterRef) -> None:

@@ -2,7 +2,7 @@
 
     queued ─► creating ─► ready ─► ended          (or: creating ─► failed)
 
-    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step ─► version + 1
+    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step or load ─► version + 1
 
 One message is under way at a time: the longest stretch of operations that are there, up to a quantum. Operations that only name
 versions are answered here, when their turn comes. The entries of the *log*, the answered `forward_backward`s since the newest version,
@@ -16,6 +16,7 @@ import msgspec
 
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
 from common.operations import (
+    LoadWeights,
     Operation,
     OperationResult,
     Operations,
@@ -104,8 +105,11 @@ class Run:
 
     def copies(self) -> list[tuple[AdapterRef, bool]]:
         """Versions that this run is to copy, and whether with the optimiser's state."""
-        source = self.spec.source if self.state.version < 0 and self.state.status in ("queued", "creating") else None
-        return [(source, self.spec.with_optimizer)] if source else []
+        begins = self.state.version < 0 and self.state.status in ("queued", "creating")
+        found = [(self.spec.source, self.spec.with_optimizer)] if begins and self.spec.source else []
+        waiting = (held.operation for held in self._waiting.values())
+        loads = [_load(operation) for operation in waiting if operation.action == "load" and not operation.failure]
+        return [*found, *((load.source, load.with_optimizer) for load in loads)]
 
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
@@ -125,16 +129,38 @@ class Run:
         changes.published.append((self.cell.train, init))
         self._dirty(changes)
 
-    def on_init(self, message: AdapterUpdate, changes: Changes) -> None:
-        """Takes in that version 0 was made or refused. A repeat changes nothing."""
-        if self.state.status != "creating" or message.adapter.version != 0:
+    def on_adapter(self, message: AdapterUpdate, changes: Changes) -> None:
+        """Takes in that version 0 was made, or a copy, or that either was refused. A repeat changes nothing."""
+        if message.adapter.version != self.state.version + 1:
             return
+        if self.state.status == "creating":
+            self._on_created(message, changes)
+        elif (held := self._waiting.get(self.state.sent)) and held.operation.action == "load":
+            self._on_loaded(held.operation, message, changes)
+
+    def _on_created(self, message: AdapterUpdate, changes: Changes) -> None:
         if message.failure is None:
             self.state.status, self.state.version = "ready", 0
             self.retention.committed(0, changes)
             self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
         else:
             self._refuse_all(message.failure, changes)
+
+    def _on_loaded(self, operation: Operation, message: AdapterUpdate, changes: Changes) -> None:
+        state, number, failure = self.state, operation.seq, message.failure
+        if failure is not None and not message.batch.endswith(f"/{state.attempt}"):
+            return  # of an earlier try
+        if failure is None and not message.batch.startswith(f"{operation.id}/"):
+            failure = Failure("infrastructure", f"version {message.adapter.version} was made by {message.batch}")
+        state.sent = 0
+        if failure is not None:
+            self._refuse(number, failure, changes)
+            return
+        state.version, state.failed_at = message.adapter.version, None
+        self.retention.committed(state.version, changes)
+        self._drop_log(changes)
+        saved = Saved(state.version, _load(operation).path)
+        self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
 
     def fail(self, error: JobError, _now: float, changes: Changes) -> None:
         """Refuses everything from now on. Call for a trouble of ours."""
@@ -226,6 +252,9 @@ class Run:
         state = self.state
         if state.status != "ready" or state.sent or state.head not in self._waiting:
             return []
+        first = self._waiting[state.head].operation
+        if first.action == "load":
+            return [first] if first.failure is None else []
         found: list[Operation] = []
         bytes_left, tokens_left = MAX_BYTES, MAX_TOKENS
         known = [held.operation for held in self._log.values()][state.in_log :]
@@ -257,6 +286,9 @@ class Run:
             return
         state.attempt += 1
         state.sent = operations[-1].seq
+        if operations[0].action == "load":
+            self._publish_load(operations[0], changes)
+            return
         state.sent_to = state.holder if state.held else ""
         message = Operations(
             id=f"{spec.id}:{state.head}/{state.attempt}",
@@ -269,6 +301,21 @@ class Run:
             attempt=state.attempt,
         )
         changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
+        self._dirty(changes)
+
+    def _publish_load(self, operation: Operation, changes: Changes) -> None:
+        state, spec, load = self.state, self.spec, _load(operation)
+        state.sent_to = ""
+        message = Init(
+            id=f"{operation.id}/{state.attempt}",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, state.version + 1),
+            seed=spec.seed,
+            lora=spec.lora,
+            source=load.source,
+            with_optimizer=load.with_optimizer,
+        )
+        changes.published.append((self.cell.train, message))
         self._dirty(changes)
 
     def on_done(self, message: OperationsDone, changes: Changes) -> None:
@@ -383,6 +430,10 @@ class Run:
 
     def _dirty(self, changes: Changes) -> None:
         changes.runs[self.id] = self.state
+
+
+def _load(operation: Operation) -> LoadWeights:
+    return msgspec.msgpack.decode(operation.payload, type=LoadWeights)
 
 
 def _is_trainers(operation: Operation) -> bool:

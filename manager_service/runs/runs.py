@@ -232,7 +232,7 @@ def _apply(run: Run, message: Message, changes: Changes) -> None:
     if isinstance(message, OperationsDone):
         run.on_done(message, changes)
     elif isinstance(message, AdapterUpdate):
-        run.on_init(message, changes)
+        run.on_adapter(message, changes)
     elif isinstance(message, DeadLetter):
         run.on_dead_letter(message, changes)
 

@@ -11,7 +11,7 @@ from common.bus import Bus
 from common.messages import AdapterRef, LoraSpec
 from common.objects import Objects
 from common.operations import Forget, SaveWeights
-from common.streams import Cell
+from common.streams import GROUP_MANAGER, Cell
 from manager_service.jobs.changes import Changes
 from manager_service.records import JSON, TenantRecord
 from manager_service.runs import runs
@@ -146,6 +146,27 @@ async def test_a_version_stays_until_the_run_that_begins_with_it_has_its_copy(wo
         await world.send(run, (6, "unload"))
         await world.result(second, 0)
         await until_stored(world, run, {4: "whole", 5: "whole"})
+
+
+async def test_a_version_stays_until_it_is_loaded(world: World) -> None:
+    async with world.trainer():
+        run, second = await world.create(), await world.create(1)
+        await world.result(second, 0)
+        seq = await step(world, run, 1, num=2)
+        await world.load(second, 2, AdapterRef(TENANT, run, 1))
+        await until(lambda: _read(world))
+        await step(world, run, seq, num=3)
+        await until_stored(world, run, {1: "bare", 4: "whole", 5: "whole"})
+        await world.send(second, (1, "forward"))
+        await world.result(second, 2)
+        await until_stored(world, run, {4: "whole", 5: "whole"})
+        assert await world.weights(second, 1)
+
+
+async def _read(world: World) -> bool:
+    """Has the owner read the one operation that is there?"""
+    pending = await world.bus.client.xpending(world.bus.cell.ops(world.partition), GROUP_MANAGER)
+    return pending["pending"] == 1
 
 
 async def _queued(world: World, run: str) -> bool:

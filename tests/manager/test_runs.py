@@ -1,13 +1,14 @@
 """Runs in an owner over a real Redis and a real store, with trainers that compute hashes."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
 from common.bus import Bus
-from common.messages import Failure
+from common.messages import AdapterRef, Failure
 from common.objects import Objects
 from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS
@@ -215,6 +216,65 @@ async def test_saves_name_the_newest_version(world: World) -> None:
         (found,) = state.checkpoints
         assert found.expires_at == found.created_at + 3600
         assert found == Checkpoint("weights", "begin", 0, found.created_at, found.expires_at)
+
+
+async def test_a_load_makes_the_next_version_a_copy_in_its_order(world: World) -> None:
+    async with world.trainer() as trainer:
+        first, run = await world.create(1), await world.create()
+        await world.send(first, (1, "forward_backward"), (2, "optim_step"))
+        await world.result(first, 2)
+        source = AdapterRef(TENANT, first, 1)
+        await world.send(run, (5, "forward_backward"), (6, "optim_step"), (1, "forward_backward"))
+        await world.send(run, (2, "forward_backward"), failure=Failure("invalid", "unknown loss_fn"))
+        await world.load(run, 4, source)
+        await world.result(run, 2)
+        await world.send(run, (3, "forward"))
+        loaded = msgspec.msgpack.decode((await world.result(run, 4)).outputs, type=Saved)
+        assert loaded == Saved(1, "tinker://x")
+        assert await world.weights(run, 1) == await world.weights(first, 1)
+        assert (await world.result(run, 6)).failure is None, "what failed before the load is not of this step"
+        [last] = [message for message in trainer.seen if message.job == run and message.adapter.version == 1]
+        assert [one.seq for one in last.operations] == [5, 6] and last.first == 0
+        await until(lambda: world.open_operations(0))
+
+
+async def test_a_load_that_cannot_be_had_fails_and_leaves_the_run_as_it_was(world: World) -> None:
+    async with world.trainer() as trainer:
+        first, run = await world.create(1), await world.create()
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        trainer.refuses_init = True
+        await world.load(run, 2, AdapterRef(TENANT, first, 0))
+        assert await world.failure(run, 2) == "no such layer"
+        await world.send(run, (3, "optim_step"))
+        assert (await world.result(run, 3)).failure is None
+        assert (await world.state(run)).version == 1
+
+
+@pytest.mark.parametrize("dies", ["owner", "trainer", "message"])
+async def test_a_load_outlives_whoever_dies(world: World, dies: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(world.trainer())
+        first, run = await world.create(1), await world.create()
+        await world.result(first, 0)
+        await world.result(run, 0)
+        trainer.hold = asyncio.Event()
+        await world.load(run, 1, AdapterRef(TENANT, first, 0))
+        await world.send(run, (2, "forward_backward"), (3, "optim_step"))
+        await until(lambda: world.sent(run))
+        if dies == "owner":
+            await world.kill_owner()
+            world.start_owner()
+        elif dies == "message":
+            await world.bus.client.delete(world.bus.cell.train)
+            await world.bus.ensure_group(world.bus.cell.train, "trainer")
+        else:
+            await stack.aclose()
+            await stack.enter_async_context(world.trainer())
+        trainer.hold.set()
+        assert (await world.result(run, 3)).failure is None
+        assert (await world.state(run)).version == 2
+        await until(lambda: world.open_operations(0))
 
 
 async def test_results_are_announced(world: World) -> None:

@@ -47,7 +47,10 @@ class HashingTrainer(StandIn):
             )
             return [(stream, update)]
         if isinstance(message, Init):
-            manifest = await self._commit(message.adapter, b"%d" % message.seed, message.id)
+            content = b"%d" % message.seed
+            if message.source:
+                content = (await self.store.read(message.source, (WEIGHTS,)))[WEIGHTS]
+            manifest = await self._commit(message.adapter, content, message.id)
             return [(stream, update_of(manifest, message.about()))]
         if isinstance(message, Forget):
             for version in message.versions:

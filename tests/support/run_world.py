@@ -11,7 +11,7 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import AdapterRef, Failure, JobCommand, LoraSpec
 from common.objects import Objects
-from common.operations import Action, Operation, OperationResult, Saved, SaveWeights
+from common.operations import Action, LoadWeights, Operation, OperationResult, Saved, SaveWeights
 from common.streams import partition_of
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
@@ -111,6 +111,9 @@ class World:
         payload = msgspec.msgpack.encode(wanted)
         await self._publish(run, seq, action, payload)
         return msgspec.msgpack.decode((await self.result(run, seq)).outputs, type=Saved)
+
+    async def load(self, run: str, seq: int, source: AdapterRef) -> None:
+        await self._publish(run, seq, "load", msgspec.msgpack.encode(LoadWeights("tinker://x", source)))
 
     async def result(self, run: str, seq: int) -> OperationResult:
         await until(lambda: self._has(run, seq))

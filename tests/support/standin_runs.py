@@ -14,7 +14,16 @@ import msgspec
 
 from common.bus import Bus
 from common.messages import Failure, JobCommand, f32
-from common.operations import Forward, Operation, OperationResult, OperationsAnswered, Outputs, Saved, SaveWeights
+from common.operations import (
+    Forward,
+    LoadWeights,
+    Operation,
+    OperationResult,
+    OperationsAnswered,
+    Outputs,
+    Saved,
+    SaveWeights,
+)
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
 from common.tasks import cancel_all
 from manager_service.records import JSON
@@ -103,7 +112,7 @@ class StandInRuns:
 def _result(held: HeldRun, operation: Operation) -> OperationResult:
     seq, state = operation.seq, held.state
     if operation.failure is not None:
-        state.failed_at = seq
+        state.failed_at = seq if operation.action == "forward_backward" else state.failed_at
         return OperationResult(seq, failure=operation.failure)
     if operation.action == "optim_step":
         if state.failed_at is not None:
@@ -115,6 +124,10 @@ def _result(held: HeldRun, operation: Operation) -> OperationResult:
         data = msgspec.msgpack.decode(operation.payload, type=Forward).data
         logprobs = tuple(f32([-0.5] * len(datum.tokens)) for datum in data)
         return _outputs(seq, Outputs(logprobs, {"loss:sum": float(sum(len(datum.tokens) for datum in data))}))
+    if operation.action == "load":
+        load = msgspec.msgpack.decode(operation.payload, type=LoadWeights)
+        state.version += 1
+        return OperationResult(seq, msgspec.msgpack.encode(Saved(state.version, load.path)))
     if operation.action == "unload":
         state.status = "ended"
         return OperationResult(seq)

@@ -13,7 +13,7 @@ from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.errors import CorruptObject, Unavailable
-from common.messages import AdapterRef, Failure, Init, LoraSpec, OptimSpec, f32, i32
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, OptimSpec, f32, i32
 from common.objects import Objects
 from common.operations import Forget, Forgotten, Operations, OperationsDone
 from common.streams import Cell
@@ -382,7 +382,24 @@ async def test_a_run_starts_from_another_version(system: System, with_optimizer:
     assert (found[OPTIMIZER_FILE] == theirs[OPTIMIZER_FILE]) == with_optimizer
 
 
-@pytest.mark.parametrize("kind", ["missing", "corrupt", "of another rank"])
+async def test_a_run_goes_on_from_what_it_loads(system: System) -> None:
+    await system.run(stretch(forward_backward(1), optim_step(2)))
+    await system.begin(make_run("run-2"))
+    load = replace(make_run("run-2", source=replace(RUN, version=1), with_optimizer=True), id="run-2:1/1")
+    load = replace(load, adapter=AdapterRef("t", "run-2", 1))
+
+    for handler in (system.first, system.handler()):
+        [(_, update)] = await handler(load, nothing)
+        assert isinstance(update, AdapterUpdate) and (update.batch, update.adapter) == (load.id, load.adapter)
+
+    assert await system.files(1, "run-2") == await system.files(1)
+    await system.run(stretch(forward_backward(3), optim_step(4), version=1))
+    done = await system.run(stretch(forward_backward(3), optim_step(4), version=1, job="run-2"))
+    assert done.adapter.version == 2
+    assert await system.files(2, "run-2") == await system.files(2)
+
+
+@pytest.mark.parametrize("kind", ["missing", "corrupt", "of another rank", "of other targets"])
 async def test_a_source_that_cannot_be_had_is_a_failure_with_a_reason(
     system: System, tmp_path: Path, kind: str
 ) -> None:
@@ -390,7 +407,8 @@ async def test_a_source_that_cannot_be_had_is_a_failure_with_a_reason(
     if kind == "corrupt":
         path = tmp_path / RUN.path() / (await system.manifest(0)).attempt / PEFT_FILES[0]
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-    lora = LoraSpec(rank=8 if kind == "of another rank" else 32, alpha=32.0)
+    targets = ("q_proj",) if kind == "of other targets" else ()
+    lora = LoraSpec(rank=8 if kind == "of another rank" else 32, alpha=32.0, targets=targets)
 
     [(_, update)] = await system.first(make_run("run-2", lora, source=source), nothing)
 
