@@ -21,7 +21,7 @@ from common.messages import (
     TurnResult,
     WorkerReport,
 )
-from common.operations import NameChange, Operation, Operations, OperationsAnswered, OperationsDone
+from common.operations import Forget, Forgotten, NameChange, Operation, Operations, OperationsAnswered, OperationsDone
 
 AnyMessage = (
     Start
@@ -45,6 +45,8 @@ AnyMessage = (
     | OperationsDone
     | OperationsAnswered
     | NameChange
+    | Forget
+    | Forgotten
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -43,6 +43,8 @@ from common.messages import (
     u8,
 )
 from common.operations import (
+    Forget,
+    Forgotten,
     NameChange,
     Operation,
     OperationResult,
@@ -150,8 +152,10 @@ EXAMPLES: list[AnyMessage] = [
     OperationsDone(**PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w"),
     OperationsAnswered(**PLAIN, seqs=(3, 4)),
     NameChange(**PLAIN, checkpoint="weights", name="n", version=3, created_at=5, expires_at=9, deletes=True),
+    Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,)),
+    Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "0a13a1162c5014eb598421178a65533b7cff02d0c6f17077316ab104dec2838e"
+SNAPSHOT = "ddd2b74765c412b22c8bee1695102f5d6b5016ceaa912c95dcb12c0ec8daf554"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -9,6 +9,7 @@ from manager_service.records import JSON
 from manager_service.runs.records import Sampler, is_run
 from manager_service.tinker.names import parse_path
 from manager_service.tinker.store.runs import RunStore
+from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
 """How long a sampler of the base model or of a checkpoint is kept after its last use."""
@@ -43,12 +44,16 @@ class Samplers:
         await base.redis.expire(key, NAMED_KEPT_S)
         return number
 
-    async def adapter(self, sampler: Sampler) -> AdapterRef:
-        """The version that it samples with now. Raises NotFound, also when the checkpoint that it was made of is gone."""
-        if not sampler.run:
-            if sampler.path is not None and is_run(sampler.adapter.job):
-                await self._runs.checkpoint(sampler.tenant, parse_path(sampler.path))
-            return sampler.adapter
+    async def adapter(self, base: Base, sampler: Sampler) -> AdapterRef:
+        """The version that it samples with now, noted as used. Raises NotFound, also when the checkpoint that it was made of is gone."""
+        if sampler.path is not None and is_run(sampler.adapter.job):
+            await self._runs.checkpoint(sampler.tenant, parse_path(sampler.path))
+        adapter = await self._version(sampler) if sampler.run else sampler.adapter
+        if not await use(base.bus, adapter):
+            raise NotFound(f"{sampler.id}: version {adapter.version} was long unused, and is deleted: save again")
+        return adapter
+
+    async def _version(self, sampler: Sampler) -> AdapterRef:
         run = await self._runs.find(sampler.tenant, sampler.run)
         state = (await run.state()).samplers.get(sampler.id)
         if state is None:

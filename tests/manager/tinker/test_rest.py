@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.adapters import PEFT_FILES, AdapterStore
+from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from manager_service.records import hour_of
 from manager_service.runs.records import run_of
@@ -121,8 +121,9 @@ async def test_what_checkpoints_take_is_counted_once_a_version(
         asked = await client.post(name, model_id=run, seq_id=seq, path="a")
         assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
     (row,) = (await client.get(stored)).json()["data"]
-    files = await AdapterStore(server.api.objects).read(AdapterRef("default", run_of(run) or "", 0), PEFT_FILES)
-    assert (row["checkpoint_count"], row["size_bytes"]) == (3, sum(map(len, files.values())))
+    manifest = await AdapterStore(server.api.objects).manifest(AdapterRef("default", run_of(run) or "", 0))
+    assert manifest is not None
+    assert (row["checkpoint_count"], row["size_bytes"]) == (3, sum(file.size for file in manifest.files.values()))
     assert (await client.get(f"{stored}?project_id=p")).status_code == 400
 
 
