@@ -128,7 +128,7 @@ def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
     if answer == "full":
         error = ApiError(
             429,
-            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: read some results first",
+            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done",
             code="too_many",
         )
         error.headers = {"Retry-After": str(RETRY_AFTER_S)}
