@@ -68,7 +68,7 @@ class Changes:
     moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
     moved: list[Moved] = field(default_factory=list)
     runs: dict[str, RunState] = field(default_factory=dict)  # changed runs
-    uses: list[tuple[str, int]] = field(default_factory=list)  # run and version that a new sampler samples with
+    uses: list[tuple[str, int, str]] = field(default_factory=list)  # run, version, the new sampler that samples with it
     retire: dict[str, float | None] = field(
         default_factory=dict
     )  # ended run -> when to look at its versions; None: never
@@ -179,7 +179,8 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
         result.append(["HSET", cell.run(run), "state", JSON.encode(state)])
         if state.status == "ended":
             result.append(["SREM", cell.active(partition), run])
-    result += [["SET", cell.use(run, version), "", "EX", USED_S] for run, version in changes.uses]
+    for run, version, sampler in changes.uses:
+        result += [["SET", cell.use(run, version), "", "EX", USED_S], ["EXPIRE", cell.sampler(sampler), USED_S]]
     for run, due in changes.retire.items():
         key = cell.retire(partition)
         result.append(["ZREM", key, run] if due is None else ["ZADD", key, due, run])

@@ -221,7 +221,7 @@ class Run:
         elif operation.action in SAVES:
             saved = self._save(msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.action, now)
             if saved.sampler:
-                changes.uses.append((self.id, saved.version))
+                changes.uses.append((self.id, saved.version, saved.sampler))
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
         elif operation.action == "unload":
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(Saved(state.version))), changes)

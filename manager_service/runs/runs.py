@@ -103,6 +103,8 @@ class Runs:
         if message.job not in self.table and isinstance(message, Operation | JobCommand):
             await self.load([message.job], now)
         run = self.table.get(message.job)
+        if isinstance(message, Forgotten) and self._retention(message.job) is None:
+            await self._load_ended([message.job], now)
         if isinstance(message, Forgotten | DeadLetter) and (keeping := self._retention(message.job)):
             keeping.forgotten(message.forget if isinstance(message, Forgotten) else message.id, changes)
         if run is None:
@@ -185,7 +187,7 @@ class Runs:
         optimiser's state. `changes` is committed before the next call.
         """
         self._retired_at = now
-        await self._load_ended(now)
+        await self._load_ended(await self._due(now), now)
         copied: dict[str, Needs] = {}
         for source, whole in (*copies, *(copy for run in self.table.values() for copy in run.copies())):
             needs = copied.setdefault(source.job, {})
@@ -206,15 +208,18 @@ class Runs:
         run = self.table.get(name)
         return run.retention if run else self._ended.get(name)
 
-    async def _load_ended(self, now: float) -> None:
-        """Brings the ended runs into memory that are due to be looked at."""
+    async def _due(self, now: float) -> list[str]:
+        """Ended runs that are to be looked at."""
         key = self._cell.retire(self._number)
         names: Any = await self._bus.retrying(
             lambda: self._bus.client.zrange(key, 0, now, byscore=True, offset=0, num=LOAD_COUNT)
         )
-        fresh = [name.decode() for name in names if name.decode() not in self._ended]
-        for spec, state, versions in await self._read(fresh):
-            if spec.id not in self.table:
+        return [name.decode() for name in names]
+
+    async def _load_ended(self, names: Sequence[str], now: float) -> None:
+        """Brings the versions of ended runs into memory."""
+        for spec, state, versions in await self._read([name for name in names if name not in self._ended]):
+            if state.status == "ended" and spec.id not in self.table:
                 self._ended[spec.id] = keeping = Retention(self._cell, spec, state, versions)
                 keeping.asked_at = now
 
@@ -241,6 +246,8 @@ class Runs:
                 run.changed_at = now
                 if run.settled:
                     self.table.remove(name)
+                    if run.retention.under_way:
+                        self._ended[name] = run.retention
                     changes.retire[name] = run.retention.due_at(now, wait_s=0)
 
     def _tell(self, run: str, seqs: Sequence[int], changes: Changes) -> None:

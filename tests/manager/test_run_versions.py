@@ -154,6 +154,26 @@ async def test_a_run_that_ends_while_its_versions_go_loses_the_rest_of_them(worl
         await until_stored(world, run, {2: "whole", 3: "whole"})
 
 
+@pytest.mark.parametrize("owner", ["the same", "the next"])
+async def test_the_answer_for_a_run_that_has_ended_meanwhile_is_taken_in(world: World, owner: str) -> None:
+    async with world.trainer() as trainer:
+        run = await world.create()
+        trainer.hold_forget = asyncio.Event()
+        seq = await step(world, run, 1, num=2)
+        await until(lambda: _leaves(world, run, asked=True))
+        await world.send(run, (seq, "unload"))
+        await world.result(run, seq)
+        if owner == "the next":
+            await world.kill_owner()
+            trainer.hold_forget.set()
+            await until(lambda: _answered(world))
+            world.start_owner()
+        busy = await world.bus.client.xadd(world.bus.cell.env, {"a": "b"})  # so that nothing is ever taken for lost
+        trainer.hold_forget.set()
+        await until_stored(world, run, {1: "whole", 2: "whole"})
+        assert await world.bus.client.xlen(world.bus.cell.env) == 1 and busy
+
+
 async def _ended(world: World, run: str) -> bool:
     return (await world.state(run)).status == "ended"
 
@@ -209,20 +229,20 @@ async def test_a_next_owner_goes_on_with_what_is_to_be_deleted(
 ) -> None:
     async with world.trainer() as trainer:
         run = await world.create()
-        await step(world, run, 1, num=2)
-        trainer.hold = asyncio.Event()
+        trainer.hold_forget = asyncio.Event()
         if dies == "when marked":
             monkeypatch.setattr(Retention, "ask", _die)
+        await step(world, run, 1, num=2)
         await until(lambda: _leaves(world, run, asked=dies != "when marked"))
         await world.kill_owner()
         monkeypatch.undo()
         monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
         assert not await use(world.bus, AdapterRef(TENANT, run, 0))
         if dies == "when deleted":
-            trainer.hold.set()
+            trainer.hold_forget.set()
             await until(lambda: _answered(world))
         world.start_owner()
-        trainer.hold.set()
+        trainer.hold_forget.set()
         await until_stored(world, run, {1: "whole", 2: "whole"})
 
 
@@ -242,17 +262,12 @@ async def _answered(world: World) -> bool:
 async def test_a_lost_message_to_delete_is_sent_again(world: World) -> None:
     async with world.trainer() as trainer:
         run = await world.create()
-        await step(world, run, 1)
-        trainer.hold = asyncio.Event()
-        await world.send(run, (2, "optim_step"))
-        await until(lambda: world.sent(run))
-        trainer.hold.set()
-        await world.result(run, 2)
-        trainer.hold = asyncio.Event()
+        trainer.hold_forget = asyncio.Event()
+        await step(world, run, 1, num=2)
         await until(lambda: _leaves(world, run, asked=True))
         await world.bus.client.delete(world.bus.cell.train)
         await world.bus.ensure_group(world.bus.cell.train, "trainer")
-        trainer.hold.set()
+        trainer.hold_forget.set()
         await until_stored(world, run, {1: "whole", 2: "whole"})
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -12,9 +13,9 @@ from common.messages import AdapterRef, Failure
 from common.objects import Objects
 from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS
-from manager_service.records import JSON, TenantRecord
+from manager_service.records import JSON, TenantRecord, day_field
 from manager_service.runs import runs
-from manager_service.runs.records import Checkpoint, SamplerState
+from manager_service.runs.records import USED_S, Checkpoint, SamplerState
 from manager_service.tenants import TENANTS
 from tests.common.test_worker import until
 from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World
@@ -205,11 +206,14 @@ async def test_an_operation_that_nobody_can_read_fails(world: World) -> None:
 async def test_saves_name_the_newest_version(world: World) -> None:
     async with world.trainer():
         run = await world.create()
+        sampler = world.bus.cell.sampler("s:1")
+        await world.bus.client.set(sampler, "", ex=10 * USED_S)
         assert await world.save(run, 1, SaveWeights("begin", ttl_s=3600), "save_weights") == Saved(0, "begin")
         assert await world.save(run, 2, SaveWeights(sampler="s:0", inflight=True)) == Saved(0, "", "s:0")
         assert await world.save(run, 3, SaveWeights(sampler="s:1")) == Saved(0, "", "s:1")
         await world.send(run, (4, "forward_backward"), (5, "optim_step"))
         assert await world.save(run, 6, SaveWeights(sampler="s:2", inflight=True)) == Saved(1, "", "s:2")
+        assert await world.bus.client.ttl(sampler) <= USED_S, "it counts from the save on"
         state = await world.state(run)
         snapshot, follower = SamplerState(0), SamplerState(1, inflight=True)
         assert state.samplers == {"s:0": follower, "s:1": snapshot, "s:2": follower}
@@ -327,6 +331,27 @@ async def test_no_more_runs_are_active_than_the_tenant_may_have(world: World) ->
         await world.send(first, (1, "unload"))
         await world.result(first, 1)
         assert (await world.result(second, 0)).failure is None
+
+
+async def test_runs_stand_still_while_the_tokens_of_the_day_are_used_up(world: World) -> None:
+    record = TenantRecord(id=TENANT, created_at=0, max_tokens_per_day=1)
+    await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
+    await asyncio.sleep(2 * LEASE_S)  # owners look at tenants so often
+    async with world.trainer() as trainer:
+        run, other = await world.create(), await world.create(1)
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        await world.result(other, 0)
+        await world.send(run, (2, "optim_step"))
+        assert await world.save(other, 1, SaveWeights("a")), "what costs nothing is answered"
+        assert not await world.sent(run) and len(trainer.seen) == 1
+        await world.kill_owner()
+        world.start_owner()
+        assert await world.save(other, 2, SaveWeights("b"))
+        assert not await world.sent(run) and len(trainer.seen) == 1
+        today = day_field(time.time())
+        await world.bus.client.hdel(world.bus.cell.usage(TENANT), today)  # as at midnight
+        assert (await world.result(run, 2)).failure is None
 
 
 async def test_pending_operations_of_all_partitions_are_none_at_the_end(world: World) -> None:

@@ -34,6 +34,8 @@ class HashingTrainer(StandIn):
     refuses_init: bool = False
     hold: asyncio.Event | None = None
     """While it is there and not set, nothing is answered."""
+    hold_forget: asyncio.Event | None = None
+    """While it is there and not set, no version is deleted."""
 
     async def __call__(self, message: Init | Operations | Forget, beat: Beat) -> list[Out]:
         if self.hold:
@@ -53,6 +55,8 @@ class HashingTrainer(StandIn):
             manifest = await self._commit(message.adapter, content, message.id)
             return [(stream, update_of(manifest, message.about()))]
         if isinstance(message, Forget):
+            if self.hold_forget:
+                await self.hold_forget.wait()
             for version in message.versions:
                 await self.store.drop_files(msgspec.structs.replace(message.adapter, version=version))
             for version in message.optimizers:

@@ -6,14 +6,14 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import Sampler, is_run
+from manager_service.runs.records import USED_S, Sampler, is_run
 from manager_service.tinker.names import parse_path
 from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
 """How long a sampler of the base model or of a checkpoint is kept after its last use."""
-SAVED_KEPT_S = 3600
+SAVED_KEPT_S = USED_S
 """The same of one that a save made without a name. As long, nobody deletes its version."""
 
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from common.operations import Forward, LoadWeights
-from manager_service.tinker.sessions import CLIENT_CONFIG
+from manager_service.tinker import sessions
+from manager_service.tinker.store import submission
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
 from tests.support.tinker_sdk import run_sdk
@@ -181,6 +182,30 @@ print(json.dumps({"path": path, "loaded": [load.result().path for load in loads]
     assert [(load.source.version, load.with_optimizer) for load in sources] == [(1, False), (1, True)]
 
 
+@pytest.mark.parametrize("version", ["0.38.0", "0.24.1"])
+@pytest.mark.parametrize("limit", ["MAX_OPEN", "MAX_OPEN_BYTES"])
+async def test_one_call_may_have_more_data_than_may_be_open_at_once(
+    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str, limit: str
+) -> None:
+    """Its first part comes first: a client that sent that one last would wait for it in vain."""
+    monkeypatch.setattr(submission, limit, {"MAX_OPEN": 3, "MAX_OPEN_BYTES": 1000}[limit])
+    monkeypatch.setitem(sessions.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
+    told = await run(
+        server,
+        """
+from tinker.lib.public_interfaces import training_client
+training_client.MAX_CHUNK_LEN = 1  # 0.24 does not ask the service
+client = service.create_lora_training_client("tiny")
+client = client.result() if hasattr(client, "result") else client
+fb, step = client.forward_backward([datum(3 + n) for n in range(12)], "cross_entropy"), client.optim_step(types.AdamParams())
+print(json.dumps([fb.result().metrics["loss:sum"], step.result().metrics["version"]]))
+""",
+        version=version,
+    )
+    assert told == [sum(range(3, 15)), 1.0]
+    assert [operation.seq for operation in owner.seen] == list(range(1, 14))
+
+
 async def test_samplers_sample_with_the_version_that_they_name(server: ApiServer, owner: StandInRuns) -> None:
     script = Script(server.bus, text="ok", inbox=server.bus.cell.rollout)
     async with played(script):
@@ -220,7 +245,7 @@ async def test_a_client_waits_for_many_samples_at_once_if_it_is_told_to(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And clients of one sampler number their requests apart."""
-    monkeypatch.setitem(CLIENT_CONFIG, "sample_use_retrieve_futures", True)
+    monkeypatch.setitem(sessions.CLIENT_CONFIG, "sample_use_retrieve_futures", True)
     async with played(script := Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
         told = await run(
             server,
