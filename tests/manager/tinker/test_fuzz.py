@@ -85,8 +85,6 @@ def bodies(session: str, run: str, saved: str, number: int) -> dict[str, dict[st
 
 @pytest.mark.slow
 async def test_no_request_finds_a_server_error(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "WAIT_S", 0.02)
-    monkeypatch.setattr(retrieval, "LONG_POLL_S", 0.02)
     limits: dict[str, Any] = {"inference_timeout_s": 0.02, "inference_silence_s": 0.02}
     async with running_api(redis_url, tmp_path / "data", **limits) as server, standing_in(server.bus):
         client = await client_of(server)
@@ -94,6 +92,8 @@ async def test_no_request_finds_a_server_error(redis_url: str, tmp_path: Path, m
         first = await client.run(session, 99)
         await client.post("save_weights", model_id=first, seq_id=1, path="a")
         assert (await client.retrieve(f"{run_of(first)}:1")).status_code == 200
+        monkeypatch.setattr(retrieval, "WAIT_S", 0.02)
+        monkeypatch.setattr(retrieval, "LONG_POLL_S", 0.02)
         for number, path in enumerate(routes("POST")):
             run = await client.run(session, number)
             await asyncio.to_thread(
