@@ -23,7 +23,7 @@ RECORDS = (
     "adapters:new", "done",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
-EXPIRING = ("reply:", "peers:", "looked:", "lease:", "train:", "sampling")
+EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling")
 """Keys that a process which was killed leaves behind, for a time."""
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
 Objects = Mapping[str, bytes]

@@ -328,9 +328,9 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 
 
 class Init(Message, frozen=True, kw_only=True):
-    """Make version 0 of a job's adapter. owner → trainer."""
+    """Make version 0 of a job's adapter, or a later version of a run's as a copy. owner → trainer."""
 
-    adapter: AdapterRef  # version 0
+    adapter: AdapterRef  # version 0; of a run that loads another's weights the next one
     seed: int
     lora: LoraSpec
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed

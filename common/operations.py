@@ -1,8 +1,10 @@
 """Runs: jobs whose loop their user keeps, through the Tinker protocol. What the services say to another about them.
 
     API ─ Operation ─► owner ─ Operations ─► trainer ─ OperationsDone ─► owner ─ OperationsAnswered ─► all API replicas
+                       owner ─ Forget ─► trainer ─ Forgotten ─► owner
 
-A run's operations are numbered from 1 (creation is 0). An `optim_step` makes the next version of its adapter, as a `TrainStep` does.
+A run's operations are numbered from 1 (creation is 0). An `optim_step` makes the next version of its adapter, as a `TrainStep` does,
+and so does a `load`, as an `Init` does.
 The operations since the newest version are its *log*: their entries stay pending until the next one is committed. The gradient that
 they add up to is a cache in one trainer, which any other can rebuild from the log.
 
@@ -16,7 +18,7 @@ import msgspec
 from common.messages import AdapterRef, Array, Failure, LoraSpec, Message, Usage
 
 LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
-Action = Literal["forward", "forward_backward", "optim_step", "save_weights", "save_for_sampler", "unload"]
+Action = Literal["forward", "forward_backward", "optim_step", "load", "save_weights", "save_for_sampler", "unload"]
 
 
 class Datum(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +54,14 @@ class SaveWeights(msgspec.Struct, frozen=True):
     overwrite: bool = False
 
 
+class LoadWeights(msgspec.Struct, frozen=True):
+    """The payload of `load`: the next version is a copy. What was added to the gradient before is dropped."""
+
+    path: str  # as its user named the source
+    source: AdapterRef  # of the run's rank and targets
+    with_optimizer: bool = False
+
+
 class Outputs(msgspec.Struct, frozen=True):
     """The result of an operation that trainers carry out, as bytes in `OperationResult.outputs`."""
 
@@ -61,15 +71,15 @@ class Outputs(msgspec.Struct, frozen=True):
 
 class OperationResult(msgspec.Struct, frozen=True, gc=False):
     seq: int
-    outputs: bytes = b""  # msgpack of Outputs, or of Saved
+    outputs: bytes = b""  # msgpack of Outputs, or of Saved for saves and loads
     failure: Failure | None = None
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The result of a save: what was named."""
+    """The result of a save or a load: what was named, or loaded."""
 
     version: int
-    name: str = ""
+    name: str = ""  # of a checkpoint; of a load the source's path
     sampler: str = ""
 
 
@@ -81,9 +91,7 @@ class Operation(Message, frozen=True, kw_only=True):
 
     seq: int
     action: Action
-    payload: bytes = (
-        b""  # msgpack of Forward, OptimSpec or SaveWeights, checked by the API; the owner reads saves alone
-    )
+    payload: bytes = b""  # msgpack of Forward, OptimSpec, SaveWeights or LoadWeights, checked by the API; the owner reads the last two
     tokens: int = 0  # positions of a Forward
     failure: Failure | None = None  # it makes no sense, and fails when its turn comes
 
@@ -121,6 +129,20 @@ class OperationsDone(Message, frozen=True, kw_only=True):
     holder: str = ""  # that trainer
     absent: bool = False  # the gradient is not here: nothing was done; send the whole log to any trainer
     usage: Usage = Usage()
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """Delete versions of a run: nobody needs them, and nobody can come to. owner → trainer."""
+
+    adapter: AdapterRef  # the newest version, which stays
+    versions: tuple[int, ...] = ()  # whose files are deleted; the manifests stay
+    optimizers: tuple[int, ...] = ()  # of which the optimiser's state alone is deleted
+
+
+class Forgotten(Message, frozen=True, kw_only=True):
+    """The answer to `Forget`. trainer → owner, in `adapters:<p>`."""
+
+    forget: str  # id of the message
 
 
 class OperationsAnswered(Message, frozen=True, kw_only=True):

@@ -4,9 +4,10 @@
     env                        stream   Start, TurnResult, GradeRequest            group `env`
     rollout                    stream   TurnRequest, first turns                   group `rollout`
     rollout:first              stream   TurnRequest, later turns and inference     group `rollout`
-    train                      stream   Init, TrainStep                                 group `trainer`
+    train                      stream   Init, TrainStep, Operations, Forget        group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
-    adapters:<p>               stream   AdapterUpdate, DeadLetter                  group `manager`, consumer `owner`
+    adapters:<p>               stream   AdapterUpdate, OperationsDone, Forgotten,
+                                        DeadLetter                                 group `manager`, consumer `owner`
     jobs:<p>                   stream   JobCommand                                 group `manager`, consumer `owner`
     ops:<p>                    stream   Operation                                  group `manager`, consumer `owner`
     train:<worker>             stream   Operations whose gradient that trainer has group `trainer`
@@ -44,6 +45,9 @@
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     run:<run>                  hash     `spec` (immutable), `state` (mutable): JSON
     seqs:<run>                 hash     number of an operation -> sha256 of what was asked
+    versions:<run>             hash     version that may be read -> is its optimiser's state there? 1 or 0
+    use:<run>:<version>        string   set while somebody uses that version, `…:optimizer` with its optimiser's state; expires
+    retire:<p>                 zset     ended runs of which something may be deleted, by when to look at them, s
     results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
     tenant-runs:<tenant>       zset     run id by creation time
     session:<session>          string   JSON; expires when its client is silent
@@ -168,6 +172,15 @@ class Cell:
 
     def seqs(self, run: str) -> str:
         return self.key(f"seqs:{run}")
+
+    def versions(self, run: str) -> str:
+        return self.key(f"versions:{run}")
+
+    def use(self, run: str, version: int, *, with_optimizer: bool = False) -> str:
+        return self.key(f"use:{run}:{version}{':optimizer' if with_optimizer else ''}")
+
+    def retire(self, partition: int) -> str:
+        return self.key(f"retire:{partition}")
 
     def results(self, run: str) -> str:
         return self.key(f"results:{run}")

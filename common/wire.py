@@ -21,7 +21,7 @@ from common.messages import (
     TurnResult,
     WorkerReport,
 )
-from common.operations import Operation, Operations, OperationsAnswered, OperationsDone
+from common.operations import Forget, Forgotten, Operation, Operations, OperationsAnswered, OperationsDone
 
 AnyMessage = (
     Start
@@ -44,6 +44,8 @@ AnyMessage = (
     | Operations
     | OperationsDone
     | OperationsAnswered
+    | Forget
+    | Forgotten
 )
 
 _encoder = msgspec.msgpack.Encoder()

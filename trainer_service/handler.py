@@ -1,4 +1,4 @@
-"""An Init or TrainStep in, an AdapterUpdate out; Operations of a run in, an OperationsDone out (run_handler.py).
+"""An Init or TrainStep in, an AdapterUpdate out; Operations of a run in, an OperationsDone out (run_handler.py); Forget in, Forgotten out.
 
 reads: `train`, `train:<worker>`, adapters/   writes: adapters/, `adapters:<p>`   holds: the last states of some adapters (a cache;
 the store is the truth), gradients of runs (a cache; their log is the truth)   waits for: a message   unblocked by: manager
@@ -13,10 +13,11 @@ from types import MappingProxyType
 import msgspec
 import structlog
 
+from base_model.adapter import target_names
 from common.adapters import AdapterStore, Manifest, update_of
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound, TrainingFailed
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Message, TrainStep, Usage
-from common.operations import Operations
+from common.operations import Forget, Forgotten, Operations
 from common.streams import Cell
 from common.tasks import beating
 from trainer_service.fusion import Fusion
@@ -27,6 +28,7 @@ from trainer_service.training import Trainer
 from trainer_service.versions import Versions
 
 Outputs = list[tuple[str, Message]]
+Asked = Init | TrainStep | Operations | Forget
 BYTES_A_POSITION = 12  # of an operation's data, at least: a token, a target and a number
 log = structlog.get_logger()
 
@@ -66,9 +68,9 @@ class TrainHandler:
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    async def __call__(self, message: Init | TrainStep | Operations, beat: Callable[[], None]) -> Outputs:
+    async def __call__(self, message: Asked, beat: Callable[[], None]) -> Outputs:
         """The AdapterUpdate of the version that `message` asks for, or the OperationsDone; what is asked for at a time is computed
-        together.
+        together. Or the Forgotten, once the files are deleted.
 
         What will fail in the same way again is an answer with a failure. Raises Unavailable when the store stays
         away or full after a few attempts: nothing is lost, deliver the message again.
@@ -76,9 +78,13 @@ class TrainHandler:
         num_tokens = _num_tokens(message)
         self._held_tokens += num_tokens
         try:
-            if isinstance(message, Operations):
-                return await self._runs(message, beat)
-            return await self._make_version(message, beat)
+            match message:
+                case Operations():
+                    return await self._runs(message, beat)
+                case Forget():
+                    return await self._delete(message, beat)
+                case _:
+                    return await self._make_version(message, beat)
         finally:
             self._held_tokens -= num_tokens
 
@@ -99,10 +105,30 @@ class TrainHandler:
         """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
         return self._held_tokens < WINDOW * self._trainer.budget.tokens
 
-    def failed(self, message: Init | TrainStep | Operations, failure: Failure) -> Outputs:
+    async def _delete(self, message: Forget, beat: Callable[[], None]) -> Outputs:
+        """A version whose manifest cannot be read keeps its files, which costs space alone."""
+        store = self._versions.store
+        for versions, delete in ((message.versions, store.drop_files), (message.optimizers, store.drop_optimizer)):
+            for version in versions:
+                adapter = msgspec.structs.replace(message.adapter, version=version)
+                self._versions.forget(adapter)
+                try:
+                    await delete(adapter)
+                except CorruptObject as error:
+                    log.warning("version_not_deleted", job=message.job, version=version, reason=str(error))
+                beat()
+        return self._forgotten(message)
+
+    def _forgotten(self, message: Forget) -> Outputs:
+        done = Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id)
+        return [(self._cell.adapters(message.partition), done)]
+
+    def failed(self, message: Asked, failure: Failure) -> Outputs:
         """What to publish when the message is given up."""
         if isinstance(message, Operations):
             return self._runs.failed(message, failure)
+        if isinstance(message, Forget):
+            return self._forgotten(message)
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
         update = AdapterUpdate(
             id=f"{message.id}/failed",
@@ -121,7 +147,7 @@ class TrainHandler:
         totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
         return totals | {"compute_s": self._fusion.compute_s}
 
-    def hand_back(self, message: Init | TrainStep | Operations) -> Outputs | None:
+    def hand_back(self, message: Asked) -> Outputs | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""
         return self._runs.hand_back(message) if isinstance(message, Operations) else None
 
@@ -177,10 +203,15 @@ class TrainHandler:
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
     async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:
-        """A version as another adapter's version 0. Raises InvalidInput if it is of another rank than was asked for."""
+        """A version as another adapter's. Raises InvalidInput if it is of another rank or other targets than were asked for."""
         state = await self._versions.read(source, beat, with_optimizer=message.with_optimizer)
         if state.spec.rank != message.lora.rank:
             raise InvalidInput(f"{source} has rank {state.spec.rank}, not {message.lora.rank}")
+        shapes = self._trainer.decoder.linear_shapes()
+        if target_names(state.spec, shapes) != target_names(message.lora, shapes):
+            raise InvalidInput(
+                f"{source} has the targets {', '.join(state.spec.targets)}, not those that were asked for"
+            )
         return state
 
     async def _drop_old(self, message: Init | TrainStep, newest: AdapterRef) -> None:
@@ -201,7 +232,7 @@ class TrainHandler:
             log.warning("old_version_not_dropped", job=newest.job, version=newest.version, reason=str(error))
 
 
-def _num_tokens(message: Init | TrainStep | Operations) -> int:
+def _num_tokens(message: Asked) -> int:
     """The tokens that a message brings, about."""
     match message:
         case TrainStep():

@@ -16,6 +16,7 @@ from manager_service.jobs.retention import has_version
 from manager_service.records import TenantRecord, tuned_model
 from manager_service.runs.records import is_run
 from manager_service.tinker.store.runs import RunStore
+from manager_service.tinker.store.uses import use
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,10 @@ async def _of_run(api: Api, tenant: TenantRecord, plain: str, pinned: str | None
     if plain != tuned_model(run.base.name, tenant.id, "", run.id):
         raise NotFound("another name is meant")
     version = _version(pinned, (await run.state()).version, "its run has not begun")
-    return Named(run.base, AdapterRef(tenant.id, run.id, version), run.spec.lora)
+    adapter = AdapterRef(tenant.id, run.id, version)
+    if not await use(run.base.bus, adapter):
+        raise NotFound("this version is deleted: a run keeps its newest two, and those that checkpoints name")
+    return Named(run.base, adapter, run.spec.lora)
 
 
 async def _of_job(api: Api, tenant: TenantRecord, plain: str, pinned: str | None) -> Named:

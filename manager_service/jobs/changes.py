@@ -23,7 +23,7 @@ from manager_service.records import (
     EventRecord,
     JobState,
 )
-from manager_service.runs.records import RunState
+from manager_service.runs.records import USED_S, RunState
 
 Command = list[Any]
 KEEP_RESULTS_S = 3600
@@ -65,11 +65,15 @@ class Changes:
     moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
     moved: list[Moved] = field(default_factory=list)
     runs: dict[str, RunState] = field(default_factory=dict)  # changed runs
+    uses: list[tuple[str, int, str]] = field(default_factory=list)  # run, version, the new sampler that samples with it
+    retire: dict[str, float | None] = field(
+        default_factory=dict
+    )  # ended run -> when to look at its versions; None: never
     results: dict[str, list[OperationResult]] = field(default_factory=dict)  # run -> of its operations
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
-        parts += (self.moving, self.moved, self.runs)
+        parts += (self.moving, self.moved, self.runs, self.retire)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -172,6 +176,11 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
         result.append(["HSET", cell.run(run), "state", JSON.encode(state)])
         if state.status == "ended":
             result.append(["SREM", cell.active(partition), run])
+    for run, version, sampler in changes.uses:
+        result += [["SET", cell.use(run, version), "", "EX", USED_S], ["EXPIRE", cell.sampler(sampler), USED_S]]
+    for run, due in changes.retire.items():
+        key = cell.retire(partition)
+        result.append(["ZREM", key, run] if due is None else ["ZADD", key, due, run])
     for run, found in changes.results.items():
         pairs = [part for each in found for part in (each.seq, msgspec.msgpack.encode(each))]
         result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]

@@ -400,14 +400,14 @@ class Owner:
                     await self._commit(number, changes)
 
     async def _look_after_runs(self) -> None:
-        """Lets runs know of trainers that died, and ends those whose user has gone."""
+        """Lets runs know of trainers that died, ends those whose user has gone, and lets versions go that nobody needs."""
         runs = [run for partition, _ in self._owned.values() for run in partition.runs.table.values()]
         silent = await self._surroundings.silent_sessions({run.spec.session for run in runs})
         live = {report.id for report in self._cluster.working("trainer")}
         async with self._lock:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
-                partition.runs.look(live, silent, time.time(), changes)
+                await partition.look_after_runs(live, silent, time.time(), changes)
                 if changes:
                     await self._commit(number, changes)
 

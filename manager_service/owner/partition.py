@@ -8,7 +8,7 @@ after a crash: the next owner takes the lease, loads the records, and reads the 
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -212,7 +212,7 @@ class Partition:
             job.changed_at = min(job.changed_at, now)  # the clock may have gone back
         quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
         searched, self._searched = self._searched, {}
-        if not (quiet or self.runs.table) or self.fetching or not await nothing_under_way():
+        if not (quiet or self.runs.num_open) or self.fetching or not await nothing_under_way():
             return
         self.runs.resend_quiet(now - quiet_s, now, changes)
         for job in quiet:
@@ -228,6 +228,17 @@ class Partition:
     def to_search(self) -> bool:
         """Does `search` have anything to do?"""
         return any(not searched.asked for searched in self._searched.values())
+
+    async def look_after_runs(
+        self, live_trainers: Collection[str], silent: Collection[str], now: float, changes: Changes
+    ) -> None:
+        """Takes in which trainers are alive and which sessions are silent, and lets versions go that nobody needs."""
+        self.runs.look(live_trainers, silent, now, changes)
+        if self.runs.may_retire(now):
+            copies = [
+                (job.spec.source, False) for job in self.jobs.values() if job.spec.source and job.state.version < 0
+            ]
+            await self.runs.retire(copies, now, changes)
 
     async def search(self) -> None:
         """Asks the store for the versions that quiet jobs wait for, however long it takes. Call beside the passes.

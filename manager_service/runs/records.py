@@ -7,10 +7,17 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
     sampler        <session>:sample:<n>
     operation      <run>:<seq>, also the id of its future; seq 0 is the creation
 
-What an API replica alone writes:
+What the owner alone writes, beside `state`:
+
+    versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
+    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them
+
+What an API replica alone writes, `use` but for what a save makes:
 
     marlaas:{@}:session:<session>   string   Session, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
+    use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
+                                             state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
     seqs:<run>                      hash     number of an operation -> `<sha256 of what was asked> <what was asked> <bytes>`;
@@ -62,6 +69,18 @@ class Checkpoint(msgspec.Struct, frozen=True):
     created_at: int
     expires_at: int | None = None
 
+    def has_expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+
+class Leaving(msgspec.Struct):
+    """Versions that nobody may begin to use, because a trainer is to delete them; see retention.py."""
+
+    id: str  # of the message to the trainer
+    versions: dict[int, bool]  # version -> its optimiser's state was there
+    optimizers: list[int]  # versions that lose their optimiser's state alone
+    asked: bool = False  # the message is sent: there is no way back
+
 
 class SamplerState(msgspec.Struct, frozen=True):
     """What a run's sampler samples with."""
@@ -86,6 +105,12 @@ class RunState(msgspec.Struct):
     checkpoints: list[Checkpoint] = []
     samplers: dict[str, SamplerState] = {}
     failure: Failure | None = None  # why it can do nothing more
+    leaving: Leaving | None = None
+    num_left: int = 0  # messages to trainers that had them delete versions
+
+
+USED_S = 3600
+"""A version is kept for so long after its last use."""
 
 
 SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400

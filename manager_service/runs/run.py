@@ -2,7 +2,7 @@
 
     queued ─► creating ─► ready ─► ended          (or: creating ─► failed)
 
-    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step ─► version + 1
+    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step or load ─► version + 1
 
 One message is under way at a time: the longest stretch of operations that are there, up to a quantum. Operations that only name
 versions are answered here, when their turn comes. The entries of the *log*, the answered `forward_backward`s since the newest version,
@@ -16,6 +16,7 @@ import msgspec
 
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
 from common.operations import (
+    LoadWeights,
     Operation,
     OperationResult,
     Operations,
@@ -28,6 +29,7 @@ from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
 from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.runs.retention import Needs, Retention
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384
@@ -49,11 +51,13 @@ class HeldOperation(NamedTuple):
 class Run:
     """One run that has not ended, in the memory of its partition's owner."""
 
-    def __init__(self, cell: Cell, spec: RunSpec, state: RunState) -> None:
+    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs) -> None:
+        """`versions`: those in the store, as `versions:<run>` says."""
         self.cell = cell
         self.spec = spec
         self.state = state
         self.partition = partition_of(spec.tenant)
+        self.retention = Retention(cell, spec, state, versions)
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
@@ -99,6 +103,14 @@ class Run:
         """Positions of the next message to a trainer, at least 1."""
         return max(1, sum(operation.tokens for operation in self._next()))
 
+    def copies(self) -> list[tuple[AdapterRef, bool]]:
+        """Versions that this run is to copy, and whether with the optimiser's state."""
+        begins = self.state.version < 0 and self.state.status in ("queued", "creating")
+        found = [(self.spec.source, self.spec.with_optimizer)] if begins and self.spec.source else []
+        waiting = (held.operation for held in self._waiting.values())
+        loads = [_load(operation) for operation in waiting if operation.action == "load" and not operation.failure]
+        return [*found, *((load.source, load.with_optimizer) for load in loads)]
+
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def start(self, now: float, changes: Changes) -> None:
@@ -117,15 +129,38 @@ class Run:
         changes.published.append((self.cell.train, init))
         self._dirty(changes)
 
-    def on_init(self, message: AdapterUpdate, changes: Changes) -> None:
-        """Takes in that version 0 was made or refused. A repeat changes nothing."""
-        if self.state.status != "creating" or message.adapter.version != 0:
+    def on_adapter(self, message: AdapterUpdate, changes: Changes) -> None:
+        """Takes in that version 0 was made, or a copy, or that either was refused. A repeat changes nothing."""
+        if message.adapter.version != self.state.version + 1:
             return
+        if self.state.status == "creating":
+            self._on_created(message, changes)
+        elif (held := self._waiting.get(self.state.sent)) and held.operation.action == "load":
+            self._on_loaded(held.operation, message, changes)
+
+    def _on_created(self, message: AdapterUpdate, changes: Changes) -> None:
         if message.failure is None:
             self.state.status, self.state.version = "ready", 0
+            self.retention.committed(0, changes)
             self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
         else:
             self._refuse_all(message.failure, changes)
+
+    def _on_loaded(self, operation: Operation, message: AdapterUpdate, changes: Changes) -> None:
+        state, number, failure = self.state, operation.seq, message.failure
+        if failure is not None and not message.batch.endswith(f"/{state.attempt}"):
+            return  # of an earlier try
+        if failure is None and not message.batch.startswith(f"{operation.id}/"):
+            failure = Failure("infrastructure", f"version {message.adapter.version} was made by {message.batch}")
+        state.sent = 0
+        if failure is not None:
+            self._refuse(number, failure, changes)
+            return
+        state.version, state.failed_at = message.adapter.version, None
+        self.retention.committed(state.version, changes)
+        self._drop_log(changes)
+        saved = Saved(state.version, _load(operation).path)
+        self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
 
     def fail(self, error: JobError, _now: float, changes: Changes) -> None:
         """Refuses everything from now on. Call for a trouble of ours."""
@@ -185,6 +220,8 @@ class Run:
             self._refuse(number, failure, changes)
         elif operation.action in SAVES:
             saved = self._save(msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.action, now)
+            if saved.sampler:
+                changes.uses.append((self.id, saved.version, saved.sampler))
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
         elif operation.action == "unload":
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(Saved(state.version))), changes)
@@ -215,6 +252,9 @@ class Run:
         state = self.state
         if state.status != "ready" or state.sent or state.head not in self._waiting:
             return []
+        first = self._waiting[state.head].operation
+        if first.action == "load":
+            return [first] if first.failure is None else []
         found: list[Operation] = []
         bytes_left, tokens_left = MAX_BYTES, MAX_TOKENS
         known = [held.operation for held in self._log.values()][state.in_log :]
@@ -246,6 +286,9 @@ class Run:
             return
         state.attempt += 1
         state.sent = operations[-1].seq
+        if operations[0].action == "load":
+            self._publish_load(operations[0], changes)
+            return
         state.sent_to = state.holder if state.held else ""
         message = Operations(
             id=f"{spec.id}:{state.head}/{state.attempt}",
@@ -258,6 +301,21 @@ class Run:
             attempt=state.attempt,
         )
         changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
+        self._dirty(changes)
+
+    def _publish_load(self, operation: Operation, changes: Changes) -> None:
+        state, spec, load = self.state, self.spec, _load(operation)
+        state.sent_to = ""
+        message = Init(
+            id=f"{operation.id}/{state.attempt}",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, state.version + 1),
+            seed=spec.seed,
+            lora=spec.lora,
+            source=load.source,
+            with_optimizer=load.with_optimizer,
+        )
+        changes.published.append((self.cell.train, message))
         self._dirty(changes)
 
     def on_done(self, message: OperationsDone, changes: Changes) -> None:
@@ -279,6 +337,7 @@ class Run:
         state.in_log = sum(number <= last for number in self._log) if state.held else 0
         if committed:
             state.version += 1
+            self.retention.committed(state.version, changes)
             self._drop_log(changes)
         elif state.failed_at is not None:
             self._forget_gradient()
@@ -371,6 +430,10 @@ class Run:
 
     def _dirty(self, changes: Changes) -> None:
         changes.runs[self.id] = self.state
+
+
+def _load(operation: Operation) -> LoadWeights:
+    return msgspec.msgpack.decode(operation.payload, type=LoadWeights)
 
 
 def _is_trainers(operation: Operation) -> bool:

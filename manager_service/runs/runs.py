@@ -1,22 +1,30 @@
 """The runs of one partition: the messages that concern them, and what a new owner must know of them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import structlog
 
 from common.bus import Bus, Delivery
-from common.messages import AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
-from common.operations import Operation, OperationResult, OperationsAnswered, OperationsDone
+from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
+from common.operations import Forgotten, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
 from manager_service.runs.records import RunSpec, RunState
+from manager_service.runs.retention import LOOK_AGAIN_S, Needs, Retention, read_versions
 from manager_service.runs.run import Run
 from manager_service.scheduling.members import MemberTable
 
 GRACE_S = 30.0
 """Time in which a silent session may show a sign of life again: after a Redis that was away, no session has shown one yet."""
+RETIRE_EVERY_S = 10.0
+"""Between two looks at the versions of runs."""
+LOAD_COUNT = 200
+"""Ended runs whose versions are looked at together."""
+READ_COUNT = 1000
+"""Keys in one command at most."""
 log = structlog.get_logger()
 
 
@@ -28,6 +36,8 @@ class Runs:
         self._bus = bus
         self._cell: Cell = bus.cell
         self._number = number
+        self._ended: dict[str, Retention] = {}  # ended runs, while something of them is deleted
+        self._retired_at = 0.0  # seconds since 1970
         self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
     @property
@@ -44,18 +54,27 @@ class Runs:
 
     async def load(self, names: Sequence[str], now: float) -> None:
         """Brings runs into memory; those that have ended, or whose records are gone, are left out."""
-        records = await self._bus.read_hashes([self._cell.run(name) for name in names])
-        for name, record in zip(names, records, strict=True):
+        for spec, state, versions in await self._read(names):
+            if state.status != "ended":
+                run = Run(self._cell, spec, state, versions)
+                run.changed_at = run.retention.asked_at = now
+                self.table.add(run)
+
+    async def _read(self, names: Sequence[str]) -> list[tuple[RunSpec, RunState, Needs]]:
+        records = await self._bus.read_hashes(
+            [key(name) for name in names for key in (self._cell.run, self._cell.versions)]
+        )
+        found: list[tuple[RunSpec, RunState, Needs]] = []
+        for number, name in enumerate(names):
+            record, versions = records[2 * number : 2 * number + 2]
             try:
                 spec = msgspec.json.decode(record[b"spec"], type=RunSpec)
                 state = msgspec.json.decode(record[b"state"], type=RunState)
             except (KeyError, msgspec.MsgspecError) as error:
                 log.error("record_unreadable", run_id=name, reason=str(error))
                 continue
-            if state.status != "ended":
-                run = Run(self._cell, spec, state)
-                run.changed_at = now
-                self.table.add(run)
+            found.append((spec, state, read_versions(versions)))
+        return found
 
     def restore(self, delivery: Delivery, changes: Changes) -> bool:
         """Gives a pending operation back to its run. False: it is to be handled."""
@@ -79,6 +98,10 @@ class Runs:
         if message.job not in self.table and isinstance(message, Operation | JobCommand):
             await self.load([message.job], now)
         run = self.table.get(message.job)
+        if isinstance(message, Forgotten) and self._retention(message.job) is None:
+            await self._load_ended([message.job], now)
+        if isinstance(message, Forgotten | DeadLetter) and (keeping := self._retention(message.job)):
+            keeping.forgotten(message.forget if isinstance(message, Forgotten) else message.id, changes)
         if run is None:
             changes.ack(delivery.stream, delivery.entry)
             self._for_nobody(message, changes)
@@ -118,12 +141,81 @@ class Runs:
             if run.id in changes.runs:
                 self._guarded(run, now, changes, lambda run: None)
 
+    @property
+    def num_open(self) -> int:
+        """Runs for which something may be under way."""
+        return len(self.table) + len(self._ended)
+
     def resend_quiet(self, since: float, now: float, changes: Changes) -> None:
         """Sends again what runs wait for that have been quiet since. Call when nothing is in any stream."""
+        for keeping in self._retentions():
+            if keeping.under_way and keeping.asked_at < since:
+                keeping.ask(now, changes)
         for run in self.table.values():
             if run.under_way and run.changed_at < since:
                 log.warning("operations_lost", run_id=run.id)
                 self._guarded(run, now, changes, lambda run: run.resend(now, changes))
+
+    # ---- versions ---------------------------------------------------------------------------------------------------
+
+    def may_retire(self, now: float) -> bool:
+        """Is it time for `retire`?"""
+        return abs(now - self._retired_at) >= RETIRE_EVERY_S  # the clock may have gone back
+
+    async def retire(self, copies: Iterable[tuple[AdapterRef, bool]], now: float, changes: Changes) -> None:
+        """Goes on with deleting versions that nobody needs. `copies`: that jobs are to make of runs' versions, and whether with the
+        optimiser's state. `changes` is committed before the next call.
+        """
+        self._retired_at = now
+        await self._load_ended(await self._due(now), now)
+        copied: dict[str, Needs] = {}
+        for source, whole in (*copies, *(copy for run in self.table.values() for copy in run.copies())):
+            needs = copied.setdefault(source.job, {})
+            needs[source.version] = needs.get(source.version, False) or whole
+        keeping = {each.spec.id: each for each in self._retentions()}
+        used = await self._used({name: each.doubtful(copied.get(name, {}), now) for name, each in keeping.items()})
+        for name, each in keeping.items():
+            each.look((copied.get(name, {}), used[name]), now, changes)
+        for name, each in list(self._ended.items()):
+            if each.state.leaving is None:
+                changes.retire[name] = each.due_at(now, wait_s=LOOK_AGAIN_S)
+                del self._ended[name]
+
+    def _retentions(self) -> list[Retention]:
+        return [*(run.retention for run in self.table.values()), *self._ended.values()]
+
+    def _retention(self, name: str) -> Retention | None:
+        run = self.table.get(name)
+        return run.retention if run else self._ended.get(name)
+
+    async def _due(self, now: float) -> list[str]:
+        """Ended runs that are to be looked at."""
+        key = self._cell.retire(self._number)
+        names: Any = await self._bus.retrying(
+            lambda: self._bus.client.zrange(key, 0, now, byscore=True, offset=0, num=LOAD_COUNT)
+        )
+        return [name.decode() for name in names]
+
+    async def _load_ended(self, names: Sequence[str], now: float) -> None:
+        """Brings the versions of ended runs into memory."""
+        for spec, state, versions in await self._read([name for name in names if name not in self._ended]):
+            if state.status == "ended" and spec.id not in self.table:
+                self._ended[spec.id] = keeping = Retention(self._cell, spec, state, versions)
+                keeping.asked_at = now
+
+    async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, Needs]:
+        """Those of these runs' versions that somebody uses."""
+        wanted = [(name, version) for name, versions in doubtful.items() for version in versions]
+        keys = [self._cell.use(*one, with_optimizer=whole) for one in wanted for whole in (False, True)]
+        found: list[Any] = []
+        for start in range(0, len(keys), READ_COUNT):
+            some = keys[start : start + READ_COUNT]
+            found += await self._bus.retrying(lambda some=some: self._bus.client.mget(some))
+        used: dict[str, Needs] = {name: {} for name in doubtful}
+        for (name, version), plain, whole in zip(wanted, found[::2], found[1::2], strict=True):
+            if plain is not None or whole is not None:
+                used[name][version] = whole is not None
+        return used
 
     def note(self, changes: Changes, now: float) -> None:
         """Announces results, sets the clocks of the changed runs, and removes the ended ones. Call before each commit."""
@@ -138,13 +230,16 @@ class Runs:
                 run.changed_at = now
                 if run.settled:
                     self.table.remove(name)
+                    if run.retention.under_way:
+                        self._ended[name] = run.retention
+                    changes.retire[name] = run.retention.due_at(now, wait_s=0)
 
 
 def _apply(run: Run, message: Message, changes: Changes) -> None:
     if isinstance(message, OperationsDone):
         run.on_done(message, changes)
     elif isinstance(message, AdapterUpdate):
-        run.on_init(message, changes)
+        run.on_adapter(message, changes)
     elif isinstance(message, DeadLetter):
         run.on_dead_letter(message, changes)
 

@@ -83,6 +83,9 @@ class Allocator:
     _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
     _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
+    _held_back: set[str] = field(
+        default_factory=set
+    )  # runs that are ready, of tenants whose tokens of today are used up
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -101,14 +104,19 @@ class Allocator:
 
     def _forget_member(self, name: str) -> None:
         self._members.pop(name, None)
+        self._held_back.discard(name)
         self.demand.update(name, None)
         self.queue.remove(name)
 
     def _look_at(self, member: Member, now: float) -> None:
         self._members[member.id] = member
         self.demand.update(member.id, view_of(member) if isinstance(member, Job) else member.view())
+        self._held_back.discard(member.id)
         if member.id not in self.demand.ready:
             self.queue.remove(member.id)
+        elif isinstance(member, Run) and self._is_exhausted(member.spec.tenant):
+            self.queue.remove(member.id)
+            self._held_back.add(member.id)
         elif member.id not in self.queue.batches and (isinstance(member, Run) or self.admits(member)):
             spec = member.spec
             self.queue.put(ReadyBatch(spec.id, spec.tenant, now, _ready_tokens(member), spec.urgency))
@@ -133,6 +141,7 @@ class Allocator:
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
         """Decides everything that may happen now, and writes it into the `changes` of each owned partition."""
         self._start_queued(now, changes)
+        self._follow_quotas(now)
         if self.policy.barrier:
             self._closed = self._is_closed()
         if self._closed or not self.policy.barrier:
@@ -143,7 +152,8 @@ class Allocator:
     def _is_closed(self) -> bool:
         demand = self.demand
         behind = sum(num for tenant, num in demand.behind.items() if not self._is_exhausted(tenant))
-        return closed(self._closed, num_behind=behind, num_ready=len(demand.ready), num_training=demand.num_training)
+        ready = len(demand.ready) - len(self._held_back)
+        return closed(self._closed, num_behind=behind, num_ready=ready, num_training=demand.num_training)
 
     def _start_queued(self, now: float, changes: dict[int, Changes]) -> None:
         """Starts as many jobs as the policy and each tenant's number of concurrent jobs allow, oldest first."""
@@ -167,6 +177,16 @@ class Allocator:
             oldest = is_longest_waiting(self._starts[tenant] + len(found))
             found.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
         return found
+
+    def _follow_quotas(self, now: float) -> None:
+        """Takes the runs of tenants whose tokens of today are used up out of the trainers' queue, and puts them back the next day.
+        Steps of jobs stay: what was sampled for them is paid for.
+        """
+        queued = (batch for batch in self.queue.batches.values() if self._is_exhausted(batch.tenant))
+        over = [batch.job for batch in queued if isinstance(self._members[batch.job], Run)]
+        fresh = [name for name in self._held_back if not self._is_exhausted(self._members[name].spec.tenant)]
+        for name in (*over, *fresh):
+            self._look_at(self._members[name], now)
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
         free = max(1, STEPS_PER_SLOT * self.cluster.slots("trainer")) - self.demand.num_training

@@ -58,7 +58,7 @@ class CreateAsked(msgspec.Struct):
 
 
 class LoadAsked(msgspec.Struct):
-    """A run that begins with a checkpoint (`session_id`, `model_seq_id`), or the older load into a run (`model_id`, `seq_id`)."""
+    """A run that begins with a checkpoint (`session_id`, `model_seq_id`), or a load into a run (`model_id`, `seq_id`)."""
 
     path: str
     optimizer: bool = False

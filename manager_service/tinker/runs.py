@@ -7,8 +7,9 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from common.errors import InvalidInput
-from common.messages import AdapterRef, LoraSpec
+from common.errors import InvalidInput, NotFound
+from common.messages import AdapterRef, Failure, LoraSpec
+from common.operations import LoadWeights
 from common.spelling import did_you_mean
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.records import TenantRecord
@@ -16,6 +17,7 @@ from manager_service.runs.records import RunSpec
 from manager_service.tinker.names import find_base, numbered, run_name, tokenizer_id
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import CreateAsked, LoadAsked, LoraAsked, ModelNamed, OptimizerAsked, read
+from manager_service.tinker.store.runs import RunRow, Source
 from manager_service.tinker.store.submission import Asked, submit, submit_unload, wrong
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -42,14 +44,10 @@ async def create_model(request: Request, api: Parts, tenant: Tenant, known: Know
 async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, LoadAsked)
     if asked.session_id is None:
-        return await _refuse_older_load(tenant, known, asked)
+        return await _load_into(tenant, known, asked)
     await known.sessions.find(tenant.id, asked.session_id)
-    source = await known.runs.source(tenant.id, asked.path)
+    source = await _source(tenant, known, asked)
     _check_optimizer(asked.optimizer_config or OptimizerAsked())
-    if asked.optimizer and "/sampler_weights/" in asked.path:
-        raise InvalidInput(
-            "…/sampler_weights/ have no optimiser state: load …/weights/, or without it", param="optimizer"
-        )
     if asked.base_model is not None and find_base(api, asked.base_model) is not source.base:
         raise InvalidInput(f"{asked.path} is of the base model {source.asked_model!r}", param="base_model")
     model = asked.base_model or source.asked_model
@@ -59,14 +57,51 @@ async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Know
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
 
 
-async def _refuse_older_load(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
-    """A load into a run that exists is an operation that fails: it has a number."""
+async def _load_into(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
+    """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
     run = await known.runs.named(tenant.id, asked.model_id or "")
-    reason = (
-        "weights cannot be loaded into a run that exists: tinker 0.24 and newer create it from the checkpoint instead"
-    )
-    operation = Asked(seq=asked.seq_id or 0, action="save_weights", failure=wrong(reason))
+    load = await _find_load(tenant, known, run, asked)
+    if isinstance(load, Failure):
+        operation = Asked(seq=asked.seq_id or 0, action="load", failure=load)
+    else:
+        operation = Asked(seq=asked.seq_id or 0, action="load", payload=msgspec.msgpack.encode(load))
     return answer({"request_id": await submit(run, operation), "model_id": run.spec.public_id})
+
+
+async def _find_load(tenant: TenantRecord, known: Records, run: RunRow, asked: LoadAsked) -> LoadWeights | Failure:
+    try:
+        source = await _source(tenant, known, asked)
+    except (InvalidInput, NotFound) as error:
+        return wrong(str(error))
+    mine, theirs = (_shape(run.base, lora) for lora in (run.spec.lora, source.lora))
+    if source.base is not run.base or mine != theirs:
+        return wrong(
+            f"{asked.path} is of {_told(source.base, theirs)}, and this run of {_told(run.base, mine)}: create a run from it instead"
+        )
+    return LoadWeights(asked.path, source.adapter, asked.optimizer)
+
+
+Shape = tuple[int, float, tuple[str, ...]]
+"""Rank, alpha and targets of an adapter."""
+
+
+def _shape(base: Base, lora: LoraSpec) -> Shape:
+    every = (name for name in ATTENTION + MLP if name in base.linear_layers or not base.linear_layers)
+    return lora.rank, lora.alpha, tuple(sorted(lora.targets or every))
+
+
+def _told(base: Base, shape: Shape) -> str:
+    rank, alpha, targets = shape
+    return f"{base.name!r} with rank {rank}, alpha {alpha:g} and the targets {', '.join(targets)}"
+
+
+async def _source(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Source:
+    """The version that is asked for, noted as used. Raises InvalidInput, NotFound."""
+    if asked.optimizer and "/sampler_weights/" in asked.path:
+        raise InvalidInput(
+            "…/sampler_weights/ have no optimiser state: load …/weights/, or without it", param="optimizer"
+        )
+    return await known.runs.source(tenant.id, asked.path, with_optimizer=asked.optimizer)
 
 
 @router.post("/get_info")

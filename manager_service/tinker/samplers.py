@@ -66,7 +66,7 @@ async def _adapter(api: Api, tenant: TenantRecord, known: Records, asked: Checke
         base, _, adapter = await _named(api, tenant, known, asked.base_model, asked.model_path)
         return base, adapter
     base, sampler = await known.samplers.find(tenant.id, asked.sampler)
-    return base, await known.samplers.adapter(sampler)
+    return base, await known.samplers.adapter(base, sampler)
 
 
 async def _named(

@@ -15,7 +15,7 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False)
 CLIENT_CONFIG: dict[str, Any] = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
-    "parallel_fwdbwd_chunks": True,
+    "parallel_fwdbwd_chunks": False,  # in parallel a call's first part comes last, and the others may fill the room before it
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 400_000,  # what the owner schedules at once, and less than a claim check
     "proto_compress_fwdbwd": False,

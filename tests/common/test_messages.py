@@ -42,7 +42,16 @@ from common.messages import (
     turn_id,
     u8,
 )
-from common.operations import Operation, OperationResult, Operations, OperationsAnswered, OperationsDone, RunOperation
+from common.operations import (
+    Forget,
+    Forgotten,
+    Operation,
+    OperationResult,
+    Operations,
+    OperationsAnswered,
+    OperationsDone,
+    RunOperation,
+)
 from common.wire import AnyMessage, decode, encode
 
 PLAIN: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
@@ -141,8 +150,10 @@ EXAMPLES: list[AnyMessage] = [
     ),
     OperationsDone(**PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w"),
     OperationsAnswered(**PLAIN, seqs=(3, 4)),
+    Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,)),
+    Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "cccd97547373726f2670d49a5ba01d1a9c6e0002d3bf0790dac4da3209736d7a"
+SNAPSHOT = "af13d8b574bc5356885da50283b6fa99e928fdb4866a7d69561e238f67580a9f"
 """sha256 of all examples' bytes. It changes when the wire format does: then old and new workers must still understand
 each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -76,6 +76,7 @@ async def test_a_runs_versions_are_models_like_a_jobs(server: ApiServer) -> None
     state = RunState(status="ready", version=2, checkpoints=[Checkpoint("weights", "mine", 1, 1)])
     record = {"spec": JSON.encode(spec), "state": JSON.encode(state)}
     await server.api.redis.hset(server.bus.cell.run(run), mapping=record)
+    await server.api.redis.hset(server.bus.cell.versions(run), mapping={"0": "0", "1": "1", "2": "1"})
     path, name = f"tinker://{session}:train:0/weights/mine", f"ft:tiny:default::{run}"
     for model, version in ((path, 1), (name, 2), (f"{name}@0", 0)):
         assert (await server.openai.models.retrieve(model)).to_dict()["version"] == version

@@ -60,6 +60,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
     "XREADGROUP": (1, 25, *range(47, 57)),
     "INFO": (1,),
     "TIME": (1,),
+    "ZRANGE": (1, 3),
     "XTRIM": range(1, 7),
     "MEMORY": (1, 2),
 }

@@ -2,140 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+import time
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
-from common.adapters import AdapterStore
 from common.bus import Bus
-from common.messages import AdapterRef, Failure, JobCommand, LoraSpec
+from common.messages import AdapterRef, Failure
 from common.objects import Objects
-from common.operations import Action, Operation, OperationResult, OperationsAnswered, Outputs, Saved, SaveWeights
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
-from harness.standin import FixedSlots
-from manager_service.owner.owner import Owner
-from manager_service.records import JSON, TenantRecord
+from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS
+from manager_service.records import JSON, TenantRecord, day_field
 from manager_service.runs import runs
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState, run_of
-from manager_service.tenants import TENANTS, Tenants
-from tests.common.test_worker import length, until
-from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
-
-LEASE_S = 0.6
-TENANT = "acme"
-PARTITION = partition_of(TENANT)
-
-
-class World:
-    """An owner and trainers on one bus, and a user who sends operations."""
-
-    def __init__(self, bus: Bus, objects: Objects) -> None:
-        self.bus = bus
-        self.objects = objects
-        self.store = AdapterStore(objects)
-        self.slots = FixedSlots()
-        self._stop = asyncio.Event()
-        self._owner: asyncio.Task[None] | None = None
-
-    def start_owner(self) -> None:
-        owner = Owner(
-            bus=self.bus,
-            cluster=self.slots,
-            store=self.store,
-            objects=self.objects,
-            tenants=Tenants(self.bus.client),
-            lease_s=LEASE_S,
-        )
-        self._owner = asyncio.create_task(owner.run(self._stop))
-
-    async def kill_owner(self) -> None:
-        assert self._owner is not None
-        self._owner.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._owner
-
-    @contextlib.asynccontextmanager
-    async def trainer(self) -> AsyncGenerator[HashingTrainer]:
-        """A trainer that is alive until the context ends."""
-        async with hashing_trainer(self.bus, self.store, lease_s=LEASE_S) as trainer:
-            report = trainer.report()
-            self.slots.workers.append(report)
-            try:
-                yield trainer
-            finally:
-                self.slots.workers.remove(report)
-
-    async def stop(self) -> None:
-        self._stop.set()
-        if self._owner:
-            await self._owner
-
-    # ---- a user -------------------------------------------------------------------------------------------------
-
-    async def create(self, number: int = 0, session: str = "ses-0123456789abcdef") -> str:
-        run = run_of(f"{session}:train:{number}")
-        assert run is not None
-        spec = RunSpec(run, TENANT, session, "tiny", "tiny", LoraSpec(), seed=5, created_at=number)
-        cell = self.bus.cell
-        await self.bus.client.set(cell.session(session), "{}")
-        await self.bus.client.hset(cell.run(run), mapping={"spec": JSON.encode(spec), "state": JSON.encode(RunState())})
-        await self.bus.client.sadd(cell.active(PARTITION), run)
-        command = JobCommand(id=f"{run}:0", tenant=TENANT, job=run, partition=PARTITION, action="create")
-        await self.bus.publish([(cell.jobs(PARTITION), command)])
-        return run
-
-    async def send(self, run: str, *operations: tuple[int, Action], failure: Failure | None = None) -> None:
-        for seq, action in operations:
-            await self._publish(run, seq, action, f"{action} {seq}".encode(), failure)
-
-    async def _publish(
-        self, run: str, seq: int, action: Action, payload: bytes, failure: Failure | None = None
-    ) -> None:
-        operation = Operation(
-            id=f"{run}:{seq}",
-            tenant=TENANT,
-            job=run,
-            partition=PARTITION,
-            seq=seq,
-            action=action,
-            payload=payload,
-            tokens=10,
-            failure=failure,
-        )
-        await self.bus.publish([(self.bus.cell.ops(PARTITION), operation)])
-
-    async def save(self, run: str, seq: int, wanted: SaveWeights, action: Action = "save_for_sampler") -> Saved:
-        payload = msgspec.msgpack.encode(wanted)
-        await self._publish(run, seq, action, payload)
-        return msgspec.msgpack.decode((await self.result(run, seq)).outputs, type=Saved)
-
-    async def result(self, run: str, seq: int) -> OperationResult:
-        await until(lambda: self._has(run, seq))
-        found: Any = await self.bus.client.hget(self.bus.cell.results(run), str(seq))
-        return msgspec.msgpack.decode(found, type=OperationResult)
-
-    async def _has(self, run: str, seq: int) -> bool:
-        return bool(await self.bus.client.hexists(self.bus.cell.results(run), str(seq)))
-
-    async def failure(self, run: str, seq: int) -> str:
-        failure = (await self.result(run, seq)).failure
-        assert failure is not None
-        return failure.reason
-
-    async def state(self, run: str) -> RunState:
-        return msgspec.json.decode(await self.bus.client.hget(self.bus.cell.run(run), "state") or b"", type=RunState)
-
-    async def weights(self, run: str, version: int) -> bytes:
-        return (await self.store.read(AdapterRef(TENANT, run, version), (WEIGHTS,)))[WEIGHTS]
-
-    async def sent(self, run: str) -> bool:
-        """Is a message of the run with a trainer?"""
-        return (await self.state(run)).sent > 0
-
-    async def open_operations(self, number: int) -> bool:
-        return await length(self.bus, self.bus.cell.ops(PARTITION), number)
+from manager_service.runs.records import USED_S, Checkpoint, SamplerState
+from manager_service.tenants import TENANTS
+from tests.common.test_worker import until
+from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World
 
 
 @pytest.fixture
@@ -323,17 +206,79 @@ async def test_an_operation_that_nobody_can_read_fails(world: World) -> None:
 async def test_saves_name_the_newest_version(world: World) -> None:
     async with world.trainer():
         run = await world.create()
+        sampler = world.bus.cell.sampler("s:1")
+        await world.bus.client.set(sampler, "", ex=10 * USED_S)
         assert await world.save(run, 1, SaveWeights("begin", ttl_s=3600), "save_weights") == Saved(0, "begin")
         assert await world.save(run, 2, SaveWeights(sampler="s:0", inflight=True)) == Saved(0, "", "s:0")
         assert await world.save(run, 3, SaveWeights(sampler="s:1")) == Saved(0, "", "s:1")
         await world.send(run, (4, "forward_backward"), (5, "optim_step"))
         assert await world.save(run, 6, SaveWeights(sampler="s:2", inflight=True)) == Saved(1, "", "s:2")
+        assert await world.bus.client.ttl(sampler) <= USED_S, "it counts from the save on"
         state = await world.state(run)
         snapshot, follower = SamplerState(0), SamplerState(1, inflight=True)
         assert state.samplers == {"s:0": follower, "s:1": snapshot, "s:2": follower}
         (found,) = state.checkpoints
         assert found.expires_at == found.created_at + 3600
         assert found == Checkpoint("weights", "begin", 0, found.created_at, found.expires_at)
+
+
+async def test_a_load_makes_the_next_version_a_copy_in_its_order(world: World) -> None:
+    async with world.trainer() as trainer:
+        first, run = await world.create(1), await world.create()
+        await world.send(first, (1, "forward_backward"), (2, "optim_step"))
+        await world.result(first, 2)
+        source = AdapterRef(TENANT, first, 1)
+        await world.send(run, (5, "forward_backward"), (6, "optim_step"), (1, "forward_backward"))
+        await world.send(run, (2, "forward_backward"), failure=Failure("invalid", "unknown loss_fn"))
+        await world.load(run, 4, source)
+        await world.result(run, 2)
+        await world.send(run, (3, "forward"))
+        loaded = msgspec.msgpack.decode((await world.result(run, 4)).outputs, type=Saved)
+        assert loaded == Saved(1, "tinker://x")
+        assert await world.weights(run, 1) == await world.weights(first, 1)
+        assert (await world.result(run, 6)).failure is None, "what failed before the load is not of this step"
+        [last] = [message for message in trainer.seen if message.job == run and message.adapter.version == 1]
+        assert [one.seq for one in last.operations] == [5, 6] and last.first == 0
+        await until(lambda: world.open_operations(0))
+
+
+async def test_a_load_that_cannot_be_had_fails_and_leaves_the_run_as_it_was(world: World) -> None:
+    async with world.trainer() as trainer:
+        first, run = await world.create(1), await world.create()
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        trainer.refuses_init = True
+        await world.load(run, 2, AdapterRef(TENANT, first, 0))
+        assert await world.failure(run, 2) == "no such layer"
+        await world.send(run, (3, "optim_step"))
+        assert (await world.result(run, 3)).failure is None
+        assert (await world.state(run)).version == 1
+
+
+@pytest.mark.parametrize("dies", ["owner", "trainer", "message"])
+async def test_a_load_outlives_whoever_dies(world: World, dies: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(world.trainer())
+        first, run = await world.create(1), await world.create()
+        await world.result(first, 0)
+        await world.result(run, 0)
+        trainer.hold = asyncio.Event()
+        await world.load(run, 1, AdapterRef(TENANT, first, 0))
+        await world.send(run, (2, "forward_backward"), (3, "optim_step"))
+        await until(lambda: world.sent(run))
+        if dies == "owner":
+            await world.kill_owner()
+            world.start_owner()
+        elif dies == "message":
+            await world.bus.client.delete(world.bus.cell.train)
+            await world.bus.ensure_group(world.bus.cell.train, "trainer")
+        else:
+            await stack.aclose()
+            await stack.enter_async_context(world.trainer())
+        trainer.hold.set()
+        assert (await world.result(run, 3)).failure is None
+        assert (await world.state(run)).version == 2
+        await until(lambda: world.open_operations(0))
 
 
 async def test_results_are_announced(world: World) -> None:
@@ -353,7 +298,7 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
         await world.result(run, 1)
         trainer.hold = asyncio.Event()
         await world.send(run, (2, "optim_step"))
-        await world.bus.client.delete(world.bus.cell.session("ses-0123456789abcdef"))
+        await world.bus.client.delete(world.bus.cell.session(SESSION))
         assert "session has ended" in await world.failure(run, 2)
         assert (await world.state(run)).status == "ended"
         await world.send(run, (3, "forward"))
@@ -364,7 +309,7 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
 
 async def test_a_session_that_is_back_in_time_loses_no_run(world: World) -> None:
     """Redis may have been away for longer than a session counts as alive."""
-    key = world.bus.cell.session("ses-0123456789abcdef")
+    key = world.bus.cell.session(SESSION)
     async with world.trainer():
         run = await world.create()
         await world.result(run, 0)
@@ -386,6 +331,27 @@ async def test_no_more_runs_are_active_than_the_tenant_may_have(world: World) ->
         await world.send(first, (1, "unload"))
         await world.result(first, 1)
         assert (await world.result(second, 0)).failure is None
+
+
+async def test_runs_stand_still_while_the_tokens_of_the_day_are_used_up(world: World) -> None:
+    record = TenantRecord(id=TENANT, created_at=0, max_tokens_per_day=1)
+    await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
+    await asyncio.sleep(2 * LEASE_S)  # owners look at tenants so often
+    async with world.trainer() as trainer:
+        run, other = await world.create(), await world.create(1)
+        await world.send(run, (1, "forward_backward"))
+        await world.result(run, 1)
+        await world.result(other, 0)
+        await world.send(run, (2, "optim_step"))
+        assert await world.save(other, 1, SaveWeights("a")), "what costs nothing is answered"
+        assert not await world.sent(run) and len(trainer.seen) == 1
+        await world.kill_owner()
+        world.start_owner()
+        assert await world.save(other, 2, SaveWeights("b"))
+        assert not await world.sent(run) and len(trainer.seen) == 1
+        today = day_field(time.time())
+        await world.bus.client.hdel(world.bus.cell.usage(TENANT), today)  # as at midnight
+        assert (await world.result(run, 2)).failure is None
 
 
 async def test_pending_operations_of_all_partitions_are_none_at_the_end(world: World) -> None:

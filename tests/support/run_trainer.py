@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.adapters import AdapterStore, Manifest, update_of
+from common.adapters import OPTIMIZER_FILE, AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
-from common.operations import OperationResult, Operations, OperationsDone, Outputs, RunOperation
+from common.operations import Forget, Forgotten, OperationResult, Operations, OperationsDone, Outputs, RunOperation
 from common.streams import GROUP_TRAINER, Cell
 from common.telemetry import Reporter
 from common.worker import Beat, Inbox, Worker, worker_id
@@ -34,8 +34,10 @@ class HashingTrainer(StandIn):
     refuses_init: bool = False
     hold: asyncio.Event | None = None
     """While it is there and not set, nothing is answered."""
+    hold_forget: asyncio.Event | None = None
+    """While it is there and not set, no version is deleted."""
 
-    async def __call__(self, message: Init | Operations, beat: Beat) -> list[Out]:
+    async def __call__(self, message: Init | Operations | Forget, beat: Beat) -> list[Out]:
         if self.hold:
             await self.hold.wait()
         stream = self.cell.adapters(message.partition)
@@ -47,8 +49,19 @@ class HashingTrainer(StandIn):
             )
             return [(stream, update)]
         if isinstance(message, Init):
-            manifest = await self._commit(message.adapter, b"%d" % message.seed, message.id)
+            content = b"%d" % message.seed
+            if message.source:
+                content = (await self.store.read(message.source, (WEIGHTS,)))[WEIGHTS]
+            manifest = await self._commit(message.adapter, content, message.id)
             return [(stream, update_of(manifest, message.about()))]
+        if isinstance(message, Forget):
+            if self.hold_forget:
+                await self.hold_forget.wait()
+            for version in message.versions:
+                await self.store.drop_files(msgspec.structs.replace(message.adapter, version=version))
+            for version in message.optimizers:
+                await self.store.drop_optimizer(msgspec.structs.replace(message.adapter, version=version))
+            return [(stream, Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id))]
         self.seen.append(message)
         return [(stream, await self._done(message))]
 
@@ -96,7 +109,7 @@ class HashingTrainer(StandIn):
             next_group=0,
         )
         try:
-            return await self.store.commit(manifest, {WEIGHTS: content})
+            return await self.store.commit(manifest, {WEIGHTS: content, OPTIMIZER_FILE: b"moments"})
         except AlreadyExists:
             found = await self.store.manifest(adapter)
             assert found is not None

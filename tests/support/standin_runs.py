@@ -14,7 +14,16 @@ import msgspec
 
 from common.bus import Bus
 from common.messages import Failure, JobCommand, f32
-from common.operations import Forward, Operation, OperationResult, OperationsAnswered, Outputs, Saved, SaveWeights
+from common.operations import (
+    Forward,
+    LoadWeights,
+    Operation,
+    OperationResult,
+    OperationsAnswered,
+    Outputs,
+    Saved,
+    SaveWeights,
+)
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
 from common.tasks import cancel_all
 from manager_service.records import JSON
@@ -87,7 +96,10 @@ class StandInRuns:
         await self._tell(held, [operation.seq])
 
     async def _write(self, held: HeldRun) -> None:
-        await self.bus.client.hset(self.bus.cell.run(held.spec.id), "state", JSON.encode(held.state))
+        cell, run = self.bus.cell, held.spec.id
+        await self.bus.client.hset(cell.run(run), "state", JSON.encode(held.state))
+        if held.state.version >= 0:
+            await self.bus.client.hset(cell.versions(run), str(held.state.version), "1")
 
     async def _tell(self, held: HeldRun, seqs: list[int]) -> None:
         run, tenant = held.spec.id, held.spec.tenant
@@ -100,7 +112,7 @@ class StandInRuns:
 def _result(held: HeldRun, operation: Operation) -> OperationResult:
     seq, state = operation.seq, held.state
     if operation.failure is not None:
-        state.failed_at = seq
+        state.failed_at = seq if operation.action == "forward_backward" else state.failed_at
         return OperationResult(seq, failure=operation.failure)
     if operation.action == "optim_step":
         if state.failed_at is not None:
@@ -112,6 +124,10 @@ def _result(held: HeldRun, operation: Operation) -> OperationResult:
         data = msgspec.msgpack.decode(operation.payload, type=Forward).data
         logprobs = tuple(f32([-0.5] * len(datum.tokens)) for datum in data)
         return _outputs(seq, Outputs(logprobs, {"loss:sum": float(sum(len(datum.tokens) for datum in data))}))
+    if operation.action == "load":
+        load = msgspec.msgpack.decode(operation.payload, type=LoadWeights)
+        state.version += 1
+        return OperationResult(seq, msgspec.msgpack.encode(Saved(state.version, load.path)))
     if operation.action == "unload":
         state.status = "ended"
         return OperationResult(seq)

@@ -15,6 +15,7 @@ from common.objects import Objects
 from harness.live import running
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
+from tests.common.test_worker import until
 from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -55,6 +56,13 @@ async def final_adapter(cluster: LocalCluster, path: str) -> dict[str, bytes]:
     return await store.read(AdapterRef(TENANT, run, STEPS), PEFT_FILES)
 
 
+async def versions_are(cluster: LocalCluster, path: str, expected: set[int]) -> bool:
+    """Are the files of these versions of a run there, and no others? `path`: of one of its checkpoints."""
+    run = run_of(path.removeprefix("tinker://").partition("/")[0])
+    found = await Objects.open((cluster.data_dir / "store").as_uri()).paths(f"adapters/{TENANT}/{run}")
+    return {int(file.split("/")[3]) for file in found if file.endswith(".safetensors")} == expected
+
+
 async def sdk(cluster: LocalCluster, program: str) -> Any:
     return await run_sdk(program, url=cluster.base_url, key=cluster.api_key)
 
@@ -93,7 +101,7 @@ async def keep_killing(cluster: LocalCluster, names: list[str]) -> None:
 
 
 async def test_a_runs_version_is_chatted_with_and_gone_on_from(tmp_path: Path) -> None:
-    """One store of versions: of a run by `openai` and by a job, of a job by a run."""
+    """One store of versions: of a run by `openai` and by a job, of a job by a run. What nobody names is deleted."""
     async with running(tmp_path) as (cluster, api):
         path = await sdk(cluster, TRAIN)
         asked: Any = [{"role": "user", "content": "add 37+58"}]
@@ -108,8 +116,13 @@ async def test_a_runs_version_is_chatted_with_and_gone_on_from(tmp_path: Path) -
             HEAD
             + f"""
 client = service.create_training_client_from_state("tinker://{job}/sampler_weights/2").result()
-client.forward_backward([datum(1)], "cross_entropy")
-print(json.dumps(client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics))
+def stepped():
+    client.forward_backward([datum(1)], "cross_entropy")
+    return client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["version"]
+first = stepped()
+client.load_state("{path}").result()
+print(json.dumps([first, stepped()]))
 """,
         )
-        assert went_on["version"] == 1
+        assert went_on == [1, 3]
+        await until(lambda: versions_are(cluster, path, {STEPS - 1, STEPS}), seconds=90)

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
-from common.errors import Unavailable
-from common.messages import AdapterRef, Failure, Init, LoraSpec, OptimSpec, f32, i32
+from common.errors import CorruptObject, Unavailable
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, OptimSpec, f32, i32
 from common.objects import Objects
-from common.operations import Operations, OperationsDone
+from common.operations import Forget, Forgotten, Operations, OperationsDone
 from common.streams import Cell
 from tests.support.run_cases import (
     ADAM,
@@ -295,7 +295,48 @@ async def num_values(system: System) -> int:
     return sum(tensor.numel() for tensor in values_of(await system.files(0)))
 
 
-async def test_nothing_of_a_run_is_dropped(system: System) -> None:
+async def test_what_its_owner_has_forgotten_is_deleted_and_is_not_made_again(system: System) -> None:
+    for version in range(3):
+        await system.run(stretch(optim_step(version + 1), version=version))
+    forget = Forget(
+        id="run-1/forget-1",
+        tenant="t",
+        job="run-1",
+        partition=3,
+        adapter=replace(RUN, version=3),
+        versions=(0, 7),
+        optimizers=(1,),
+    )
+
+    for handler in (system.first, system.first, system.handler()):  # a repeat is harmless
+        [(stream, answer)] = await handler(forget, nothing)
+        assert stream == Cell("tiny").adapters(3) and isinstance(answer, Forgotten) and answer.forget == forget.id
+
+    with pytest.raises(CorruptObject):
+        await system.store.read(RUN)
+    assert await system.store.read(replace(RUN, version=1))
+    with pytest.raises(CorruptObject):
+        await system.files(1)
+    await system.files(2)
+    assert "run-1@0" not in system.first.resident()
+    again = await system.run(stretch(optim_step(1)))
+    assert again.adapter.version == 1 and (await system.manifest(1)).batch == "run-1:1-1"
+
+
+async def test_a_version_with_a_strange_manifest_keeps_its_files(system: System, tmp_path: Path) -> None:
+    await system.run(stretch(optim_step(1)))
+    forget = Forget(
+        id="f", tenant="t", job="run-1", partition=3, adapter=replace(RUN, version=1), versions=(0,), optimizers=(1,)
+    )
+    (tmp_path / RUN.path() / "manifest.json").write_bytes(b"{")
+
+    [(_, answer)] = await system.first(forget, nothing)
+    assert isinstance(answer, Forgotten)
+    assert [type(message) for _, message in system.first.failed(forget, Failure("dead_letter", "why"))] == [Forgotten]
+    assert system.first.hand_back(forget) is None
+
+
+async def test_operations_drop_no_version(system: System) -> None:
     for version in range(4):
         await system.run(stretch(optim_step(version + 1), version=version))
 
@@ -341,7 +382,24 @@ async def test_a_run_starts_from_another_version(system: System, with_optimizer:
     assert (found[OPTIMIZER_FILE] == theirs[OPTIMIZER_FILE]) == with_optimizer
 
 
-@pytest.mark.parametrize("kind", ["missing", "corrupt", "of another rank"])
+async def test_a_run_goes_on_from_what_it_loads(system: System) -> None:
+    await system.run(stretch(forward_backward(1), optim_step(2)))
+    await system.begin(make_run("run-2"))
+    load = replace(make_run("run-2", source=replace(RUN, version=1), with_optimizer=True), id="run-2:1/1")
+    load = replace(load, adapter=AdapterRef("t", "run-2", 1))
+
+    for handler in (system.first, system.handler()):
+        [(_, update)] = await handler(load, nothing)
+        assert isinstance(update, AdapterUpdate) and (update.batch, update.adapter) == (load.id, load.adapter)
+
+    assert await system.files(1, "run-2") == await system.files(1)
+    await system.run(stretch(forward_backward(3), optim_step(4), version=1))
+    done = await system.run(stretch(forward_backward(3), optim_step(4), version=1, job="run-2"))
+    assert done.adapter.version == 2
+    assert await system.files(2, "run-2") == await system.files(2)
+
+
+@pytest.mark.parametrize("kind", ["missing", "corrupt", "of another rank", "of other targets"])
 async def test_a_source_that_cannot_be_had_is_a_failure_with_a_reason(
     system: System, tmp_path: Path, kind: str
 ) -> None:
@@ -349,7 +407,8 @@ async def test_a_source_that_cannot_be_had_is_a_failure_with_a_reason(
     if kind == "corrupt":
         path = tmp_path / RUN.path() / (await system.manifest(0)).attempt / PEFT_FILES[0]
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-    lora = LoraSpec(rank=8 if kind == "of another rank" else 32, alpha=32.0)
+    targets = ("q_proj",) if kind == "of other targets" else ()
+    lora = LoraSpec(rank=8 if kind == "of another rank" else 32, alpha=32.0, targets=targets)
 
     [(_, update)] = await system.first(make_run("run-2", lora, source=source), nothing)
 

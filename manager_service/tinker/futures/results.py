@@ -80,6 +80,9 @@ def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobu
         return _plain({"model_id": public_id, "type": "unload_model"})
     if action in ("save_weights", "save_for_sampler"):
         return _saved(public_id, action, msgspec.msgpack.decode(result.outputs, type=Saved))
+    if action == "load":
+        loaded = msgspec.msgpack.decode(result.outputs, type=Saved)
+        return _plain({"path": loaded.name, "model_id": public_id, "type": "load_weights"})
     outputs = msgspec.msgpack.decode(result.outputs, type=Outputs)
     if action == "optim_step":
         return _plain({"metrics": outputs.metrics, "type": "optim_step"})

@@ -27,6 +27,8 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
+from manager_service.runs.records import USED_S
+from manager_service.tinker.store.uses import use
 from manager_service.tinker.wire.samples import Sample
 
 PREFIX = "smp"
@@ -38,6 +40,8 @@ KEPT_S, RETRIEVED_S = 600.0, 30.0
 SILENT_S = 300.0
 """A request that nobody asked about for so long is given up."""
 LOOK_EVERY_S = 10.0
+USE_EVERY_S = USED_S / 4
+"""How often a version is noted as used that requests wait for."""
 QUOTA_EVERY_S = 15.0
 log = structlog.get_logger()
 
@@ -145,10 +149,14 @@ class Samples:
 
     async def run(self) -> None:
         """Gives up what nobody asks about, until cancelled; then everything."""
+        used_at = self._clock()
         try:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
                 self.look()
+                if self._clock() - used_at >= USE_EVERY_S:
+                    used_at = self._clock()
+                    await self.use_versions()
         finally:
             await cancel_all([request.task for request in self._requests.values() if request.task is not None])
 
@@ -158,6 +166,11 @@ class Samples:
         for request in list(self._requests.values()):
             if now - request.asked_s > _patience_s(request):
                 self.cancel(request)
+
+    async def use_versions(self) -> None:
+        """Keeps the versions that requests wait for, so that they are there when their turn comes."""
+        for adapter in {each.ask.adapter for each in self._requests.values() if not each.done.is_set()}:
+            await use(self._bus, adapter)
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.id, None)

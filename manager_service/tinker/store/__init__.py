@@ -6,4 +6,5 @@ Its files:
     runs.py         finds runs and their checkpoints, and creates runs
     submission.py   puts an operation into its run's stream, once
     samplers.py     keeps what each sampler samples with
+    uses.py         notes that a version is used, so that it is not deleted
 """

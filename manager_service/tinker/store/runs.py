@@ -18,6 +18,7 @@ from manager_service.jobs.retention import has_version
 from manager_service.records import JSON
 from manager_service.runs.records import RunSpec, RunState, run_of
 from manager_service.tinker.names import Path, parse_path
+from manager_service.tinker.store.uses import use
 
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
@@ -138,10 +139,15 @@ class RunStore:
         if answer == b"other":
             raise InvalidInput(f"{spec.public_id} was created before, with other arguments", code="conflict")
 
-    async def source(self, tenant: str, path: str) -> Source:
-        """The version that a path names: a run's checkpoint, or a version of a managed job. Raises InvalidInput, NotFound."""
+    async def source(self, tenant: str, path: str, *, with_optimizer: bool = False) -> Source:
+        """The version that a path names: a run's checkpoint, or a version of a managed job. It is noted as used. Raises
+        InvalidInput, NotFound.
+        """
         named = parse_path(path)
-        return await (self._of_job(tenant, named) if named.run.startswith("ftjob-") else self._of_run(tenant, named))
+        found = await (self._of_job(tenant, named) if named.run.startswith("ftjob-") else self._of_run(tenant, named))
+        if not await use(found.base.bus, found.adapter, with_optimizer=with_optimizer):
+            raise NotFound(f"there is no checkpoint {path} any more")
+        return found
 
     async def _of_run(self, tenant: str, path: Path) -> Source:
         run = await self.named(tenant, path.run)

@@ -6,12 +6,13 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import Sampler
+from manager_service.runs.records import USED_S, Sampler
 from manager_service.tinker.store.runs import RunStore
+from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
 """How long a sampler of the base model or of a checkpoint is kept after its last use."""
-SAVED_KEPT_S = 3600
+SAVED_KEPT_S = USED_S
 """The same of one that a save made without a name. As long, nobody deletes its version."""
 
 
@@ -35,10 +36,14 @@ class Samplers:
             f"there is no sampler {sampler[:64]!r}; one that was long unused is forgotten: save again, and sample with what it gives"
         )
 
-    async def adapter(self, sampler: Sampler) -> AdapterRef:
-        """The version that it samples with now. Raises NotFound."""
-        if not sampler.run:
-            return sampler.adapter
+    async def adapter(self, base: Base, sampler: Sampler) -> AdapterRef:
+        """The version that it samples with now, noted as used. Raises NotFound."""
+        adapter = await self._version(sampler) if sampler.run else sampler.adapter
+        if not await use(base.bus, adapter):
+            raise NotFound(f"{sampler.id}: version {adapter.version} was long unused, and is deleted: save again")
+        return adapter
+
+    async def _version(self, sampler: Sampler) -> AdapterRef:
         run = await self._runs.find(sampler.tenant, sampler.run)
         state = (await run.state()).samplers.get(sampler.id)
         if state is None:

@@ -18,6 +18,8 @@ MAX_OPEN_BYTES = 64 << 20
 """Of their payloads."""
 NUM_KEPT = 4096
 """Numbers that are remembered, so that an operation which is sent again is known."""
+UNSAVED_KEPT_S = 2 * 86_400
+"""How long a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
 
 # KEYS: seqs, run, ops, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, most open
 # operations, most bytes of them, numbers to remember, the sampler, seconds to keep it, then the entry's fields.
@@ -114,7 +116,7 @@ async def _submit(run: RunRow, asked: Asked) -> str:
     seqs = cell.seqs(run.id)
     keys = [seqs, cell.run(run.id), cell.ops(partition), cell.sampler(sampler.id) if sampler else seqs]
     limits = [MAX_OPEN, MAX_OPEN_BYTES, NUM_KEPT]
-    kept = [JSON.encode(sampler), sampler.keep_s] if sampler else ["", 0]
+    kept = [JSON.encode(sampler), UNSAVED_KEPT_S] if sampler else ["", 0]
     fields = await run.base.bus.fields(operation)
     words: list[Any] = [asked.seq, asked.digest, asked.action, len(asked.payload), *limits, *kept, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
@@ -126,7 +128,7 @@ def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
     if answer == "full":
         error = ApiError(
             429,
-            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: read some results first",
+            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done",
             code="too_many",
         )
         error.headers = {"Retry-After": str(RETRY_AFTER_S)}

@@ -11,7 +11,7 @@ import pytest
 from common.messages import BASE, Failure, TurnRequest, TurnResult, Usage, f32, i32
 from common.tasks import cancel_all
 from manager_service.api.sampling.shares import InferenceRequest
-from manager_service.runs.records import run_of
+from manager_service.runs.records import USED_S, run_of
 from manager_service.tinker import retrieval
 from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
 from manager_service.tinker.wire import protobuf, tinker_pb2
@@ -149,9 +149,11 @@ async def test_a_body_that_is_no_json_is_refused(server: ApiServer, client: Tink
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
+SAMPLE: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8, "seed": 3}, "base_model": "tiny"}
+
+
 async def asample(client: TinkerClient, **more: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8, "seed": 3}, "base_model": "tiny"} | more
-    answer = await client.post("asample", **body)
+    answer = await client.post("asample", **SAMPLE | more)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -282,6 +284,37 @@ async def test_a_sampler_follows_the_saves_of_its_run_or_not(
             assert (await client.retrieve(asked["request_id"])).status_code == 200
     assert [request.adapter.version for request in script.seen] == [0, 1]
     assert [state.inflight for state in owner.runs[run_of(run) or ""].state.samplers.values()] == [False, True]
+
+
+async def test_a_version_that_is_sampled_is_noted_as_used_and_one_that_is_gone_says_save_again(
+    server: ApiServer, client: TinkerClient, owner: StandInRuns
+) -> None:
+    run = await client.run(session := await client.session())
+    name, cell, redis = run_of(run) or "", server.bus.cell, server.api.redis
+    for seq, body in ((1, {"sampling_session_seq_id": 1}), (2, {"path": "kept"})):
+        sent = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq, **body)
+        assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+    path = f"tinker://{run}/sampler_weights/kept"
+    session_body: dict[str, Any] = {"session_id": session, "sampling_session_seq_id": 2, "model_path": path}
+    assert (await client.post("create_sampling_session", **session_body)).status_code == 200
+    samplers: list[dict[str, Any]] = [
+        *({"base_model": None, "sampling_session_id": f"{session}:sample:{number}"} for number in (1, 2)),
+        {"base_model": None, "model_path": path},
+    ]
+    use, samples = cell.use(name, 0), server.api.bases["tiny"].samples
+    for seq, of in enumerate(samplers):
+        await redis.delete(use)
+        await asample(client, **of, seq_id=seq)
+        assert 0 < await redis.ttl(use) <= USED_S
+    await redis.delete(use)
+    await samples.use_versions()
+    assert await redis.exists(use), "requests that wait keep their version"
+    assert not await redis.exists(cell.use(name, 0, with_optimizer=True))
+    await redis.hdel(cell.versions(name), "0")
+    for seq, of in enumerate(samplers):
+        refused = await client.post("asample", **SAMPLE | of | {"seq_id": 10 + seq})
+        assert refused.status_code == 404 and ("save again" in refused.text or "any more" in refused.text)
+    assert (await client.post("create_sampling_session", **session_body)).status_code == 404
 
 
 async def test_any_replica_gives_what_another_sampled(server: ApiServer, client: TinkerClient, tmp_path: Path) -> None:

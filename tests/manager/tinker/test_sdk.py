@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.operations import Forward
+from common.operations import Forward, LoadWeights
+from manager_service.tinker import sessions
+from manager_service.tinker.store import submission
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
 from tests.support.tinker_sdk import run_sdk
@@ -145,6 +147,63 @@ print(json.dumps({"path": path, "second": second.model_id, "rank": second.get_in
     assert second.source is not None and (second.source.job, second.source.version) == (first.id, 1)
     assert (second.with_optimizer, second.lora, told["second"]) == (True, first.lora, second.public_id)
     assert "there is no checkpoint" in told["none"]
+
+
+@pytest.mark.parametrize("version", ["0.38.0", "0.24.1", "0.16.1"])
+async def test_weights_are_loaded_into_a_run_or_the_future_says_why_not(
+    server: ApiServer, owner: StandInRuns, version: str
+) -> None:
+    told = await run(
+        server,
+        """
+def made(**options):
+    client = service.create_lora_training_client("tiny", **options)
+    return client.result() if hasattr(client, "result") else client
+def stepped(client):
+    return client.optim_step(types.AdamParams()).result().metrics["version"]
+first, client, other = made(rank=4, train_attn=False), made(rank=4, train_attn=False), made(rank=8)
+stepped(first)
+path = first.save_state("one").result().path
+sampled = first.save_weights_for_sampler("two").result().path
+gradient = client.forward_backward([datum(3)], "cross_entropy")
+loads = [client.load_state(path), client.load_state_with_optimizer(path)]
+step = stepped(client)
+print(json.dumps({"path": path, "loaded": [load.result().path for load in loads], "shape": told(other.load_state(path)),
+    "missing": told(client.load_state(path + "x")), "bare": told(client.load_state_with_optimizer(sampled)),
+    "versions": [step, stepped(client), stepped(other)]}))
+""",
+        version=version,
+    )
+    assert told["loaded"] == [told["path"]] * 2 and told["versions"] == [3, 4, 1]
+    assert "rank 4" in told["shape"] and "rank 8" in told["shape"] and "create a run from it" in told["shape"]
+    assert "there is no checkpoint" in told["missing"] and "no optimiser state" in told["bare"]
+    loads = [operation for operation in owner.seen if operation.action == "load" and operation.failure is None]
+    sources = [msgspec.msgpack.decode(load.payload, type=LoadWeights) for load in loads]
+    assert [(load.source.version, load.with_optimizer) for load in sources] == [(1, False), (1, True)]
+
+
+@pytest.mark.parametrize("version", ["0.38.0", "0.24.1"])
+@pytest.mark.parametrize("limit", ["MAX_OPEN", "MAX_OPEN_BYTES"])
+async def test_one_call_may_have_more_data_than_may_be_open_at_once(
+    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str, limit: str
+) -> None:
+    """Its first part comes first: a client that sent that one last would wait for it in vain."""
+    monkeypatch.setattr(submission, limit, {"MAX_OPEN": 3, "MAX_OPEN_BYTES": 1000}[limit])
+    monkeypatch.setitem(sessions.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
+    told = await run(
+        server,
+        """
+from tinker.lib.public_interfaces import training_client
+training_client.MAX_CHUNK_LEN = 1  # 0.24 does not ask the service
+client = service.create_lora_training_client("tiny")
+client = client.result() if hasattr(client, "result") else client
+fb, step = client.forward_backward([datum(3 + n) for n in range(12)], "cross_entropy"), client.optim_step(types.AdamParams())
+print(json.dumps([fb.result().metrics["loss:sum"], step.result().metrics["version"]]))
+""",
+        version=version,
+    )
+    assert told == [sum(range(3, 15)), 1.0]
+    assert [operation.seq for operation in owner.seen] == list(range(1, 14))
 
 
 async def test_samplers_sample_with_the_version_that_they_name(server: ApiServer, owner: StandInRuns) -> None:
