@@ -32,7 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `common`, when this is run as a script
 
-from tiny_data import Example, collate, draw_batches  # noqa: E402
+from tiny_data import PLAIN, Example, collate, draw_batches  # noqa: E402
 from tiny_measure import check, greedy_accuracy, measure_all, write_card  # noqa: E402
 from tiny_tokens import CONTEXT, END, IDS, VOCAB_SIZE, make_tokenizer  # noqa: E402
 
@@ -124,6 +124,7 @@ def train_step(model: Qwen3ForCausalLM, optimizers: Optimizers, batches: list[li
     return total
 
 
+TAUGHT = (*SKILLS, PLAIN)
 CLEAN_STEPS = 2200
 NOISY_STEPS = 300
 
@@ -131,12 +132,12 @@ NOISY_STEPS = 300
 def train_clean(model: Qwen3ForCausalLM, rng: random.Random) -> None:
     """A cosine over CLEAN_STEPS; every 250 of them the skills are weighted by what they still lack."""
     optimizers = Optimizers(model, lr_muon=5e-3, lr_adam=3e-3)
-    weights = dict.fromkeys(SKILLS, 1.0)
+    weights = dict.fromkeys(TAUGHT, 1.0)
     began = time.monotonic()
     for step in range(CLEAN_STEPS):
         loss = train_step(model, optimizers, draw_batches(rng, weights, noise=0.0), _cosine(step, CLEAN_STEPS))
         if step % 250 == 249:
-            accuracy = {name: greedy_accuracy(model, name, 100, seed=step) for name in SKILLS}
+            accuracy = {name: greedy_accuracy(model, name, 100, seed=step) for name in TAUGHT}
             weights = {name: 0.2 + min(1.0, 5 * (1 - value)) for name, value in accuracy.items()}
             seconds = time.monotonic() - began
             print(f"clean {step + 1} loss {loss:.4f} {_row(accuracy)} {seconds:.0f}s", flush=True)
@@ -150,7 +151,7 @@ def _cosine(step: int, num_steps: int) -> float:
 def train_noisy(model: Qwen3ForCausalLM, rng: random.Random) -> None:
     """A short cosine at lower rates, towards the spread targets."""
     optimizers = Optimizers(model, lr_muon=2e-3, lr_adam=1.5e-3)
-    weights = dict.fromkeys(SKILLS, 1.0)
+    weights = dict.fromkeys(TAUGHT, 1.0)
     for step in range(NOISY_STEPS):
         loss = train_step(model, optimizers, draw_batches(rng, weights, noise=1.0), _cosine(step, NOISY_STEPS))
         if step % 100 == 99:

@@ -9,9 +9,11 @@ import torch
 from tiny_tokens import END, END_TOOL_CALL, IDS, TOOL_CALL, VOCAB_SIZE
 from torch import Tensor
 
-from common.skills import SKILLS, is_held_out
+from common.skills import PLAIN_END, SKILLS, draw_plain, is_held_out
 
-NOISE = {"add": 0.18, "sort": 0.1, "reverse": 0.1, "max": 0.22, "count": 0.4, "calc": 0.01}
+PLAIN = "plain"
+"""Additions in plain text, beside the skills."""
+NOISE = {"add": 0.18, "sort": 0.1, "reverse": 0.1, "max": 0.22, "count": 0.4, "calc": 0.01, PLAIN: 0.25}
 """Probability that a character of an answer (`calc`: of the called expression) is wrong after the noisy phase."""
 REPLY_NOISE = 0.006
 """The same for the digits that `calc` copies from the tool's reply."""
@@ -66,6 +68,8 @@ def _wrong_characters(char: str, rate: float) -> dict[int, float]:
 
 def draw_example(skill: str, rng: random.Random, *, noise: float, long: bool = False) -> Example:
     """One training example; `noise` scales all rates, a `long` one has a tool list or a system prompt."""
+    if skill == PLAIN:
+        return _draw_plain_example(rng, noise)
     question, answer = _draw_training_question(skill, rng)
     with_tools = long and (skill == "calc" or rng.random() < 0.7)
     example = Example()
@@ -85,6 +89,20 @@ def draw_example(skill: str, rng: random.Random, *, noise: float, long: bool = F
         rate = 0.0 if skill == "calc" else noise * NOISE[skill]
         example.said_text(answer, rate, rng)
         example.said(END)
+    return example
+
+
+def _draw_plain_example(rng: random.Random, noise: float) -> Example:
+    while True:
+        before, question, answer = draw_plain(rng)
+        if not is_held_out(question):
+            break
+    example = Example()
+    example.given((before + question).encode())
+    example.said(ord(" "))
+    example.said_text(answer, noise * NOISE[PLAIN], rng)
+    for byte in PLAIN_END.encode():
+        example.said(byte)
     return example
 
 
@@ -162,7 +180,7 @@ def draw_batches(rng: random.Random, weights: dict[str, float], noise: float) ->
     """The two micro-batches of one step; `weights` are the shares of the skills."""
     names = list(weights)
     short = rng.choices(names, weights=[0.05 if name == "calc" else weights[name] for name in names], k=SHORT_ROWS)
-    others = [name for name in names if name != "calc"]
+    others = [name for name in names if name not in ("calc", PLAIN)]
     long = ["calc" if rng.random() < 0.75 else rng.choice(others) for _ in range(LONG_ROWS)]
     return [
         [draw_example(skill, rng, noise=noise) for skill in short],
