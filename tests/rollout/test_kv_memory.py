@@ -26,7 +26,7 @@ def adapters() -> list[FusedAdapter]:
 def asked(sample: int, turn: int, tokens: list[int]) -> TurnRequest:
     """A turn of one of RANKS' jobs; answers of all lengths, so that rows are in pools of all lengths."""
     job = sample % len(RANKS)
-    limit = (4, 40, 150, 300, 600)[sample % 5]
+    limit = (4, 20, 60, 150, 300)[sample % 5]
     return request(ref(f"job{job}"), tokens=tokens, group=sample, turn=turn, name=f"{sample}/{turn}", max_tokens=limit)
 
 
