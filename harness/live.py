@@ -28,6 +28,7 @@ class Api:
 
     def __init__(self, base_url: str, key: str) -> None:
         self.base_url = base_url
+        self.key = key
         self.http = httpx.AsyncClient(
             base_url=f"{base_url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=60, trust_env=False
         )
@@ -53,9 +54,9 @@ class Api:
             await asyncio.sleep(0.2)
         raise AssertionError(f"{method} {path}: no answer")
 
-    async def tenant(self, name: str) -> "Api":
+    async def tenant(self, name: str, **limits: Any) -> "Api":
         """Makes a tenant, as the admin may; its view."""
-        await self.post("/admin/tenants", {"id": name, "name": name})
+        await self.post("/admin/tenants", {"id": name, "name": name, **limits})
         return Api(self.base_url, (await self.post(f"/admin/tenants/{name}/keys", {}))["key"])
 
     async def upload(self, name: str, content: bytes) -> str:
