@@ -7,7 +7,7 @@ Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head si
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ from common.errors import InvalidInput
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_MODULES = (*(f"self_attn.{name}" for name in LINEAR_LAYERS[:4]), *(f"mlp.{name}" for name in LINEAR_LAYERS[4:]))
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class Project(Protocol):
@@ -51,10 +53,14 @@ class DecoderConfig:
     tied: bool
 
     @classmethod
-    def load(cls, folder: Path) -> "DecoderConfig":
-        """Reads a base model's configuration. Raises InvalidInput for an architecture that this decoder does not compute exactly."""
+    def load(cls, folder: Path, max_context: int | None = None) -> "DecoderConfig":
+        """Reads a base model's configuration. `max_context`: serve no longer context than this.
+
+        Raises InvalidInput for an architecture that this decoder does not compute exactly.
+        """
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        _refuse_unsupported(raw, folder)
+        if refused := list(_unsupported(raw)):
+            raise InvalidInput(f"{folder}: the torch engine and the trainer do not compute {', nor '.join(refused)}")
         rope = raw.get("rope_parameters") or {}
         return cls(
             num_layers=raw["num_hidden_layers"],
@@ -63,7 +69,7 @@ class DecoderConfig:
             num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
             head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
             vocab=raw["vocab_size"],
-            context=raw["max_position_embeddings"],
+            context=min(raw["max_position_embeddings"], max_context or raw["max_position_embeddings"]),
             rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
             norm_eps=raw["rms_norm_eps"],
             tied=raw.get("tie_word_embeddings", False),
@@ -80,17 +86,48 @@ def directly(layer: Callable[..., Tensor], *args: Any) -> Tensor:
     return layer(*args)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], folder: Path) -> None:
+def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What of a configuration would be computed otherwise than meant, in the words of its fields."""
     if raw.get("model_type") not in SUPPORTED:
-        kinds = ", ".join(SUPPORTED)
-        raise InvalidInput(f"{folder}: the torch engine computes {kinds}, not {raw.get('model_type')!r}")
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise InvalidInput(f"{folder}: rope type {rope['rope_type']!r} is not supported, only 'default'")
+        yield f"model_type {raw.get('model_type')!r} (only {', '.join(SUPPORTED)})"
+    for field in ("rope_scaling", "rope_parameters"):
+        yield from _unsupported_rope(field, raw.get(field) or {})
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"partial_rotary_factor {raw['partial_rotary_factor']}"
     if raw.get("use_sliding_window"):
-        raise InvalidInput(f"{folder}: sliding-window attention is not supported")
+        yield "use_sliding_window"
+    if others := sorted({str(kind) for kind in raw.get("layer_types") or ()} - {"full_attention"}):
+        yield f"layer_types {', '.join(others)}"
     if raw.get("hidden_act", "silu") != "silu":
-        raise InvalidInput(f"{folder}: activation {raw['hidden_act']!r} is not supported, only 'silu'")
+        yield f"hidden_act {raw['hidden_act']!r} (only 'silu')"
+    if quantized := raw.get("quantization_config"):
+        yield f"quantization_config {quantized.get('quant_method', '')!r} (load the weights that were not quantized)"
+
+
+def _unsupported_rope(field: str, rope: Mapping[str, Any]) -> Iterator[str]:
+    """`type` is what configurations called `rope_type` before transformers 4.43."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        yield f"{field} of type {kind!r} (only 'default')"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"{field} with partial_rotary_factor {rope['partial_rotary_factor']}"
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        yield f"{field} that differ between layers ({', '.join(nested)})"
+
+
+def _check_names(folder: Path, config: DecoderConfig, names: Collection[str]) -> None:
+    """Raises InvalidInput if a weight is missing, or one is there that would be left out."""
+    layers = range(config.num_layers)
+    needed = {f"layers.{n}.{name}.weight" for n in layers for name in (*NORMS, *LINEAR_MODULES)}
+    needed |= {"embed_tokens.weight", "norm.weight"} | (set() if config.tied else {"lm_head.weight"})
+    biases = {f"layers.{n}.{name}.bias" for n in layers for name in LINEAR_MODULES}
+    head_norms = {f"layers.{n}.self_attn.{name}.weight" for n in layers for name in ("q_norm", "k_norm")}
+    known = needed | biases | head_norms | {"lm_head.weight"}
+    unknown = sorted(name for name in names if name not in known and not name.endswith("rotary_emb.inv_freq"))
+    if missing := sorted(needed.difference(names)):
+        raise InvalidInput(f"{folder}: {len(missing)} weights are missing, such as {missing[0]}")
+    if unknown:
+        raise InvalidInput(f"{folder}: {len(unknown)} weights would be left out, such as {unknown[0]}")
 
 
 def plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,10 +157,17 @@ class Decoder:
         self._gated = torch.compile(gated, dynamic=True)
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_context: int | None = None,
+    ) -> "Decoder":
         """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that this decoder does not compute exactly."""
         folder = Path(folder)
-        config = DecoderConfig.load(folder)
+        config = DecoderConfig.load(folder, max_context)
         shards = sorted(folder.glob("*.safetensors"))
         if not shards:
             raise InvalidInput(f"{folder}: no .safetensors file")
@@ -131,6 +175,7 @@ class Decoder:
         for shard in shards:
             loaded = load_file(shard, device=device)
             weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
+        _check_names(folder, config, weights)
         return cls(config, weights)
 
     @property

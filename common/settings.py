@@ -14,7 +14,7 @@ PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 
 _KNOWN = (
     # all services
-    "redis_url data_dir store_url base_models base_model lease_s max_deliveries deterministic log_level heartbeat_file "
+    "redis_url data_dir store_url base_models base_model max_context lease_s max_deliveries deterministic log_level heartbeat_file "
     # the manager
     "host port max_file_bytes max_line_bytes max_body_bytes inference_share inference_silence_s inference_timeout_s "
     "command_wait_s keep_alive_s archive_after_s idempotency_s grader_run_timeout_s policy training_queue "
@@ -53,6 +53,8 @@ class Settings(BaseSettings):
     """name=path or name=hub/name, comma-separated; the name `tiny` alone is the one that ships."""
     base_model: str = ""
     """The one of `base_models` that this worker serves. Empty: the first."""
+    max_context: int | None = Field(default=None, ge=64)
+    """The most tokens of a conversation, the model's included, where the base model's own context is longer. The same for all services."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
     max_deliveries: int = Field(default=10, ge=1)
@@ -87,6 +89,9 @@ class Settings(BaseSettings):
         return name
 
 
+MODEL_FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+
+
 def parse_base_models(value: str) -> dict[str, str]:
     """`a=path,b=hub/name` -> {"a": "path", "b": "hub/name"}. Raises ValueError."""
     models: dict[str, str] = {}
@@ -112,11 +117,19 @@ def resolve_model(where: str) -> Path:
     return _download(where)
 
 
-def _download(name: str) -> Path:
+def resolve_config(where: str) -> Path:
+    """A folder with the model's `config.json` at least. Raises InvalidInput."""
+    folder = Path(where)
+    if folder.is_dir() or where.count("/") != 1:
+        return resolve_model(where)
+    return _download(where, "*.json")
+
+
+def _download(name: str, *patterns: str) -> Path:
     from huggingface_hub import errors, snapshot_download  # imported here: only services that load from a hub need it
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"]))
+        return Path(snapshot_download(name, allow_patterns=list(patterns) or MODEL_FILES))
     except (OSError, ValueError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise InvalidInput(

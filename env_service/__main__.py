@@ -22,7 +22,7 @@ DRAIN_S = 1.0
 
 
 async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
-    tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]))
+    tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]), settings.max_context)
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
     layers = await sandbox.probe()

@@ -45,7 +45,8 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     min_rows = choice.kernels.min_rows if choice else DEFAULT.min_rows
     prepare_cpu(settings.rollout_threads)
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
-    decoder = Decoder.load(folder, device=str(device), dtype=getattr(torch, settings.dtype))
+    dtype = getattr(torch, settings.dtype)
+    decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
     bits = choice.fingerprint(lambda: selftest(decoder, min_rows)) if choice else ""
     limits = EngineLimits(
         slots=settings.engine_slots,
@@ -55,7 +56,7 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
         min_rows=min_rows,
         exact=deterministic,
     )
-    return TorchEngine(decoder, ChatTokenizer.load(folder), limits=limits), bits
+    return TorchEngine(decoder, ChatTokenizer.load(folder, settings.max_context), limits=limits), bits
 
 
 def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
@@ -74,7 +75,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
         kv_bytes=settings.rollout_kv_bytes,
         enforce_eager=settings.vllm_enforce_eager,
     )
-    return vllm_engine(options, ChatTokenizer.load(folder))
+    return vllm_engine(options, ChatTokenizer.load(folder, settings.max_context))
 
 
 async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:

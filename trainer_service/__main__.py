@@ -42,7 +42,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     prepare_cpu(settings.trainer_threads)
     dtype = getattr(torch, settings.trainer_dtype)
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
-    decoder = Decoder.load(folder, device=str(device), dtype=dtype)
+    decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
     if settings.trainer_compile:
         compile_parts(decoder)
     run_layer = checkpointed if settings.trainer_checkpointing else directly

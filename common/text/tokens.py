@@ -55,8 +55,8 @@ class ChatTokenizer:
     """The tokenizer and the chat template of one base model. Immutable, so threads may share it."""
 
     @classmethod
-    def load(cls, path: str | Path) -> "ChatTokenizer":
-        """Reads a base model's folder.
+    def load(cls, path: str | Path, max_context: int | None = None) -> "ChatTokenizer":
+        """Reads a base model's folder. `max_context`: serve no longer context than this.
 
         It holds `tokenizer.json`, `tokenizer_config.json`, `config.json`, the template
         (`chat_template.jinja`, or `chat_template` in the tokenizer's configuration) and, optionally,
@@ -74,6 +74,7 @@ class ChatTokenizer:
             config=read_json(folder / "config.json"),
             generation_config=read_json(folder / "generation_config.json", optional=True),
             own=read_json(folder / "marlaas.json", optional=True),
+            max_context=max_context,
         )
         tokenizer._check_against_plain_rendering()
         return tokenizer
@@ -87,6 +88,7 @@ class ChatTokenizer:
         config: Mapping[str, Any],
         generation_config: Mapping[str, Any],
         own: Mapping[str, Any],
+        max_context: int | None = None,
     ) -> None:
         """Takes the contents of the files that `load` names. Raises ValueError."""
         self._full = Tokenizer.from_str(tokenizer_json)
@@ -95,7 +97,8 @@ class ChatTokenizer:
         self._template = compile_template(template)
         self._variables = token_variables(tokenizer_config)
         text_config = config.get("text_config", config)
-        self.context: int = positive(text_config, "max_position_embeddings")
+        whole = positive(text_config, "max_position_embeddings")
+        self.context: int = min(whole, max_context or whole)
         """The most tokens that a conversation may have, the model's included."""
         self.vocab_size: int = positive(text_config, "vocab_size")
         self.end_of_turn_ids: tuple[int, ...] = self._end_ids(generation_config)

@@ -89,7 +89,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         redis=connect_impatiently(settings.redis_url, bus.cell.key("")),
         cluster=cluster,
         folder=folder,
-        tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder),
+        tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),
         inference=inference,
         feed=Feed(bus),
         answered=Answered(bus),

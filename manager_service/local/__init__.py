@@ -6,6 +6,7 @@ Its files:
 
     supervisor.py       starts every service, restarts those that end, stops all of them
     processes.py        keeps one child process running
+    context.py          chooses the context that is served where memory is short
     child.py            runs a command that dies with the process that started it
     embedded_redis.py   finds the Redis server, and starts it on a data folder
     cluster_file.py     writes and reads `cluster.json`, which tells where a running cluster is

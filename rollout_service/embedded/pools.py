@@ -22,6 +22,7 @@ from torch import Tensor
 from base_model.decoder import DecoderConfig
 from base_model.kernels import DEFAULT
 from common.errors import InvalidInput
+from common.served_context import cache_room, fitting_context
 from rollout_service.embedded.seats import TurnRow
 
 MIN_LENGTH = 64
@@ -138,11 +139,13 @@ class Pools:
         self._config, self._like = config, like
         self.token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * like.element_size()
         whole = self.token_bytes * length_class(config.context, config.context)
-        self._room = budget_bytes * config.num_layers // (config.num_layers + 1)  # the rest: the layer that is resized
+        self._room = cache_room(budget_bytes, config.num_layers)
         if self._room < whole:
+            fits = fitting_context(budget_bytes, config.num_layers, self.token_bytes)
+            lower = f", or set MARLAAS_MAX_CONTEXT={fits} for all services" if fits else ""
             raise InvalidInput(
-                f"the memory for keys and values does not hold one row of the model's whole context, which takes {whole} bytes:"
-                f" {self._room} are left for rows; raise MARLAAS_ROLLOUT_KV_BYTES"
+                f"the memory for keys and values does not hold one row of the model's whole context of {config.context} tokens,"
+                f" which takes {whole} bytes: {self._room} are left for rows; raise MARLAAS_ROLLOUT_KV_BYTES{lower}"
             )
         self._pools: dict[int, Pool] = {}
         self._reserved = 0

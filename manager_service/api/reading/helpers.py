@@ -36,7 +36,7 @@ class Helpers:
     def __init__(self, folders: Mapping[str, Path], tokenizers: Mapping[str, ChatTokenizer]) -> None:
         """`folders`, `tokenizers`: of the base models."""
         self._tokenizers = tokenizers
-        argument = json.dumps({name: str(folder) for name, folder in folders.items()})
+        argument = json.dumps({name: (str(folder), tokenizers[name].context) for name, folder in folders.items()})
         variables = {"TOKENIZERS_PARALLELISM": "false"}
         self._pool = HelperPool("manager_service.api.reading.process", argument, variables=variables)
         self._places = SharedPlaces("helpers that read large texts", lambda: NUM_HELPERS)

@@ -1,4 +1,4 @@
-"""One helper process: `python -m manager_service.api.reading.process {"tiny": "/folder"}`.
+"""One helper process: `python -m manager_service.api.reading.process {"tiny": ["/folder", 2048]}`.
 
 reads: tasks from standard input   writes: answers to standard output   holds: the tokenizers
 waits for: a task   unblocked by: the manager; ends when standard input does, as it does when the manager dies
@@ -19,10 +19,10 @@ NICENESS = 5
 """The manager's own loops come first where cores are busy."""
 
 
-def main(folders: Mapping[str, str]) -> None:
-    """Answers tasks until the manager goes. `folders`: of the base models."""
+def main(bases: Mapping[str, tuple[str, int]]) -> None:
+    """Answers tasks until the manager goes. `bases`: the folder and the served context of each."""
     os.nice(NICENESS)
-    tokenizers = {name: ChatTokenizer.load(folder) for name, folder in folders.items()}
+    tokenizers = {name: ChatTokenizer.load(folder, context) for name, (folder, context) in bases.items()}
     decoder = msgspec.msgpack.Decoder(Task)
     serve(lambda task: msgspec.msgpack.encode(_answer(decoder.decode(task), tokenizers)))
 
@@ -35,4 +35,4 @@ def _answer(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Done | Refus
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=dict[str, str]))
+    main(msgspec.json.decode(sys.argv[1], type=dict[str, tuple[str, int]]))
