@@ -61,9 +61,11 @@ def _make(folder: Path, python: Path, version: str) -> None:
     subprocess.run([*pip, "--no-deps", f"tinker=={version}"], check=True, timeout=INSTALL_S, capture_output=True)
 
 
-async def run_sdk(program: str, *, url: str = "", key: str = "", version: str = VERSION) -> Any:
+async def run_sdk(
+    program: str, *, url: str = "", key: str = "", version: str = VERSION, timeout_s: float = PROGRAM_S
+) -> Any:
     """What a program of Python prints last, as JSON. It finds the service by the SDK's own variables."""
-    ended = await _ended(["-c", program], url=url, key=key, version=version)
+    ended = await _ended(["-c", program], url=url, key=key, version=version, timeout_s=timeout_s)
     assert ended.code == 0, ended.err[-4000:]
     return json.loads(ended.out.strip().splitlines()[-1])
 
@@ -86,7 +88,7 @@ class Ended:
         return json.loads(self.out)
 
 
-async def _ended(words: list[str], *, url: str, key: str, version: str) -> Ended:
+async def _ended(words: list[str], *, url: str, key: str, version: str, timeout_s: float = PROGRAM_S) -> Ended:
     python = await asyncio.to_thread(sdk_python, version)
     variables = {
         **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
@@ -98,7 +100,7 @@ async def _ended(words: list[str], *, url: str, key: str, version: str) -> Ended
         python, *words, env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(PROGRAM_S):
+        async with asyncio.timeout(timeout_s):
             out, err = await process.communicate()
     finally:
         if process.returncode is None:
