@@ -81,6 +81,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         silence_s=settings.inference_silence_s,
         timeout_s=settings.inference_timeout_s,
         slots=lambda kind: _places(kind, settings.inference_share, cluster),
+        most_for_chat=settings.inference_share,
     )
     samples = Samples(bus, inference, api_id)
     return Base(

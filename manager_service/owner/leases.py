@@ -5,7 +5,7 @@ even share. An owner with more than its share gives the rest back, so a manager 
 an owner that dies run out, and the others take them. All times are Redis' own.
 
 The round also exchanges the weight of the active tenants of each partition. That weight, and not the number of
-partitions, is an owner's part of the workers. API replicas whose tenants sample in bulk are among those who share
+partitions, is an owner's part of the workers. API replicas whose tenants chat or sample in bulk are among those who share
 (manager_service/api/sampling/cell_share.py): `sampling` has their tenants' weight.
 """
 

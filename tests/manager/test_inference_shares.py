@@ -124,3 +124,22 @@ async def test_samples_in_bulk_share_the_slots_with_jobs_by_weight(redis_url: st
     share = HEAVY.weight / (HEAVY.weight + jobs)
     assert worker.most_held == pytest.approx(OVERSUBSCRIPTION * SLOTS * share, abs=2)
     assert told == b"3.0", "owners see the tenant's weight once, though it asks two replicas"
+
+
+@pytest.mark.parametrize(("num_asking", "held", "told"), [(12, 6, 3.0), (1, 1, 1 / 3)], ids=["much", "little"])
+async def test_completions_share_the_slots_with_jobs_by_weight(
+    redis_url: str, tmp_path: Path, bus: Bus, num_asking: int, held: int, told: float
+) -> None:
+    """Of 16 slots a weight of 3 beside 5 has 6. Who asks for one alone leaves the others to the jobs."""
+    await bus.client.hset(bus.cell.weights, "1", "5.0")
+    async with two_replicas(redis_url, tmp_path) as apis:
+        base = apis[0].bases["tiny"]
+        worker = SlowWorker(bus, bus.cell.rollout_first, warm_up=300)
+        async with running(
+            keep_alive(bus), base.run(), worker.run(), *(keep_asking(base, HEAVY) for _ in range(num_asking))
+        ):
+            while len(worker.answered) < 900:
+                await asyncio.sleep(0.05)
+            weight = float(await bus.client.get(bus.cell.sampling) or 0)
+    assert worker.most_held == pytest.approx(held, abs=2 if num_asking > 1 else 0)
+    assert weight == pytest.approx(told)

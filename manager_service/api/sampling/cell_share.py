@@ -4,28 +4,29 @@ Each replica tells the others in Redis, every EXCHANGE_S, which tenants ask it f
 they ask for. A tenant's weight is split among the replicas by what it asks of each. A replica has the part of the cell's
 places that its tenants' weights are of all, and shares it by those weights.
 
-Tenants who sample in bulk share the rollout workers with jobs: the weight of all of them stands in `sampling`, where owners
-see it, and owners' weight is seen here.
+Who chats or samples in bulk shares the rollout workers with jobs: the weight of all of them stands in `sampling`, where owners
+see it, and owners' weight is seen here. Of a tenant who asks for less than its weight gives it, as much weight counts as it asks for.
 
     reads: `weights`   reads, writes: `inference`, `sampling`   after a crash: the others forget the replica after GONE_S
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from common.bus import Bus
 
 EXCHANGE_S = 0.5
-BULK = "samples"
-"""The places that are rollout slots, which bulk samples share with jobs."""
+CHAT, BULK = "rollout", "samples"
+"""The places that are rollout slots, which completions and bulk samples share with jobs."""
+ROLLOUT = (CHAT, BULK)
 GONE_S = 5.0
 """A replica that was silent for so long has no part any more."""
 
 # KEYS: inference, sampling, weights. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
-# sample in bulk. Answers with the weight of the owners' tenants, then with what all live replicas tell.
+# chat or sample in bulk. Answers with the weight of the owners' tenants, then with what all live replicas tell.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -62,8 +63,20 @@ _TOLD = dict[str, dict[str, Asked]]
 class CellShare:
     """One replica's part of each kind of places."""
 
-    def __init__(self, bus: Bus, replica: str, asking: Callable[[], Mapping[str, Asking]]) -> None:
-        """`asking`: for each kind of places, what this replica is asked for at the moment."""
+    def __init__(
+        self,
+        bus: Bus,
+        replica: str,
+        asking: Callable[[], Mapping[str, Asking]],
+        *,
+        slots: Callable[[], int],
+        most_for_chat: float,
+    ) -> None:
+        """`asking`: for each kind of places, what this replica is asked for at the moment. `slots`: of the cell's rollout workers.
+        `most_for_chat`: the largest part of them that completions have, also where nobody else wants them.
+        """
+        self._slots = slots
+        self._most_for_chat = most_for_chat
         self._bus = bus
         self._replica = replica
         self._asking = asking
@@ -78,7 +91,7 @@ class CellShare:
         mine = {kind: dict(asking) for kind, asking in self._asking().items()}
         cell = self._bus.cell
         keys = [cell.inference, cell.sampling, cell.weights]
-        words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine), repr(sum(self._weights(BULK).values()))]
+        words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine), repr(self._sampling_weight())]
         total, *told = await self._bus.retrying(lambda: self._exchange(keys=keys, args=words))
         self._jobs_weight = float(total)
         self._all = [msgspec.json.decode(one, type=_TOLD) for one in told]
@@ -99,20 +112,39 @@ class CellShare:
         self._wanted.set()
 
     def part(self, kind: str) -> float:
-        """This replica's part of the cell's places, 0 to 1: an equal one where nobody asks. Of those for BULK, jobs have theirs."""
-        weights = sum(self._weights(kind).values()) + (self._jobs_weight if kind == BULK else 0.0)
-        if not weights:
+        """This replica's part of the cell's places of a kind, 0 to 1: an equal one where nobody asks. Jobs have theirs of rollout slots."""
+        weights = sum(self._weights(kind).values())
+        if not weights and (kind != BULK or not self._jobs_weight):
             return 1 / max(1, len(self._all))
         mine = sum(self.weight(kind, tenant, asked.weight) for tenant, asked in self._mine.get(kind, {}).items())
-        return mine / weights
+        if kind not in ROLLOUT:
+            return mine / weights
+        here = {tenant for each in ROLLOUT for tenant in self._mine.get(each, {})}
+        due = mine / (self._sampling_weight(whole=here) + self._jobs_weight) if mine else 0.0
+        return due if kind == BULK else min(mine / weights, due / self._most_for_chat)
+
+    def weight(self, kind: str, tenant: str, weight: float) -> float:
+        """The part of a tenant's weight that counts here, for this kind: as what it asks is of all that it asks for."""
+        here = self._mine.get(kind, {}).get(tenant)
+        if here is None:
+            return weight
+        kinds = ROLLOUT if kind in ROLLOUT else (kind,)
+        return weight * here.num / sum(asked.num for each in kinds for asked in self._of_all(each, tenant))
+
+    def _sampling_weight(self, *, whole: Collection[str] = ()) -> float:
+        """What counts, beside jobs' weight, of the weights of all who chat or sample in bulk. `whole`: tenants whose whole weight does."""
+        tenants = {tenant: weight for kind in ROLLOUT for tenant, weight in self._weights(kind).items()}
+        total, slots = sum(tenants.values()) + self._jobs_weight, max(1, self._slots())
+        counted = 0.0
+        for tenant, weight in tenants.items():
+            asked = sum(each.num for kind in ROLLOUT for each in self._of_all(kind, tenant))
+            counted += weight if tenant in whole else min(weight, asked * total / slots)
+        return counted
 
     def _weights(self, kind: str) -> dict[str, float]:
         """By tenant that asks any replica."""
         return {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
 
-    def weight(self, kind: str, tenant: str, weight: float) -> float:
-        """The part of a tenant's weight that counts here."""
-        here = self._mine.get(kind, {}).get(tenant)
-        if here is None:
-            return weight
-        return weight * here.num / sum(told[kind][tenant].num for told in self._all if tenant in told.get(kind, {}))
+    def _of_all(self, kind: str, tenant: str) -> list[Asked]:
+        """What a tenant asks of each replica."""
+        return [told[kind][tenant] for told in self._all if tenant in told.get(kind, {})]

@@ -32,7 +32,7 @@ from common.messages import (
 from common.streams import GROUP_ROLLOUT
 from common.tasks import cancel_all, running
 from manager_service.api.places import MAX_WAITING, SharedPlaces
-from manager_service.api.sampling.cell_share import BULK, CellShare
+from manager_service.api.sampling.cell_share import BULK, CHAT, CellShare
 from manager_service.api.sampling.choices import (
     Choice,
     Fresh,
@@ -120,13 +120,20 @@ class Inference:
         silence_s: float,
         timeout_s: float,
         slots: Callable[[str], int],
+        most_for_chat: float,
     ) -> None:
-        """`slots`: the number of turns (`rollout`), of grader runs (`env`), and of samples in bulk together with jobs' trajectories
-        (BULK), that all replicas may have under way at once.
+        """`slots`: the number of completions' turns (CHAT), of grader runs (`env`), and of samples in bulk together with jobs'
+        trajectories (BULK), that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT has of them.
         """
         self._bus = bus
-        self._share = CellShare(bus, api_id, lambda: {kind: places.asking() for kind, places in self._places.items()})
-        names = {"rollout": "slots for completions", "env": "slots for graders", BULK: "slots for samples"}
+        self._share = CellShare(
+            bus,
+            api_id,
+            lambda: {kind: places.asking() for kind, places in self._places.items()},
+            slots=lambda: slots(BULK),
+            most_for_chat=most_for_chat,
+        )
+        names = {CHAT: "slots for completions", "env": "slots for graders", BULK: "slots for samples"}
         self._places = {kind: self._shared(name, kind, slots) for kind, name in names.items()}
         self._grades = self._places["env"]
         self._replies = Replies(bus, api_id)
@@ -181,7 +188,7 @@ class Inference:
         waiting = deque(choices)
         while waiting:
             places = self._places_of(waiting[0])
-            if waiting[0].bulk and tenant.id not in places.asking():
+            if tenant.id not in places.asking():
                 self._share.exchange_soon()
             limits = (None, MAX_BULK) if waiting[0].bulk else (self._timeout_s, MAX_WAITING)
             waiting[0].place = await places.take(tenant, *limits)
@@ -192,7 +199,7 @@ class Inference:
             await self._publish(ready)
 
     def _places_of(self, choice: Choice) -> SharedPlaces:
-        return self._places[BULK if choice.bulk else "rollout"]
+        return self._places[BULK if choice.bulk else CHAT]
 
     def _end(self, choices: "list[Choice]") -> None:
         """Gives back the places, and has the workers drop what has no result."""
