@@ -14,7 +14,7 @@ NUM_AT_ONCE, NUM_SAMPLES, MAX_TOKENS = 8, 32, 32
 def keep_sampling(sampler: tinker.SamplingClient) -> None:
     prompt = types.ModelInput.from_ints([259, *b"reverse cabin", 256, 260])
     while True:
-        sampler.sample(prompt, NUM_SAMPLES, types.SamplingParams(max_tokens=MAX_TOKENS)).result()
+        sampler.sample(prompt, NUM_SAMPLES, types.SamplingParams(max_tokens=MAX_TOKENS, stop=[])).result()
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     python -m benchmarks.three_kinds [--seconds 40] [--json FILE]
 
 Three tenants of weights 1, 2 and 1, of all of which there is always more to do: jobs whose trajectories may be two versions old, clients of
-the SDK that sample 8 times 32 answers at once, and 64 chat requests at a time. Counted from the moment all three are served: busy
+the SDK that sample 8 times 32 answers at once, and 64 completions at a time. Counted from the moment all three are served: busy
 seconds of the rollout workers by tenant, as `/v1/usage` tells them, against the parts of the weights.
 """
 
@@ -27,7 +27,9 @@ WEIGHTS = {"job": 1.0, "run": 2.0, "chat": 1.0}
 WITHIN = 0.1
 WARM_UP_S = 10.0
 NUM_CHATS, MAX_TOKENS = 64, 32
-NUM_JOBS = 4
+NUM_JOBS = 8
+PLAIN = "User: What is 37 + 58?\n\nAssistant:"
+"""Without the chat template `tiny` does not end its turn, so that an answer has MAX_TOKENS."""
 COUNTER = "rollout_s"
 
 
@@ -57,11 +59,9 @@ async def tinker(cluster: LocalCluster, api: Api) -> None:
 
 
 async def chat(cluster: LocalCluster, api: Api) -> None:
-    asked: Any = [{"role": "user", "content": "reverse cabin"}]
-
     async def one(client: AsyncOpenAI) -> None:
         while True:
-            await client.chat.completions.create(model="tiny", messages=asked, max_tokens=MAX_TOKENS)
+            await client.completions.create(model="tiny", prompt=PLAIN, max_tokens=MAX_TOKENS)
 
     async with AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=api.key, timeout=300) as client:
         await asyncio.gather(*(one(client) for _ in range(NUM_CHATS)))
