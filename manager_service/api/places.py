@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sized
+from contextlib import asynccontextmanager, contextmanager
 
 from common.errors import Unavailable
 from common.places import Claim, Places
@@ -29,6 +29,7 @@ class SharedPlaces:
         self._open: dict[str, Asked] = {}
         self._places = Places(num)
         self._waiting: Counter[str] = Counter()
+        self._behind: dict[int, tuple[str, Sized]] = {}  # by identity
 
     @asynccontextmanager
     async def one(self, tenant: TenantRecord, timeout_s: float) -> AsyncGenerator[None]:
@@ -56,6 +57,15 @@ class SharedPlaces:
         finally:
             self._waiting[tenant.id] -= 1
 
+    @contextmanager
+    def behind(self, tenant: TenantRecord, rest: Sized) -> Generator[None]:
+        """Counts `rest` as asked for too, as long as it then is, while the block runs: what the caller will take places for next."""
+        self._behind[id(rest)] = (tenant.id, rest)
+        try:
+            yield
+        finally:
+            del self._behind[id(rest)]
+
     def take_now(self, tenant: TenantRecord) -> Claim | None:
         """Takes a place if one is the tenant's at this moment."""
         claim = self._places.take_now(tenant.id, self._weight(tenant.id, tenant.weight))
@@ -71,9 +81,16 @@ class SharedPlaces:
         """Gives away what is free. Call when there may be more places than before."""
         self._places.serve()
 
+    def asks(self, tenant: str) -> bool:
+        """Whether the tenant holds or waits for a place."""
+        return tenant in self._open
+
     def asking(self) -> Mapping[str, Asked]:
-        """What tenants ask for now: the places that they hold or wait for."""
-        return self._open
+        """What tenants ask for now: the places that they hold, wait for, or will take next."""
+        behind = Counter[str]()
+        for tenant, rest in self._behind.values():
+            behind[tenant] += len(rest)
+        return {tenant: Asked(asked.weight, asked.num + behind[tenant]) for tenant, asked in self._open.items()}
 
     def _ask(self, tenant: str, weight: float, num: int) -> None:
         before = self._open.pop(tenant, None)

@@ -115,10 +115,10 @@ async def test_samples_in_bulk_share_the_slots_with_jobs_by_weight(redis_url: st
     await bus.client.hset(bus.cell.weights, "1", repr(jobs))
     async with two_replicas(redis_url, tmp_path) as apis:
         first, second = (api.bases["tiny"] for api in apis)
-        worker = SlowWorker(bus, bus.cell.rollout, warm_up=300)
-        asking = [keep_asking(base, HEAVY, num=32, bulk=True) for base in (first, second)]
+        worker = SlowWorker(bus, bus.cell.rollout)
+        asking = [keep_asking(base, HEAVY, num=num, bulk=True) for base in (first, second) for num in range(20, 40, 3)]
         async with running(keep_alive(bus), first.run(), second.run(), worker.run(), *asking):
-            while len(worker.answered) < 900:
+            while len(worker.answered) < WARM_UP + MEASURED:
                 await asyncio.sleep(0.05)
             told = await bus.client.get(bus.cell.sampling)
     share = HEAVY.weight / (HEAVY.weight + jobs)

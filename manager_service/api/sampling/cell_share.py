@@ -52,7 +52,7 @@ class Asked(msgspec.Struct, frozen=True):
     """What one tenant asks of one replica."""
 
     weight: float
-    num: int  # places that it holds or waits for
+    num: int  # places that it holds or waits for; of rollout slots at most as many as there are
 
 
 Asking = Mapping[str, Asked]
@@ -88,7 +88,10 @@ class CellShare:
 
     async def exchange(self) -> None:
         """Tells what this replica is asked for, and hears of the others."""
-        mine = {kind: dict(asking) for kind, asking in self._asking().items()}
+        mine = {
+            kind: {t: self._at_most(kind, asked) for t, asked in asking.items()}
+            for kind, asking in self._asking().items()
+        }
         cell = self._bus.cell
         keys = [cell.inference, cell.sampling, cell.weights]
         words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine), repr(self._sampling_weight())]
@@ -96,6 +99,10 @@ class CellShare:
         self._jobs_weight = float(total)
         self._all = [msgspec.json.decode(one, type=_TOLD) for one in told]
         self._mine = mine
+
+    def _at_most(self, kind: str, asked: Asked) -> Asked:
+        """Who asks two replicas for more than there is has an equal part of both, however long the queues."""
+        return Asked(asked.weight, min(asked.num, max(1, self._slots()))) if kind in ROLLOUT else asked
 
     async def run(self, changed: Callable[[], None]) -> None:
         """Exchanges until cancelled, and calls `changed` after each time."""

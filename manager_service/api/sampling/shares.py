@@ -185,18 +185,18 @@ class Inference:
 
     async def _ask_for(self, choices: "list[Choice]", tenant: TenantRecord) -> None:
         """Publishes each request as soon as it has a place, those that get one at once together. Raises Unavailable."""
-        waiting = deque(choices)
-        while waiting:
-            places = self._places_of(waiting[0])
-            if tenant.id not in places.asking():
-                self._share.exchange_soon()
-            limits = (None, MAX_BULK) if waiting[0].bulk else (self._timeout_s, MAX_WAITING)
-            waiting[0].place = await places.take(tenant, *limits)
-            ready = [waiting.popleft()]
-            while waiting and (place := places.take_now(tenant)) is not None:
-                waiting[0].place = place
-                ready.append(waiting.popleft())
-            await self._publish(ready)
+        waiting, places = deque(choices), self._places_of(choices[0])
+        limits = (None, MAX_BULK) if choices[0].bulk else (self._timeout_s, MAX_WAITING)
+        with places.behind(tenant, waiting):
+            while waiting:
+                if not places.asks(tenant.id):
+                    self._share.exchange_soon()
+                ready = [waiting.popleft()]
+                ready[0].place = await places.take(tenant, *limits)
+                while waiting and (place := places.take_now(tenant)) is not None:
+                    waiting[0].place = place
+                    ready.append(waiting.popleft())
+                await self._publish(ready)
 
     def _places_of(self, choice: Choice) -> SharedPlaces:
         return self._places[BULK if choice.bulk else CHAT]
