@@ -33,7 +33,6 @@ class SlowWorker:
 
     bus: Bus
     stream: str
-    warm_up: int = WARM_UP
     held: deque[Delivery] = field(default_factory=deque)
     answered: list[str] = field(default_factory=list)  # tenants
     most_held: int = 0
@@ -43,7 +42,7 @@ class SlowWorker:
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)
         while True:
             self.held += await self.bus.read([stream], GROUP_ROLLOUT, "slow", count=64, block_ms=5)
-            if len(self.answered) > self.warm_up:
+            if len(self.answered) > WARM_UP:
                 self.most_held = max(self.most_held, len(self.held))
             if self.held:
                 await self._answer(self.held.popleft())
@@ -134,11 +133,11 @@ async def test_completions_share_the_slots_with_jobs_by_weight(
     await bus.client.hset(bus.cell.weights, "1", "5.0")
     async with two_replicas(redis_url, tmp_path) as apis:
         base = apis[0].bases["tiny"]
-        worker = SlowWorker(bus, bus.cell.rollout_first, warm_up=300)
+        worker = SlowWorker(bus, bus.cell.rollout_first)
         async with running(
             keep_alive(bus), base.run(), worker.run(), *(keep_asking(base, HEAVY) for _ in range(num_asking))
         ):
-            while len(worker.answered) < 900:
+            while len(worker.answered) < WARM_UP + MEASURED:
                 await asyncio.sleep(0.05)
             weight = float(await bus.client.get(bus.cell.sampling) or 0)
     assert worker.most_held == pytest.approx(held, abs=2 if num_asking > 1 else 0)
