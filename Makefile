@@ -4,7 +4,7 @@
 #   make tinker-cookbook   more recipes: three modes of `math_rl`, `sl_basic`, `guess_number`
 #   make tinker-sdks   a tour of the Tinker protocol with each version of the SDK that is promised
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
-#   make up       run the service on 127.0.0.1:8000 until Ctrl-C
+#   make up       run the service on 127.0.0.1:8000 until Ctrl-C (ARGS="--rollout 2 --port 9000")
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
 #   make test-exact    the tests of deterministic mode alone
 #   make check    format, lint, types, architecture
@@ -53,7 +53,7 @@ tinker-sdks: .venv/.ready-dev
 	@MARLAAS_TEST_SDKS=$(SDKS) $(RUN) -m pytest -v -m slow tests/system/test_tinker_sdks.py $(ARGS)
 
 up: .venv/.ready
-	@$(BIN)/marlaas up
+	@$(BIN)/marlaas up $(ARGS)
 
 test: .venv/.ready-dev
 	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 $(ARGS)
@@ -131,7 +131,7 @@ clean:
 	@touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml
-	@echo "[2/2] the other packages (about a minute, once)"
+	@echo "[2/2] the other packages (a minute or two, once)"
 	@start=$$SECONDS; $(PIP) -e . && echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 

@@ -12,18 +12,24 @@ COUNTERS = ("prompt_tokens", "sampled_tokens", "trained_tokens", "wasted_tokens"
 FATES = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
 
 
-def usage(url: Url = None, data: Data = None, as_json: Json = False) -> None:
+def usage(
+    job: Annotated[str | None, typer.Argument(help="Of one job alone.")] = None,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
     """Tokens and busy seconds of your jobs, and of your completions and grader runs (`inference`)."""
     with connect(url, data) as client:
-        report = client.get("/v1/usage")
+        report = client.get(f"{JOBS}/{job}/usage" if job else "/v1/usage")
     if as_json:
         return print_json(report)
     shown = table("job", *COUNTERS, right=COUNTERS)
-    for row in [*report["data"], report["total"] | {"job": "total"}]:
+    for row in [report] if job else [*report["data"], report["total"] | {"job": "total"}]:
         shown.add_row(*cells(row["job"], *(row[counter] for counter in COUNTERS)))
     print_table(shown)
-    limit = report["max_tokens_per_day"]
-    say(f"{report['tokens_today']:,} tokens today" + ("" if limit is None else f" of {limit:,}"))
+    if not job:
+        limit = report["max_tokens_per_day"]
+        say(f"{report['tokens_today']:,} tokens today" + ("" if limit is None else f" of {limit:,}"))
 
 
 def ledger(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:

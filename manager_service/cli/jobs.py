@@ -6,8 +6,10 @@ import typer
 
 from manager_service.cli.client import JOBS, Client, Record
 from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import cells, clock, console, print_json, print_table, say, status, table
+from manager_service.cli.output import cells, clock, console, cut, print_json, print_table, say, status, table
 from manager_service.cli.view import event_line
+
+MAX_REASON = 200
 
 
 def jobs(
@@ -71,9 +73,9 @@ def newest(client: Client, limit: int) -> list[Record]:
 
 
 def reason(job: Record) -> str:
-    """The reason of its failure; empty if it did not fail."""
+    """The reason of its failure, cut; empty if it did not fail."""
     error: Record = job.get("error") or {}
-    return str(error.get("message", ""))
+    return cut(str(error.get("message", "")), MAX_REASON)
 
 
 def _act(job: str, verb: str, url: Url, data: Data, as_json: bool) -> None:

@@ -85,6 +85,11 @@ def cells(*values: Any) -> list[Text]:
     return [Text(visible(_text(value))) for value in values]
 
 
+def cut(text: str, most: int) -> str:
+    """At most so many characters, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
+
+
 def status(name: str) -> Text:
     return Text(visible(name), STATUS_STYLES.get(name, ""))
 

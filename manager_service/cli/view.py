@@ -8,11 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from manager_service.cli.client import Record
-from manager_service.cli.output import cells, clock, status, table, visible
+from manager_service.cli.output import cells, clock, console, cut, status, table, visible
 from manager_service.cli.progress import JobProgress, sparkline
 
 SHOWN_METRICS = ("step", "reward_mean", "eval_reward_mean", "loss", "kl", "grad_norm", "step_tokens", "staleness")
-CURVE_WIDTH = 20
+CURVE_WIDTHS = (8, 20)
+BESIDE_CURVE = 70
+"""Characters of a line that the other columns need."""
+MAX_MESSAGE = 400
+"""Characters of an event that are shown; `--json` gives all."""
 BUSY_WIDTH = 8
 MAX_TENANTS = 6
 
@@ -20,8 +24,10 @@ MAX_TENANTS = 6
 def jobs_view(jobs: Iterable[JobProgress], now: float) -> RenderableType:
     """`now`: of the same clock as in `Progress.add`."""
     shown = table("job", "status", "step", "reward", "curve", "tokens/s", "eval", right=["step", "reward", "tokens/s"])
+    least, most = CURVE_WIDTHS
+    width = max(least, min(most, console.width - BESIDE_CURVE))
     for job in jobs:
-        row = cells(_steps(job), _reward(job.reward), sparkline(job.rewards, CURVE_WIDTH), _rate(job, now), evals(job))
+        row = cells(_steps(job), _reward(job.reward), sparkline(job.rewards, width), _rate(job, now), evals(job))
         shown.add_row(*cells(name(job)), status(job.status), *row)
     return shown
 
@@ -35,8 +41,9 @@ def workers_view(workers: Iterable[Record]) -> Table:
 
 
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:
-    """Below the jobs their newest warnings. Without the table of workers where none are told."""
+    """Below the jobs their newest warnings, and the workers as long as a job runs and they are told."""
     shown = list(jobs)
+    workers = [] if all(job.has_ended for job in shown) else list(workers)
     warnings = [Text(visible(warning_line(job, job.warning)), "yellow") for job in shown if job.warning]
     return Group(jobs_view(shown, now), *warnings, *([workers_view(workers)] if workers else []))
 
@@ -44,7 +51,8 @@ def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float
 def plain_line(job: JobProgress, now: float) -> str:
     """The row of the table as one plain line, for a pipe."""
     reward = _reward(job.reward) or "-"
-    return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}, {_rate(job, now)} tokens/s"
+    rate = "" if job.has_ended else f", {_rate(job, now)} tokens/s"
+    return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}{rate}"
 
 
 def warning_line(job: JobProgress, warning: Record) -> str:
@@ -57,10 +65,10 @@ def event_line(event: Record) -> str:
     values: dict[str, Any] = event.get("data") or {}
     figures = [f"{name} {_short(values[name])}" for name in SHOWN_METRICS if values.get(name) is not None]
     shown = figures if event.get("type") == "metrics" else []
-    level = event.get("level", "info")
+    level, message = event.get("level", "info"), cut(event["message"], MAX_MESSAGE)
     if level == "info":
-        return f"{clock(event['created_at'])}  {'  '.join(shown) or event['message']}"
-    return "  ".join([clock(event["created_at"]), f"{level}: {event['message']}", *shown])
+        return f"{clock(event['created_at'])}  {'  '.join(shown) or message}"
+    return "  ".join([clock(event["created_at"]), f"{level}: {message}", *shown])
 
 
 def name(job: JobProgress) -> str:
@@ -108,4 +116,4 @@ def _short(value: Any) -> str:
 
 
 def _rate(job: JobProgress, now: float) -> str:
-    return f"{job.tokens_per_s(now):,.0f}"
+    return "" if job.has_ended else f"{job.tokens_per_s(now):,.0f}"

@@ -296,17 +296,20 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path: Path) -> None:
 
 def test_usage_ledger_and_samples(api: type[FakeApi]) -> None:
     counters = dict.fromkeys(account.COUNTERS, 7)
-    report = {"data": [{"job": "ftjob-1", **counters}], "total": {"job": None, **counters}}
+    row = {"job": "ftjob-1", **counters}
+    report = {"data": [row], "total": {"job": None, **counters}}
     report |= {"tokens_today": 12_345, "max_tokens_per_day": 20_000}
     sample = {"version": 3, "group": 1, "sample": 0, "prompt": "add 1+2", "text": "3\x1b[2J", "reward": None}
     api.answers = {
         ("GET", "/v1/usage"): report,
+        ("GET", "/v1/fine_tuning/jobs/ftjob-1/usage"): row,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/ledger"): dict.fromkeys(account.FATES, 5) | {"issued": 30},
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/samples"): [sample | {"id": "s", "stop_reason": "failed"}],
     }
     assert "12,345 tokens today of 20,000" in (printed := run("usage"))
     assert "ftjob-1" in printed and "total" in printed
     assert json.loads(run("usage", "--json")) == report
+    assert "ftjob-1" in (printed := run("usage", "ftjob-1")) and "today" not in printed
     assert run("ledger", "ftjob-1").split()[-7:] == ["30", *["5"] * 6]
     assert run("samples", "ftjob-1").split() == [
         *("reward", "-", "group", "1", "failed", "'add", "1+2'", "→", r"'3\x1b[2J'")
@@ -445,6 +448,26 @@ def test_curves() -> None:
     assert sparkline([0.0, 0.5, 1.0, 1.5, -1.0]) == "▁▅██▁"
     assert shortened([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
     assert len(sparkline([0.5] * 100, 20)) == 20
+
+
+def test_a_long_message_is_cut_and_says_by_how_much(api: type[FakeApi]) -> None:
+    event = {**metrics(1, step=1), "level": "warn", "message": "x" * 100_000}
+    api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/events"): [event]}
+    assert "(99,600 more characters)" in (shown := run("events", "ftjob-1")) and len(shown) < 600
+    assert json.loads(run("events", "ftjob-1", "--json")) == event
+
+
+def test_the_live_view_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.console, "width", 80)
+    jobs = [JobProgress(f"ftjob-{i}", tenant="bluebird", label="reverse", num_steps=40) for i in range(6)]
+    for job in jobs:
+        for step in range(1, 40):
+            job.add(metrics(step, step=step, reward_mean=0.5, eval_reward_mean=0.52, version=step % 2), now=float(step))
+        job.status = "running"
+    with output.console.capture() as capture:
+        output.console.print(live_view(jobs, [], 40.0))
+    lines = capture.get().splitlines()
+    assert len(lines) == 2 + len(jobs) and max(map(len, lines)) <= 80
 
 
 def test_server_sent_events() -> None:
