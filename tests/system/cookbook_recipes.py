@@ -111,6 +111,7 @@ async def test_players_of_a_game_of_several_turns_are_trained(cluster: LocalClus
         "batch_size": "4",
         "group_size": "2",
         "max_steps": "2",
+        "eval_every": "0",  # each would be 412 games of ten turns
         "log_path": "guess_number",
     }
     rows = await run(cluster, folder, "tinker_cookbook.recipes.multiplayer_rl.guess_number.train", options)
