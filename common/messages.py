@@ -1,8 +1,9 @@
 """The message types: everything that one service says to another about jobs (those about runs: `common/operations.py`).
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
-take their default, so that old and new workers can run side by side; a change of meaning needs a new class name.
-Arrays travel as raw little-endian bytes with dtype and shape. `tests/common/test_messages.py` pins the wire format.
+take their default, so that old and new workers can run side by side; a change of meaning needs a new class name, and so does
+a change of a default, since a field that has it is not sent. Arrays travel as raw little-endian bytes with dtype and shape.
+`tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
@@ -35,19 +36,28 @@ DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 
 
 class Array(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A numpy array on the wire. `data` is C order, little-endian."""
+    """A numpy array on the wire: C order, little-endian. Zeros that it begins with are not sent, as those of a prompt's log-probs."""
 
     dtype: Literal["i4", "f4", "u1"]
     shape: tuple[int, ...]
-    data: bytes
+    rest: bytes  # without the elements at its beginning that are zero
 
     def __post_init__(self) -> None:
-        expected = math.prod(self.shape) * DTYPES[self.dtype].itemsize
-        if expected != len(self.data):
-            raise ValueError(f"array of {self.dtype} {self.shape} needs {expected} bytes, got {len(self.data)}")
+        size, expected = DTYPES[self.dtype].itemsize, self._num_bytes()
+        if len(self.rest) > expected or len(self.rest) % size:
+            raise ValueError(f"array of {self.dtype} {self.shape} needs {expected} bytes, got {len(self.rest)}")
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of all elements."""
+        missing = self._num_bytes() - len(self.rest)
+        return bytes(missing) + self.rest if missing else self.rest
+
+    def _num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def numpy(self) -> np.ndarray:
         """A read-only view of the bytes."""
@@ -68,7 +78,9 @@ def u8(values: Any) -> Array:
 
 def _array(dtype: Literal["i4", "f4", "u1"], values: Any) -> Array:
     array = np.ascontiguousarray(values, DTYPES[dtype])
-    return Array(dtype, array.shape, array.tobytes())
+    data = array.tobytes()
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return Array(dtype, array.shape, data[zeros - zeros % array.itemsize :])
 
 
 MAX_REWARD = 1e6
@@ -111,7 +123,7 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
     reason: str  # one line for the job's owner; never another tenant's data
 
 
-class Usage(msgspec.Struct, frozen=True, gc=False):
+class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a piece of work cost; counted when its result settles."""
 
     prompt_tokens: int = 0  # tokens prefilled that the model did not write
@@ -123,10 +135,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
     def __add__(self, other: "Usage") -> "Usage":
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
-        return Usage(*(a + b for a, b in pairs))
+        return Usage(*(a + b if b else a for a, b in pairs))
 
 
-class Sampling(msgspec.Struct, frozen=True, gc=False):
+class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     temperature: float = TEMPERATURE  # 0 is greedy: evaluation and inference only
     max_tokens: int = MAX_TOKENS  # bounds each turn
     top_p: float = 1.0  # inference only
@@ -137,20 +149,20 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
 
 
-class EnvSpec(msgspec.Struct, frozen=True, gc=False):
+class EnvSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Which environment a job uses. A grader alone is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
 
 
-class LoraSpec(msgspec.Struct, frozen=True, gc=False):
+class LoraSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ()  # leaf module names such as "q_proj"; empty: all linear layers but lm_head
 
 
-class LossSpec(msgspec.Struct, frozen=True, gc=False):
+class LossSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
 
     name: LossName = "grpo"
@@ -164,7 +176,7 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False):
     temperature: float = TEMPERATURE
 
 
-class OptimSpec(msgspec.Struct, frozen=True, gc=False):
+class OptimSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     learning_rate: float
     weight_decay: float = 0.0
     grad_clip: float = 1.0  # the gradient's largest Euclidean norm; 0: any
@@ -173,7 +185,7 @@ class OptimSpec(msgspec.Struct, frozen=True, gc=False):
     eps: float = 1e-8
 
 
-class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="kind", tag=True):
+class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
     """Plain fields of every message; they also stand beside the payload in the stream entry."""
 
     id: str  # derived from its cause, so that a repeat has the same id
@@ -190,7 +202,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="ki
 # ---- rollouts -------------------------------------------------------------------------------------------------------
 
 
-class TrajectoryRef(msgspec.Struct, frozen=True, gc=False):
+class TrajectoryRef(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Which trajectory of a job. All of its random numbers are functions of these and `seed`, never of `attempt`."""
 
     purpose: Purpose

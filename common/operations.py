@@ -24,7 +24,7 @@ Action = Literal[
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 
-class Datum(msgspec.Struct, frozen=True, gc=False):
+class Datum(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A sequence with what is to be learned at each position. Arrays that the loss has no use for are None."""
 
     tokens: Array  # i4 [N] read by the model
@@ -37,7 +37,7 @@ class Datum(msgspec.Struct, frozen=True, gc=False):
     high: Array | None = None
 
 
-class Forward(msgspec.Struct, frozen=True):
+class Forward(msgspec.Struct, frozen=True, omit_defaults=True):
     """The payload of `forward` and `forward_backward`."""
 
     data: tuple[Datum, ...]
@@ -47,7 +47,7 @@ class Forward(msgspec.Struct, frozen=True):
     beta: float | None = None  # dro
 
 
-class SaveWeights(msgspec.Struct, frozen=True):
+class SaveWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     """The payload of saves: which name the newest version gets."""
 
     name: str = ""  # of a checkpoint; empty: none, only `sampler`
@@ -57,7 +57,7 @@ class SaveWeights(msgspec.Struct, frozen=True):
     overwrite: bool = False
 
 
-class LoadWeights(msgspec.Struct, frozen=True):
+class LoadWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     """The payload of `load`: the next version is a copy. What was added to the gradient before is dropped."""
 
     path: str  # as its user named the source
@@ -65,20 +65,20 @@ class LoadWeights(msgspec.Struct, frozen=True):
     with_optimizer: bool = False
 
 
-class Outputs(msgspec.Struct, frozen=True):
+class Outputs(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of an operation that trainers carry out, as bytes in `OperationResult.outputs`."""
 
     logprobs: tuple[Array, ...] = ()  # f4 [N] each: of every target, one array a datum
     metrics: dict[str, float] = {}
 
 
-class OperationResult(msgspec.Struct, frozen=True, gc=False):
+class OperationResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     seq: int
     outputs: bytes = b""  # msgpack of Outputs, or of Saved for saves and loads
     failure: Failure | None = None
 
 
-class Saved(msgspec.Struct, frozen=True):
+class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a save or a load: what was named, or loaded."""
 
     version: int
@@ -99,7 +99,7 @@ class Operation(Message, frozen=True, kw_only=True):
     failure: Failure | None = None  # it makes no sense, and fails when its turn comes
 
 
-class RunOperation(msgspec.Struct, frozen=True, gc=False):
+class RunOperation(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """An `Operation` as a trainer gets it."""
 
     seq: int

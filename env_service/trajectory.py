@@ -12,7 +12,7 @@ from env_service.failures import EnvironmentFailed
 MAX_STATE_BYTES = 64 * 1024
 
 
-class Context(msgspec.Struct, frozen=True):
+class Context(msgspec.Struct, frozen=True, omit_defaults=True):
     env: EnvSpec
     item: dict[str, Any]
     state: bytes  # the environment's own, msgpack

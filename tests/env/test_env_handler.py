@@ -32,6 +32,7 @@ from common.messages import (
     Usage,
     f32,
     i32,
+    u8,
 )
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
@@ -270,9 +271,7 @@ def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
             request,
             tokens=i32([*request.tokens.numpy(), *partial]),
             logprobs=f32([*request.logprobs.numpy(), -1, -1, -1]),
-            written=msgspec.structs.replace(
-                request.written, shape=(len(request.tokens) + 3,), data=request.written.data + b"\1\1\1"
-            ),
+            written=u8([*request.written.numpy(), 1, 1, 1]),
             num_partial=3,
         )
         _, scored = await run.turn(request, "29842<|end|>")
