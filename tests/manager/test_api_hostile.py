@@ -479,6 +479,30 @@ async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pyte
     assert b"408 " in answered.result() and b"too slowly" in answered.result()
 
 
+async def test_a_file_is_read_no_further_when_its_client_has_left(server: ApiServer) -> None:
+    # Given a file that takes minutes to read
+    content = FORM + jsonl(item("a")) * 200_000
+    rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
+    length = len(content) + len(rest)
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: {length}\r\n"
+    before = spooled_files()
+    with await half_open(server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
+        await asyncio.get_running_loop().sock_sendall(connection, content + rest)
+        while not helper_processes():
+            await asyncio.sleep(0.01)
+    # When its client leaves, the helper that reads it ends, and the file goes
+    while helper_processes() or spooled_files() > before:
+        await asyncio.sleep(0.01)
+    assert not (await server.openai.files.list()).data
+
+
+def helper_processes() -> list[Path]:
+    """Those of this process's children that read texts."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    programs = [Path(f"/proc/{child}/cmdline") for child in children]
+    return [one for one in programs if one.exists() and b"reading.process" in one.read_bytes()]
+
+
 def spooled_files() -> int:
     """Files of this process that have no name any more."""
     return sum(os.readlink(link).endswith("(deleted)") for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
