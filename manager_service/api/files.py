@@ -17,6 +17,8 @@ from manager_service.records import FileRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)
+MAX_NAME = 255
+"""Characters of a file's name that are kept."""
 
 
 @router.post("", response_model=FileObject, responses=declared(507))
@@ -33,7 +35,7 @@ async def upload(
     limit = api.settings.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
-    name = (file.filename or "upload.jsonl").encode(errors="replace").decode()[:255]
+    name = shown_name(file.filename or "upload.jsonl")
     try:
         found = await unless_gone(request, api.files.check(tenant, file))
     except Gone:
@@ -92,3 +94,8 @@ def shown(record: FileRecord) -> FileObject:
         purpose=record.purpose,
         num_items=record.num_items,
     )
+
+
+def shown_name(filename: str) -> str:
+    """A file's name without what a screen would not show, or show in another order."""
+    return "".join(sign if sign.isprintable() else "_" for sign in filename)[:MAX_NAME]
