@@ -29,6 +29,10 @@ class ManagerSettings(Settings):
     """The longest line of it: the whole item travels in messages."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """The largest body of every other request."""
+    max_open_requests: int = Field(default=1024, ge=1)
+    """Requests of one tenant that are open at once on this manager, besides those for events."""
+    max_event_streams: int = Field(default=100, ge=1)
+    """Requests of one tenant for events of jobs that are open at once on this manager: streams, above all."""
     inference_share: float = Field(default=0.5, gt=0, le=1)
     """The share of the live rollout slots that the completions of all tenants may take, over all replicas of the manager."""
     inference_silence_s: float = Field(default=10.0, gt=0)

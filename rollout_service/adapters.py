@@ -104,20 +104,20 @@ class AdapterCache:
             kind("adapter_not_loaded", adapter=str(adapter), reason=str(error))
 
     async def _trim(self) -> None:
-        """Drops the idle adapters that are over the budget, least recently used first."""
-        if self._loaded_bytes <= self._idle_bytes:
-            return
-        idle = [(a, e.loading.result()) for a, e in self._entries.items() if not e.users and _loaded(e)]
-        excess = sum(size for _, size in idle) - self._idle_bytes
-        for adapter, size in idle:
-            if excess <= 0:
-                return
-            del self._entries[adapter]
-            self._loaded_bytes -= size
-            excess -= size
+        """Drops the idle adapters that are over the budget, least recently used first. Others may use, load and drop some
+        while it waits for the engine, so it chooses each by what is idle then."""
+        while (adapter := self._one_too_many()) is not None:
+            self._loaded_bytes -= self._entries.pop(adapter).loading.result()
             async with self._changing:
                 if adapter not in self._entries:
                     await self._engine.drop(adapter)
+
+    def _one_too_many(self) -> AdapterRef | None:
+        """The idle adapter that was used least recently, if they are over the budget together."""
+        if self._loaded_bytes <= self._idle_bytes:
+            return None
+        idle = {a: e.loading.result() for a, e in self._entries.items() if not e.users and _loaded(e)}
+        return next(iter(idle)) if sum(idle.values()) > self._idle_bytes else None
 
 
 def _loaded(entry: Entry) -> bool:

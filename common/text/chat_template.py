@@ -3,22 +3,33 @@
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
+class Surroundings(ImmutableSandboxedEnvironment):
+    """Finds a message's members, which templates name most, without the detour over an attribute that is not there."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return cast(dict[str, Any], obj)[attribute]
+        return super().getattr(obj, attribute)
+
+
 def compile_template(template: str) -> jinja2.Template:
     """A template with the surroundings that transformers gives it. Raises ValueError if it does not parse."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = Surroundings(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     surroundings: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     template_globals: Any = environment.globals  # jinja's own type names its built-in globals alone
     template_globals.update(surroundings)
     try:
-        return environment.from_string(template)
+        compiled = environment.from_string(template)
+        compiled.globals = dict(compiled.globals)  # of one piece, for it is read at every rendering
+        return compiled
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template does not parse: {error}") from error
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -16,10 +16,11 @@ class Specials:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = list(tokenizer.get_added_tokens_decoder().items())
-        self._tokens = {token.content: (i, token) for i, token in added}
+        self._tokens = {token.content: (i, token.lstrip, token.rstrip) for i, token in added}
         self._pattern = _one_of(set(self._tokens))
         self._firsts = _one_of({token.content[0] for _, token in added})
         self._lasts = _one_of({token.content[-1] for _, token in added})
+        self._ends = _one_of({end for _, token in added for end in (token.content[0], token.content[-1])})
         self._removed = _one_of({token.content for _, token in added if token.special})
 
     def mark(self, value: Any, mark: str) -> Any:
@@ -28,9 +29,12 @@ class Specials:
         So no part of it is a special token, nor becomes one beside what the template or another value adds.
         """
         if isinstance(value, str):
+            if not self._ends.search(value):
+                return value
             return self._lasts.sub(lambda m: mark + m[0], self._firsts.sub(lambda m: m[0] + mark, value))
-        if isinstance(value, Mapping):
-            return {key: self.mark(item, mark) for key, item in value.items()}
+        if isinstance(value, dict):
+            members: dict[Any, Any] = value
+            return {key: self.mark(item, mark) for key, item in members.items()}
         if isinstance(value, list | tuple):
             return [self.mark(item, mark) for item in value]
         return value
@@ -42,13 +46,13 @@ class Specials:
         """
         end = 0
         while match := self._pattern.search(text, end):
-            i, token = self._tokens[match[0]]
+            i, takes_left, takes_right = self._tokens[match[0]]
             before = text[end : match.start()]
-            before = before.rstrip() if token.lstrip else before
+            before = before.rstrip() if takes_left else before
             if before:
                 yield None, before
             yield i, match[0]
-            end = _end_of_spaces(text, match.end()) if token.rstrip else match.end()
+            end = _end_of_spaces(text, match.end()) if takes_right else match.end()
         if end < len(text):
             yield None, text[end:]
 
@@ -57,6 +61,7 @@ class Specials:
         return self._removed.sub("", text)
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _NOTHING = r"(?!)"
 """A pattern that matches nowhere."""
 _SPACES = re.compile(r"\s*")
@@ -88,5 +93,8 @@ def without_added_tokens(tokenizer_json: str) -> Tokenizer:
 
 
 def unused_mark(value: Any) -> str:
-    used = set(json.dumps(value, ensure_ascii=False))
+    text = _ENCODER.encode(value)
+    if (first := chr(_MARKS[0])) not in text:
+        return first
+    used = set(text)
     return next(chr(code) for code in _MARKS if chr(code) not in used)

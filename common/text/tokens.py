@@ -47,6 +47,8 @@ DEFAULT_LEARNING_RATE = 1e-4
 """The RL rate of a base model without `marlaas.json`."""
 KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
 """Number of replies whose ids are kept, for tools often say the same to the samples of a group; longer ones are not kept."""
+MAX_SHRINKING = 4
+"""Characters of a text that a tokenizer may join to one: normal forms of Unicode join two or three."""
 MAX_HELD_BACK = 8
 """Ids without a whole character that a stream holds back. More of them are no character: it has at most four bytes."""
 
@@ -94,6 +96,7 @@ class ChatTokenizer:
         self._full = Tokenizer.from_str(tokenizer_json)
         self._plain = without_added_tokens(tokenizer_json)
         self._specials = Specials(self._full)
+        self._longest_token = max(map(len, self._plain.get_vocab()))
         self._template = compile_template(template)
         self._variables = token_variables(tokenizer_config)
         text_config = config.get("text_config", config)
@@ -131,6 +134,10 @@ class ChatTokenizer:
         """The ids of plain text; nothing in it becomes a special token, and none is added."""
         (encoding,) = self._plain.encode_batch_fast([valid_text(text, "text")], add_special_tokens=False)
         return encoding.ids  # of a batch: other threads run meanwhile, and it is several times as fast
+
+    def least_tokens(self, num_characters: int) -> int:
+        """No text of so many characters has fewer tokens, but for what a tokenizer removes from it, and that is refused too."""
+        return num_characters // (MAX_SHRINKING * self._longest_token)
 
     def tool_reply(self, replies: Sequence[Message]) -> list[int]:
         """Returns the ids to append after a model turn that ended with its end-of-turn token.

@@ -1,11 +1,11 @@
-"""The inside of the sandbox: `sandbox.py` starts it as `python -I -S child.py`, in an empty environment.
+"""The inside of the sandbox: `sandbox.py` has `python -I -S` run it as compiled code from stdin, in an empty environment.
 
     child (the keeper) ─ forks ─► child (shuts itself in, runs the tenant's source) ─ result ─► sandbox
 
 Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Before the tenant's code runs, descriptors
 1 and 2 both lead to the output pipe, so a print cannot look like a result. The keeper runs none of the tenant's code: it
 waits for the end of the other, and kills it on SIGTERM, which the worker sends, or the kernel once the worker is dead.
-Only the standard library, and as little of it as possible: this file is imported anew for every call.
+Only the standard library, and as little of it as possible: each call imports it anew.
 
     stage            what it needs                             without it
     namespaces       root, or unprivileged user namespaces     seccomp keeps the network and other processes away

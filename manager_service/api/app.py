@@ -24,6 +24,7 @@ from manager_service.api import (
 from manager_service.api.body_limit import BodyLimit
 from manager_service.api.context import Api
 from manager_service.api.key_first import KeyFirst
+from manager_service.api.open_requests import OpenRequests
 from manager_service.api.sampling import chat, completions
 from manager_service.tinker import operations, retrieval, runs, samplers, sessions
 from manager_service.tinker.futures.patience import Patience
@@ -84,6 +85,7 @@ def create_app(api: Api) -> FastAPI:
         max_file_bytes=settings.max_file_bytes,
         max_uploads_bytes=settings.max_uploads_bytes,
     )
+    app.add_middleware(OpenRequests, api=api)
     app.add_middleware(KeyFirst, api=api)
     app.add_middleware(Patience)
     app.openapi = cache(partial(_openapi, app))

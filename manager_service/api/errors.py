@@ -20,6 +20,9 @@ from common.spelling import cut, did_you_mean, quoted
 RETRY_AFTER_S = 2
 MAX_MESSAGE = 1000
 """Characters. Names in a message are cut before; this is for what nobody thought of."""
+BAD_FORM = (
+    "the body is no form that can be read: send multipart/form-data; a file's name has at most a few hundred characters"
+)
 log = structlog.get_logger()
 
 
@@ -117,6 +120,8 @@ def translated(error: Exception) -> ApiError:
 def _of_framework(error: HTTPException) -> ApiError:
     if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "the disk for uploads is full; try again later, or tell the operator", code="disk_full")
+    if error.detail == "Invalid multipart data.":
+        return ApiError(400, BAD_FORM, code="invalid_request")
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
     ours = ApiError(error.status_code, str(error.detail), code=codes.get(error.status_code, "invalid_request"))
     ours.headers = error.headers
@@ -148,6 +153,10 @@ def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:
         return f"{name or 'the body'} is missing", name or None
     if found["type"] == "extra_forbidden":
         return f"unknown parameter {quoted(name)}", name
+    if "UploadFile" in reason:
+        return f'{name} is a text, not a file: send it with a file name, as in `filename="items.jsonl"`', name
+    if "exceeded maximum size" in reason:
+        return f"{name} is a number that is too large", name
     if found["type"] == "json_invalid":
         return "the body is not valid JSON", None
     return (f"{name}: {reason[:1].lower()}{reason[1:]}" if name else reason), name or None

@@ -44,17 +44,20 @@ class Files:
         self._bases = bases
         self._max_line_bytes = max_line_bytes
 
-    async def create(self, tenant: TenantRecord, filename: str, file: UploadFile) -> FileRecord:
-        """Check and keep a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number."""
-        start = len(BOM) if await file.read(len(BOM)) == BOM else 0
-        num_bytes = (file.size or 0) - start
+    async def check(self, tenant: TenantRecord, file: UploadFile) -> FoundItems:
+        """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number."""
+        read, num_bytes = await _content(file)
+        all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
+        async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
+            task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
+            all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
+        if not all_found.num_items:
+            raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
+        return all_found
 
-        async def read(at: int, num: int) -> bytes:
-            await file.seek(start + at)
-            return await file.read(num)
-
-        found = await self._checked(tenant, read, num_bytes)
-        now = time.time()
+    async def create(self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems) -> FileRecord:
+        """Keep a file. `found`: what `check` found in it."""
+        (read, num_bytes), now = await _content(file), time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             tenant=tenant.id,
@@ -74,15 +77,6 @@ class Files:
         pipe.zadd(_index(tenant.id), {record.id: now})
         await pipe.execute()
         return record
-
-    async def _checked(self, tenant: TenantRecord, read: ReadPart, num_bytes: int) -> FoundItems:
-        all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
-        async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
-            task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
-            all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
-        if not all_found.num_items:
-            raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
-        return all_found
 
     async def get(self, tenant: str, file: str) -> FileRecord:
         """Raises NotFound, also for another tenant's file."""
@@ -135,6 +129,18 @@ def _index(tenant: str) -> str:
 
 def _path(record: FileRecord) -> str:
     return f"files/{record.tenant}/{record.id}"
+
+
+async def _content(file: UploadFile) -> tuple[ReadPart, int]:
+    """Reads an upload, and says how many bytes it has, both without the mark that Windows programs write."""
+    await file.seek(0)
+    start = len(BOM) if await file.read(len(BOM)) == BOM else 0
+
+    async def read(at: int, num: int) -> bytes:
+        await file.seek(start + at)
+        return await file.read(num)
+
+    return read, (file.size or 0) - start
 
 
 async def _parts(read: ReadPart, num_bytes: int) -> AsyncIterator[bytes]:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, File, Form, Query, UploadFile
+from fastapi import APIRouter, File, Form, Query, Request, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
@@ -10,26 +10,37 @@ from common.spelling import quoted
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.job_store import JobStore
+from manager_service.api.leaving import GONE, Gone, unless_gone
 from manager_service.api.paging import After, FileLimit, page, rest_after
 from manager_service.api.schemas import Deleted, FileObject, Page
 from manager_service.records import FileRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)
+MAX_NAME = 255
+"""Characters of a file's name that are kept."""
 
 
-@router.post("", responses=declared(507))
+@router.post("", response_model=FileObject, responses=declared(507))
 async def upload(
-    api: Parts, tenant: Tenant, file: Annotated[UploadFile, File()], purpose: Annotated[str, Form()]
-) -> FileObject:
+    request: Request,
+    api: Parts,
+    tenant: Tenant,
+    file: Annotated[UploadFile, File()],
+    purpose: Annotated[str, Form()],
+) -> FileObject | Response:
     """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`. Every line is checked."""
     if purpose != "fine-tune":
         raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune'", param="purpose")
     limit = api.settings.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
-    name = (file.filename or "upload.jsonl").encode(errors="replace").decode()[:255]
-    return shown(await api.files.create(tenant, name, file))
+    name = shown_name(file.filename or "upload.jsonl")
+    try:
+        found = await unless_gone(request, api.files.check(tenant, file))
+    except Gone:
+        return Response(status_code=GONE)
+    return shown(await api.files.create(tenant, name, file, found))
 
 
 @router.get("")
@@ -83,3 +94,8 @@ def shown(record: FileRecord) -> FileObject:
         purpose=record.purpose,
         num_items=record.num_items,
     )
+
+
+def shown_name(filename: str) -> str:
+    """A file's name without what a screen would not show, or show in another order."""
+    return "".join(sign if sign.isprintable() else "_" for sign in filename)[:MAX_NAME]

@@ -144,6 +144,8 @@ async def _command(api: Api, tenant: TenantRecord, job: str, action: Action) -> 
 
 
 def _wrong_state(row: JobRow, action: Action) -> ApiError:
+    if row.state.status in FINAL:
+        return conflict(f"the job has ended ({row.state.status}): there is nothing to {action}", code="wrong_job_state")
     possible = " or ".join(ALLOWED[action])
     return conflict(
         f"the job is {row.state.status}: {action} is possible while it is {possible}", code="wrong_job_state"

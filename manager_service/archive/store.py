@@ -10,6 +10,7 @@ replaced when the model is deleted. Whoever writes a job again writes the same.
 """
 
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
 ROWS_A_PART = 500
 """Events or checkpoints that are read together."""
+_ID = re.compile(r"[A-Za-z0-9-]{1,100}")
+"""More than any job's id may be."""
 
 
 class Archived(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +94,8 @@ class Archive:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     async def find(self, tenant: str, job: str) -> Archived | None:
-        if not job.replace("-", "").isalnum():
-            return None  # no job has such an id
+        if not _ID.fullmatch(job):
+            return None  # no job has such an id, and some are no names for a store
         try:
             record = await self._objects.get(f"{self._folder(tenant)}/{job}/record.json")
         except NotFound:

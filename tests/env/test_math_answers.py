@@ -169,3 +169,43 @@ def test_the_texts_have_both_labels_in_most_styles() -> None:
     for line in map(json.loads, (DATA / "math_texts_dev.jsonl").read_text().splitlines()):
         labels[line["style"]].add(line["label"])
     assert sum(len(found) == 2 for found in labels.values()) > 0.8 * len(labels)
+
+
+HUGE = [
+    "9^{9^{9^9}}",
+    "9**9**9**9",
+    "100000000!",
+    "(10^9)!",
+    "2024!!",
+    "5!!!",
+    "(1+1)^{999999999}",
+    r"9^{99999 \cdot 99999}",
+    r"\left(9^9\right)^{9^9}",
+    r"\binom{1000000000}{500000000}",
+    "(" * 300 + "1+x" + ")" * 300,
+]
+MODEST = [
+    "2^{2024}",
+    "2^{2^5}",
+    "10!",
+    "2024!",
+    r"\frac{100!}{98!}",
+    "5!!",
+    "(3!)!",
+    "x^{2^{99n}}",
+    r"\binom{n}{2}",
+    "1.5^{10}",
+    "x^{100000}",
+]
+
+
+@pytest.mark.parametrize("text", HUGE)
+def test_what_takes_long_to_compute_is_wrong_unless_it_is_the_reference(text: str) -> None:
+    assert quick(text, r"\sqrt{3}") is False
+    assert quick(r"\sqrt{3}", text) is False
+    assert quick(text, text) is True
+
+
+@pytest.mark.parametrize("text", MODEST)
+def test_what_can_be_computed_is_left_to_math_verify(text: str) -> None:
+    assert quick(text, r"\sqrt{3}") is None

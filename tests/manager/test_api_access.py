@@ -1,17 +1,21 @@
 """Rights of the API's users: keys, tenants, first start, errors in OpenAI's shape, Redis away."""
 
 import asyncio
+import itertools
 import re
 import stat
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
 import openai
 import pytest
 import redis.asyncio as aioredis
+from fastapi.routing import APIRoute
 
 from common.errors import InvalidInput
 from harness.redis_server import RedisServer
+from manager_service.api.app import ROUTERS
 from manager_service.tenants import KEYS, Tenants, bootstrap, read_or_make_key
 from tests.support.api_server import ApiServer, running_api
 
@@ -97,6 +101,29 @@ async def test_every_error_has_openais_shape(server: ApiServer, method: str, pat
     answer = await server.http.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+STRANGE_IDS = [
+    "a" * 5000,
+    "%00",
+    "%F0%9F%98%80" * 300,
+    "..%2F..",
+    "%ff",
+    "ftjob-" + "a" * 5000,
+    "ft:tiny:default::" + "a" * 5000,
+]
+
+
+async def test_nothing_has_a_strange_id(server: ApiServer) -> None:
+    routes = [cast(APIRoute, route) for noun in ROUTERS for route in noun.router.routes]
+    with_id = [(route.path, verb) for route in routes for verb in route.methods if "{" in route.path]
+    assert len(with_id) > 25
+    for (path, verb), strange in itertools.product(with_id, STRANGE_IDS):
+        url = re.sub(r"\{[^}]*}", strange, path.replace("{version}", "1"))
+        headers, body = server.as_admin() if "/admin/" in path else {}, {} if verb in ("POST", "PUT") else None
+        answer = await server.http.request(verb, url, json=body, headers=headers)
+        expected = (400, 403, 404) if path.startswith("/api/") else (404,)
+        assert answer.status_code in expected, f"{verb} {path}: {answer.text}"
 
 
 NO_JSON_FOR_US = [

@@ -340,3 +340,21 @@ def test_held_back_text_is_never_lost(server: ApiServer) -> None:
             answer = AnswerText(tokenizer, stop, None)
             pieces = [answer.feed([token], [0.0]) for token in tokenizer.encode(text)]
             assert "".join([*pieces, answer.finish()]) == answer.text()
+
+
+@pytest.mark.parametrize("content", ["x" * 3000, "x" * 500_000, [{"type": "text", "text": "x" * 3000}]])
+async def test_too_long_a_conversation_is_refused_by_the_name_of_its_field(server: ApiServer, content: Any) -> None:
+    refused = await server.http.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": content}]}
+    )
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "shorten the messages" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", ["x" * 3000, "x" * 500_000, [1] * 3000, ["x", "x" * 3000]])
+async def test_too_long_a_prompt_is_refused_by_the_name_of_its_field(server: ApiServer, prompt: Any) -> None:
+    refused = await server.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "shorten the prompt" in error["message"]

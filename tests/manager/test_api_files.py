@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
@@ -145,3 +146,35 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
     assert msgspec.json.decode(jsonl(row)) == row
     assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(row["messages"]))})
     assert found.longest["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("gpj\u202eexe.jsonl", "gpj_exe.jsonl"),
+        ("a\x07b\x9f", "a_b_"),
+        ("\u00fc \u4e2d.jsonl", "\u00fc \u4e2d.jsonl"),
+        ("a" * 300, "a" * 255),
+    ],
+)
+async def test_a_files_name_is_kept_as_it_can_be_shown(server: ApiServer, name: str, kept: str) -> None:
+    assert (await send(server, name)).json()["filename"] == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("a" * 10_000, "a file's name has at most"), (None, "send it with a file name")]
+)
+async def test_a_file_without_a_fit_name_is_refused_with_what_to_do(
+    server: ApiServer, name: str | None, hint: str
+) -> None:
+    answer = await send(server, name)
+    assert answer.status_code == 400 and hint in answer.json()["error"]["message"]
+
+
+async def send(server: ApiServer, name: str | None) -> httpx.Response:
+    """Uploads a file under a name that clients themselves would write in another way."""
+    named = b"" if name is None else b'; filename="' + name.encode() + b'"'
+    file = b'--b\r\nContent-Disposition: form-data; name="file"' + named + b"\r\n\r\n" + jsonl(item())
+    purpose = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    return await server.http.post("/v1/files", content=file + purpose, headers=headers)

@@ -1,6 +1,7 @@
 """What a hostile tenant sends: it is refused or waits its turn, and meanwhile others are answered."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import json
@@ -12,12 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import openai
 import pytest
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 
 from common.messages import GradeRequest, GradeResult
+from common.tasks import cancel_all
 from manager_service.api import body_limit, connections
 from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
@@ -400,6 +403,55 @@ async def test_a_body_without_a_key_is_refused_unread(server: ApiServer) -> None
     assert b"401 " in answer and b"no API key" in answer
 
 
+async def half_sent(server: ApiServer, key: str) -> socket.socket:
+    """A request whose body does not come."""
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    return await half_open(server, f"{head}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n{{".encode())
+
+
+async def test_a_tenants_open_requests_are_bounded(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path / "data", max_open_requests=8) as server:
+        other = await server.new_tenant("bluebird")
+        # Given more requests of a tenant than it may have open
+        connections = [await half_sent(server, server.key) for _ in range(12)]
+        answers = [asyncio.create_task(asyncio.get_running_loop().sock_recv(one, 65536)) for one in connections]
+        while sum(answer.done() for answer in answers) < 4:
+            await asyncio.sleep(0.01)
+        # Then those above are refused, as is one more, whatever it asks, and others' are answered
+        assert all(b"429 " in answer.result() for answer in answers if answer.done())
+        refused = await server.http.get("/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_open")
+        assert refused.headers["retry-after"] and "8 of your requests are open" in refused.json()["error"]["message"]
+        assert (await other.models.list()).data
+        # And there is room again when some were closed
+        await cancel_all(answers)
+        for connection in connections:
+            connection.close()
+        while (await server.http.get("/v1/models")).status_code == 429:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_tenants_event_streams_are_bounded_and_leave_room_for_other_requests(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with (
+        running_api(redis_url, tmp_path / "data", max_event_streams=2) as server,
+        contextlib.AsyncExitStack() as open_,
+    ):
+        file, grade = await upload(server.openai), {"method": method()}
+        job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body=grade)
+        url, streams = f"{JOBS}/{job.id}/events", list[httpx.Response]()
+        for _ in range(2):
+            streams += [await open_.enter_async_context(server.http.stream("GET", url, params={"stream": "true"}))]
+        assert [stream.status_code for stream in streams] == [200, 200]
+        refused = await server.http.get(url, params={"stream": "true"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_open")
+        assert (await server.http.get(f"{JOBS}/{job.id}")).status_code == 200
+        await streams[0].aclose()
+        while (await server.http.get(url)).status_code == 429:
+            await asyncio.sleep(0.01)
+
+
 # Uploads that take long ----------------------------------------------------------------------------------------------
 
 FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
@@ -425,6 +477,30 @@ async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pyte
             await asyncio.get_running_loop().sock_sendall(connection, b"x")
             await asyncio.sleep(0.1)
     assert b"408 " in answered.result() and b"too slowly" in answered.result()
+
+
+async def test_a_file_is_read_no_further_when_its_client_has_left(server: ApiServer) -> None:
+    # Given a file that takes minutes to read
+    content = FORM + jsonl(item("a")) * 200_000
+    rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
+    length = len(content) + len(rest)
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: {length}\r\n"
+    before = spooled_files()
+    with await half_open(server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
+        await asyncio.get_running_loop().sock_sendall(connection, content + rest)
+        while not helper_processes():
+            await asyncio.sleep(0.01)
+    # When its client leaves, the helper that reads it ends, and the file goes
+    while helper_processes() or spooled_files() > before:
+        await asyncio.sleep(0.01)
+    assert not (await server.openai.files.list()).data
+
+
+def helper_processes() -> list[Path]:
+    """Those of this process's children that read texts."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    programs = [Path(f"/proc/{child}/cmdline") for child in children]
+    return [one for one in programs if one.exists() and b"reading.process" in one.read_bytes()]
 
 
 def spooled_files() -> int:

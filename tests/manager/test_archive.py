@@ -228,6 +228,6 @@ async def test_a_cursor_that_is_no_job_is_refused(server: ApiServer) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_cursor")
 
 
-@pytest.mark.parametrize("job", ["..", "../../other/tiny/ftjob-1", "jobs/20261122", "", "."])
+@pytest.mark.parametrize("job", ["..", "../../other/tiny/ftjob-1", "jobs/20261122", "", ".", "a" * 5000])
 async def test_a_strange_id_is_no_job(objects: Objects, job: str) -> None:
     assert await Archive(objects, "tiny").find("default", job) is None

@@ -341,6 +341,46 @@ async def test_idle_adapters_are_kept_up_to_a_budget_the_latest_used_first() -> 
         assert engine.held == [refs[2], refs[3]] and store.reads == 4
 
 
+@dataclass
+class SlowToDrop(FakeEngine):
+    """Drops nothing before `may_drop` is set."""
+
+    may_drop: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def drop(self, adapter: AdapterRef) -> None:
+        self.asked.set()
+        await self.may_drop.wait()
+        await super().drop(adapter)
+
+
+async def test_adapters_that_are_used_or_dropped_while_others_are_dropped_stay_right() -> None:
+    refs = [ref("a", v) for v in range(3)]
+    store, _ = await store_with(*refs)
+    engine = SlowToDrop()
+    cache = AdapterCache(store, engine, idle_bytes=0)
+    for adapter in refs[:3]:
+        cache.prefetch(adapter)
+    while len(engine.held) < 3:
+        await asyncio.sleep(0.001)
+
+    async def use(adapter: AdapterRef) -> None:
+        async with cache.hold(adapter):
+            pass
+
+    first = asyncio.create_task(use(refs[2]))
+    await engine.asked.wait()  # the first adapter goes; all others are idle
+    async with cache.hold(refs[1]):
+        second = asyncio.create_task(use(refs[2]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the second use found the same idle adapters as the first, and waits behind it
+        engine.may_drop.set()
+        await asyncio.gather(first, second)
+        assert engine.held == [refs[1]], "what is used stays, what is idle goes once"
+    assert engine.held == []
+    await cache.close()
+
+
 async def test_a_prefetched_adapter_is_there_when_it_is_named() -> None:
     store, _ = await store_with(ref("a"))
     engine = FakeEngine()

@@ -12,6 +12,7 @@ Its files:
     expressions.py        the value at the beginning of a text, and inside of math
     sentences.py          the result that the last sentence states
     final.py              finds the final answer
+    sizes.py              tells what would take long to compute
     vocabulary.py         the words of several languages that name, doubt and take back an answer
     equality.py           compares two answers, exactly where they are plain
 """

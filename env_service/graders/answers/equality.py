@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from env_service.graders.answers.foreign_numbers import foreign_number
 from env_service.graders.answers.numbers import NUMBER, Quantity, quantity
+from env_service.graders.answers.sizes import is_huge
 
 MAX_ANSWER_CHARACTERS = 1000
 """A longer final answer counts as wrong."""
@@ -38,7 +39,9 @@ def quick(answer: str, reference: str) -> bool | None:
         if letter := _LETTER.fullmatch(reference):
             return option[1] == letter[1]
         answer = option[2] or answer
-    return _same(_tidy(answer), _tidy(reference))
+    answer, reference = _tidy(answer), _tidy(reference)
+    found = _same(answer, reference)
+    return False if found is None and (is_huge(answer) or is_huge(reference)) else found
 
 
 def _same(answer: str, reference: str) -> bool | None:

@@ -180,27 +180,41 @@ def _body(text: bytes) -> Any:
 
 def _render(task: Render, tokenizer: ChatTokenizer) -> list[int]:
     try:
-        return with_room(tokenizer.render(task.messages, task.tools), tokenizer)
+        _check_length(tokenizer.least_tokens(_characters(task.messages)), tokenizer, "messages", at_least=True)
+        return with_room(tokenizer.render(task.messages, task.tools), tokenizer, "messages")
     except ValueError as error:
         raise InvalidInput(str(error), param="messages") from error
 
 
 def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
     try:
+        _check_length(tokenizer.least_tokens(len(text)), tokenizer, "prompt", at_least=True)
         return with_room(tokenizer.encode(text), tokenizer)
     except ValueError as error:
         raise InvalidInput(str(error), param="prompt") from error
 
 
-def with_room(ids: Ids, tokenizer: ChatTokenizer) -> Ids:
-    """The ids of a prompt. Raises InvalidInput if there are none, or if they leave no room for an answer."""
+def _characters(messages: list[Any]) -> int:
+    """Of the texts of messages that are plain strings."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def with_room(ids: Ids, tokenizer: ChatTokenizer, param: str = "prompt") -> Ids:
+    """The ids of a prompt. Raises InvalidInput if there are none, or if they leave no room for an answer. `param`: what a user may
+    shorten."""
     if not ids:
         raise InvalidInput("the prompt is empty", param="prompt")
-    if len(ids) < tokenizer.context:
-        return ids
-    raise InvalidInput(
-        f"the prompt has {len(ids)} tokens and the model's context {tokenizer.context}: there is no room for an answer;"
-        " shorten the messages",
-        param="messages",
-        code="context_length_exceeded",
-    )
+    _check_length(len(ids), tokenizer, param)
+    return ids
+
+
+def _check_length(num_tokens: int, tokenizer: ChatTokenizer, param: str, *, at_least: bool = False) -> None:
+    """`at_least`: a prompt may have more tokens than these."""
+    if num_tokens >= tokenizer.context:
+        size = f"{num_tokens} tokens or more" if at_least else f"{num_tokens} tokens"
+        raise InvalidInput(
+            f"the prompt has {size} and the model's context {tokenizer.context}: there is no room for an answer; shorten the {param}",
+            param=param,
+            code="context_length_exceeded",
+        )

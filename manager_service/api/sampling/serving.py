@@ -19,6 +19,7 @@ from common.messages import Usage
 from manager_service.api.context import Api
 from manager_service.api.errors import declared
 from manager_service.api.event_stream import DONE, data, event_stream
+from manager_service.api.leaving import GONE, Gone, unless_gone
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.sampling.choices import Fresh, InferenceRequest
@@ -96,10 +97,10 @@ async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, di
     if body.stream:
         return event_stream(_streamed(completion, dialect), headers)
     try:
-        answer = await _unless_gone(request, _whole(completion, dialect))
+        answer = await unless_gone(request, _whole(completion, dialect))
         return Response(answer, media_type="application/json", headers=headers)
-    except _Gone:
-        return Response(status_code=499)
+    except Gone:
+        return Response(status_code=GONE)
 
 
 def _begun(reader: PromptReader, named: Named, body: Body, wanted: Wanted, dialect: Dialect[Body]) -> Completion[Body]:
@@ -160,29 +161,3 @@ async def _texts(completion: Completion[Any]) -> AsyncGenerator[tuple[Fresh, str
                 yield fresh, text + (answer.finish() if fresh.result else "")
     finally:
         await asyncio.shield(count_inference(base.redis, base.cell, completion.tenant.id, completion.cost()))
-
-
-# ---- clients that leave ---------------------------------------------------------------------------------------------
-
-
-class _Gone(Exception):
-    """The client disconnected."""
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result. Cancels the work and raises _Gone when the client disconnects."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise _Gone
-    finally:
-        for other in (task, gone):
-            other.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

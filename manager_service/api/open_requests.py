@@ -1,0 +1,64 @@
+"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too."""
+
+from collections import Counter
+
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import MarlaasError
+from manager_service.api.context import Api, authenticate
+from manager_service.api.errors import RETRY_AFTER_S, ApiError, answer
+from manager_service.settings import ManagerSettings
+
+EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests"
+MAX_POLLS = 12_000
+"""More than the futures that a tenant may have in the Tinker protocol, whose clients wait for each in a request of its own and give
+up if one is refused."""
+
+
+class OpenRequests:
+    """ASGI middleware: answers 429 to a tenant's requests above its limits."""
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app = app
+        self._api = api
+        self._most = limits(api.settings)
+        self._open: Counter[tuple[str, str]] = Counter()  # tenant and kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = await self._tenant(scope) if scope["type"] == "http" else ""
+        if not tenant:
+            await self._app(scope, receive, send)
+            return
+        kind = kind_of(scope["path"])
+        if self._open[tenant, kind] >= self._most[kind]:
+            await _too_many(self._most[kind], kind)(scope, receive, send)
+            return
+        self._open[tenant, kind] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open[tenant, kind] -= 1
+            self._open += Counter()  # without the tenants that have none open
+
+    async def _tenant(self, scope: Scope) -> str:
+        """Whose key a request has; empty for the operator's, and for a request whose refusal is the routes' to say."""
+        try:
+            return (await authenticate(self._api, scope)).tenant
+        except (ApiError, MarlaasError, RedisError):
+            return ""
+
+
+def limits(settings: ManagerSettings) -> dict[str, int]:
+    return {EVENTS: settings.max_event_streams, POLLS: MAX_POLLS, OTHERS: settings.max_open_requests}
+
+
+def kind_of(path: str) -> str:
+    if path.startswith("/api/v1/retrieve_future"):
+        return POLLS
+    return EVENTS if path.rstrip("/").endswith("/events") else OTHERS
+
+
+def _too_many(most: int, kind: str) -> ASGIApp:
+    message = f"{most} of your {kind} are open already: wait until some have ended, or close some"
+    return answer(429, message, code="too_many_open", headers={"Retry-After": str(RETRY_AFTER_S)})
