@@ -95,13 +95,13 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     validation = await _file(api, tenant, body.validation_file, "validation_file")
     if training is None and not makes_items(plan.env):
         raise InvalidInput(f"the environment {plan.env.name!r} needs a training_file", param="training_file")
-    _check_memory(base, plan.given, training, validation)
     num_items = training.num_items if training else 0
     rate, policy = base.tokenizer.learning_rate, api.settings.scheduling
     hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
     for record, param in ((training, "training_file"), (validation, "validation_file")):
         if record is not None:
             await _check_items(api, tenant, record, base, plan, param)
+    _check_memory(base, plan.given, training, validation)
     reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
