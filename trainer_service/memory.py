@@ -1,17 +1,16 @@
 """Measures at a trainer's start how much memory a micro-batch takes on its base model."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from base_model.decoder import directly
 from base_model.device import give_back_memory
+from base_model.free_memory import free_bytes
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
@@ -41,13 +40,6 @@ def measured(trainer: Trainer, num_bytes: int) -> Budget:
     give_back_memory()
     free = num_bytes or free_bytes(trainer.decoder.device) // 2
     return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=per_pair)
-
-
-def free_bytes(device: torch.device) -> int:
-    """The memory that no process uses."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
