@@ -1,6 +1,6 @@
 """Trains two jobs of two tenants on a base with the shape of Qwen3-0.6B and random weights, on the CPU, through all four services.
 
-    python -m benchmarks.real_shape [--steps 3] [--json FILE]
+    python -m benchmarks.real_shape [--steps 3] [--engine vllm] [--json FILE]
 
 596 M weights in float32: 28 layers of 1,024, 16 heads, 8 key heads of 128, a vocabulary of 151,936 and a context of 40,960, of which
 `marlaas up` serves what fits. The tokenizer is that of `tiny` with a word for two thirds of the other ids; those beyond have none, and
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Goal, Report, make_table, run
+from benchmarks._report import Goal, Report, make_table, parser, show
 from common.skills import generate
 from common.text.tokens import ChatTokenizer
 from harness.bases import make_random_base
@@ -44,7 +44,10 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 40_960,
 }
 LAST_WORD = 100_000
-LIMIT_S, LIMIT_MB, LIMIT_GAP = 600.0, 10_000.0, 1e-3
+LIMIT_S, LIMIT_GAP = 600.0, 1e-3
+LIMIT_MB = {"torch": 10_000.0, "vllm": 16_000.0}
+VLLM = {"MARLAAS_ENGINE": "vllm", "MARLAAS_MAX_CONTEXT": "3072"}
+"""vLLM does not start with a context that its memory does not hold, and nobody chooses one for it."""
 SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
 GRADER = {"type": "python", "name": "sum", "source": SOURCE}
 HYPER: dict[str, Any] = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "lora_rank": 8}
@@ -86,9 +89,10 @@ async def submit(api: Api, steps: int, seed: int) -> str:
     return (await api.post("/fine_tuning/jobs", body))["id"]
 
 
-async def measure(base: Path, steps: int) -> Figures:
+async def measure(base: Path, steps: int, engine: str) -> Figures:
     began = time.monotonic()
-    async with running(environment={"MARLAAS_BASE_MODELS": f"base={base}"}, notify=print) as (cluster, _):
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}"} | (VLLM if engine == "vllm" else {})
+    async with running(environment=environment, notify=print) as (cluster, _):
         start_s = time.monotonic() - began
         admin = Api(cluster.base_url, cluster.admin_key)
         tenants = [await admin.tenant(name) for name in ("a", "b")]
@@ -182,14 +186,14 @@ def peft_difference(base: Path, jobs: Sequence[Job]) -> float:
 def report(given: Any) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         base = make_random_base(Path(folder) / "base", last_word=LAST_WORD, **SIZES)
-        found = asyncio.run(measure(base, given.steps))
+        found = asyncio.run(measure(base, given.steps, given.engine))
     columns = ("start s", "whole s", "PSS MB", "reward_std", "grad_norm", "gap", "PEFT", "words")
     least, gap = (min(found.rewards_std), min(found.grad_norms)), max(found.gaps)
     shown = [f"{value:.2g}" for value in (*least, gap, found.peft_difference)]
     rows = [(found.start_s, found.whole_s, found.pss_mb, *shown, found.words)]
     goals = [
         Goal("seconds", found.whole_s, LIMIT_S, more_is_better=False),
-        Goal("PSS, MB", found.pss_mb, LIMIT_MB, more_is_better=False),
+        Goal("PSS, MB", found.pss_mb, LIMIT_MB[given.engine], more_is_better=False),
         Goal("least reward_std", least[0], 1e-6),
         Goal("least grad_norm", least[1], 1e-9),
         Goal("largest gap between rollout and trainer", gap, LIMIT_GAP, more_is_better=False),
@@ -200,4 +204,7 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, steps=3)
+    options = parser(__doc__, steps=3)
+    options.add_argument("--engine", choices=list(LIMIT_MB), default="torch", help="default torch")
+    asked = options.parse_args()
+    show(report(asked), asked.json)
