@@ -147,6 +147,13 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     top_k: int = 0  # inference only, applied before top_p; 0: all tokens
     stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
     prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
+    max_context: int = (
+        0  # bounds the trajectory over all of its turns, the prompt included; 0: the service's own bound alone
+    )
+
+    def context(self, served: int) -> int:
+        """The most tokens of the trajectory, where the service takes `served`."""
+        return min(served, self.max_context or served)
 
 
 class EnvSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

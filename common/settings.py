@@ -138,6 +138,11 @@ def _download(name: str, *patterns: str) -> Path:
         ) from error
 
 
+def dtype_on(device: str) -> str:
+    """The dtype of a base model where nobody has chosen one. Rollout and trainer have the same on devices of one kind."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def explained(error: Exception) -> str:
     """Says what is wrong with the settings, by the names of the variables; for another error, its own text."""
     if not isinstance(error, ValidationError):

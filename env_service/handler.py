@@ -171,10 +171,10 @@ class EnvHandler:
         item = start.item if start.item is not None else made_item(environment, start)
         state, messages = environment.reset(item, seed_of(start, "environment"))
         tokens = self._render(messages, _tools(environment))
-        if len(tokens) + 1 > self._tokenizer.context:
-            raise InvalidInput(
-                f"the prompt has {len(tokens)} tokens; the model's context of {self._tokenizer.context} leaves no room"
-            )
+        most = start.sampling.context(self._tokenizer.context)
+        if len(tokens) + 1 > most:
+            whose = "job's max_context" if start.sampling.max_context else "model's context"
+            raise InvalidInput(f"the prompt has {len(tokens)} tokens; the {whose} of {most} leaves no room")
         context = Context(
             env=start.env,
             item=item,
@@ -238,7 +238,7 @@ class EnvHandler:
             return context, _ending(stop, context, step), []
         reply = self._reply_tokens(result, step)
         written = Written(result.request, result)
-        if len(written.tokens) + len(reply) + 1 > self._tokenizer.context:
+        if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await environment.step(decode_state(context.state), replace(turn, last=True))
             return context, _ending("context", context, step), []
         return _advanced(context, step), None, reply

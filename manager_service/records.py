@@ -61,6 +61,9 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     tool_timeout_s: float = 10.0
     priority: int = 0  # larger first among the tenant's jobs
     keep_versions: int | None = None  # newest versions that stay in the store, beside the best; None: all
+    max_context: int | None = (
+        None  # tokens of a trajectory over all of its turns, the prompt included; None: what is served
+    )
     deadline_s: float | None = None  # after creation; earlier first among the tenant's jobs of one priority
 
 

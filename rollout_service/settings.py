@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from common.settings import Settings
+from common.settings import Settings, dtype_on
 from common.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -19,7 +19,7 @@ class RolloutSettings(Settings):
     rollout_device: str = "cpu"
     """A torch device: cpu, cuda, cuda:1. For vLLM cpu or cuda; CUDA_VISIBLE_DEVICES chooses among several."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype of the base model and the adapters; log-probs are always float32. auto: bfloat16 for vLLM on CUDA, else float32."""
+    """The dtype of the base model and the adapters; log-probs are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     rollout_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
     rollout_slots: int = Field(default=64, ge=1)
@@ -64,6 +64,4 @@ class RolloutSettings(Settings):
     @property
     def dtype(self) -> str:
         """The dtype that `rollout_dtype` stands for here."""
-        if self.rollout_dtype != "auto":
-            return self.rollout_dtype
-        return "bfloat16" if self.engine == "vllm" and self.rollout_device != "cpu" else "float32"
+        return dtype_on(self.rollout_device) if self.rollout_dtype == "auto" else self.rollout_dtype

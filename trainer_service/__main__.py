@@ -32,7 +32,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     Raises InvalidInput for what cannot be done.
     """
     deterministic = settings.deterministic
-    chosen = (settings.trainer_device, settings.trainer_dtype, settings.trainer_threads, settings.trainer_compile)
+    chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_compile)
     if deterministic and chosen != ("cpu", "float32", 1, False):
         raise InvalidInput(
             "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false"
@@ -40,7 +40,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
     prepare_cpu(settings.trainer_threads)
-    dtype = getattr(torch, settings.trainer_dtype)
+    dtype = getattr(torch, settings.dtype)
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
     decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
     if settings.trainer_compile:

@@ -1,24 +1,24 @@
 """Measures at a trainer's start how much memory a micro-batch takes on its base model."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from base_model.decoder import directly
+from base_model.device import give_back_memory
+from base_model.free_memory import free_bytes
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer
 
-WIDTH = 128  # positions of a probe's sequence
-GROUP_SIZE = 4
-NUM_WRITTEN = 9
+WIDTH = 32  # positions of a probe's sequence: few, for each costs a large base a tenth of a second on a CPU
+GROUP_SIZE = 2
+NUM_WRITTEN = 5
 
 
 def measured(trainer: Trainer, num_bytes: int) -> Budget:
@@ -37,15 +37,9 @@ def measured(trainer: Trainer, num_bytes: int) -> Budget:
     if trainer.run_layer is not directly:
         config, dtype = trainer.decoder.config, trainer.decoder.embedding.dtype
         per_token = per_token / config.num_layers + config.num_layers * config.hidden * dtype.itemsize
+    give_back_memory()
     free = num_bytes or free_bytes(trainer.decoder.device) // 2
     return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=per_pair)
-
-
-def free_bytes(device: torch.device) -> int:
-    """The memory that no process uses."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.settings import Settings
+from common.settings import Settings, dtype_on
 
 
 class TrainerSettings(Settings):
@@ -12,8 +12,8 @@ class TrainerSettings(Settings):
 
     trainer_device: str = "cpu"
     """A torch device: cpu, cuda, cuda:1."""
-    trainer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the base model; adapters and moments are always float32."""
+    trainer_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The dtype of the base model; adapters and moments are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     trainer_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
     trainer_slots: int = Field(default=32, ge=1)
@@ -22,7 +22,9 @@ class TrainerSettings(Settings):
     """Tokens in one forward and backward, padding included: on a CPU more do not make it faster, a GPU wants as
     many as its memory holds. Results depend on it by rounding only, in deterministic mode not at all."""
     trainer_memory_bytes: int = Field(default=0, ge=0)
-    """Memory that one forward and backward may take, by a measurement at the start. 0: half of what is free then."""
+    """Memory that one forward and backward may take, by a measurement at the start. 0: half of what is free then, and what the
+    control groups of a container leave. Say it where workers that share a device or a machine start at once: each finds free what
+    the others are about to take."""
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time."""
     trainer_compile: bool = False
@@ -31,3 +33,8 @@ class TrainerSettings(Settings):
     trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that `trainer_dtype` stands for here."""
+        return dtype_on(self.trainer_device) if self.trainer_dtype == "auto" else self.trainer_dtype

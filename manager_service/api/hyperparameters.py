@@ -44,6 +44,7 @@ class Hyperparameters(BaseModel):
     lora_targets: list[str] = Field([], max_length=64)
     max_tokens: int = Field(MAX_TOKENS, ge=1, le=1_000_000)
     max_turns: int = Field(8, ge=1, le=64)
+    max_context: int | None = Field(None, ge=2, le=10_000_000)  # tokens of a trajectory; None: what is served
     temperature: float = Field(TEMPERATURE, ge=0.01, le=10, allow_inf_nan=False)
     loss: LossName = "grpo"
     clip_low: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
@@ -130,6 +131,7 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
         priority=given.priority,
         deadline_s=given.deadline,
         keep_versions=given.keep_versions,
+        max_context=given.max_context,
     )
 
 

@@ -120,7 +120,7 @@ async def samples(
     tenant: Tenant,
     job_id: str,
     version: Annotated[
-        int | None, Query(ge=0, le=99_999_999, description="The version that sampled them; the newest if absent")
+        int | None, Query(ge=0, le=99_999_999, description="The version that was trained on them; the newest if absent")
     ] = None,
 ) -> Response:
     """Texts and rewards of two groups a step."""

@@ -13,7 +13,6 @@ from common.environments import is_multi_turn, makes_items, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
-from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
 from manager_service.api.reading.items import LongPrompts
@@ -95,13 +94,13 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     validation = await _file(api, tenant, body.validation_file, "validation_file")
     if training is None and not makes_items(plan.env):
         raise InvalidInput(f"the environment {plan.env.name!r} needs a training_file", param="training_file")
-    _check_memory(base, plan.given, training, validation)
     num_items = training.num_items if training else 0
     rate, policy = base.tokenizer.learning_rate, api.settings.scheduling
     hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
     for record, param in ((training, "training_file"), (validation, "validation_file")):
         if record is not None:
             await _check_items(api, tenant, record, base, plan, param)
+    _check_memory(base, plan.given, training, validation)
     reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
@@ -197,18 +196,34 @@ def _check_base(base: Base, plan: JobPlan) -> None:
         raise InvalidInput(
             f"lora_rank {given.lora_rank} is above {limit}, what the rollout workers take", param=f"{PARAM}.lora_rank"
         )
-    if given.max_tokens >= tokenizer.context:
-        raise InvalidInput(
-            f"max_tokens {given.max_tokens} leaves no room for a prompt: the context of {base.name!r} is"
-            f" {tokenizer.context} tokens",
-            param=f"{PARAM}.max_tokens",
-        )
+    _check_context(base, given)
     for name in given.lora_targets:
         if base.linear_layers and name not in base.linear_layers:
             hint = did_you_mean(name, base.linear_layers)
             raise InvalidInput(
                 f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{PARAM}.lora_targets"
             )
+
+
+def _check_context(base: Base, given: Hyperparameters) -> None:
+    served = base.tokenizer.context
+    if given.max_context is not None and given.max_context > served:
+        raise InvalidInput(
+            f"max_context {given.max_context} is above {served}, the context of {base.name!r}",
+            param=f"{PARAM}.max_context",
+        )
+    if given.max_tokens >= (given.max_context or served):
+        raise InvalidInput(
+            f"max_tokens {given.max_tokens} leaves no room for a prompt: {_context_named(base, given)}",
+            param=f"{PARAM}.max_tokens",
+        )
+
+
+def _context_named(base: Base, given: Hyperparameters) -> str:
+    """The bound of the job's trajectories, in words."""
+    if given.max_context:
+        return f"the job's max_context is {given.max_context} tokens"
+    return f"the context of {base.name!r} is {base.tokenizer.context} tokens"
 
 
 def _check_memory(
@@ -245,12 +260,12 @@ async def _check_items(
     api: Api, tenant: TenantRecord, record: FileRecord, base: Base, plan: JobPlan, param: str
 ) -> None:
     """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long."""
-    most = base.tokenizer.context - plan.given.max_tokens
+    most = (plan.given.max_context or base.tokenizer.context) - plan.given.max_tokens
     fits = base.name in record.longest and record.longest[base.name] <= most
     if plan.fields:
         await _check_rows(api, tenant, record, plan.fields, param)
     if not fits:
-        await _check_lengths(api, tenant, record, plan.given.max_tokens, base, param)
+        await _check_lengths(api, tenant, record, plan.given, base, param)
 
 
 async def _check_rows(api: Api, tenant: TenantRecord, record: FileRecord, fields: list[str], param: str) -> None:
@@ -260,20 +275,21 @@ async def _check_rows(api: Api, tenant: TenantRecord, record: FileRecord, fields
 
 
 async def _check_lengths(
-    api: Api, tenant: TenantRecord, record: FileRecord, max_tokens: int, base: Base, param: str
+    api: Api, tenant: TenantRecord, record: FileRecord, given: Hyperparameters, base: Base, param: str
 ) -> None:
-    found, most = LongPrompts(), base.tokenizer.context - max_tokens
+    found, most = LongPrompts(), (given.max_context or base.tokenizer.context) - given.max_tokens
     async for part in api.files.slices(record):
         task = CheckLengths(part, found.num_lines, base.name, most, param)
         found += msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(part)), LongPrompts)
     if found.num_long:
-        raise InvalidInput(_too_long(found, max_tokens, base.tokenizer), param=param, code="too_long")
+        raise InvalidInput(_too_long(found, most, given, base), param=param, code="too_long")
 
 
-def _too_long(found: LongPrompts, max_tokens: int, tokenizer: ChatTokenizer) -> str:
+def _too_long(found: LongPrompts, most: int, given: Hyperparameters, base: Base) -> str:
+    bound = "max_context" if given.max_context else "the context"
     named = ", ".join(map(str, found.first_long)) + (", …" if found.num_long > len(found.first_long) else "")
     return (
-        f"{found.num_long} of the prompts are longer than {tokenizer.context - max_tokens} tokens, which is the context of"
-        f" {tokenizer.context} less max_tokens {max_tokens} (lines {named}; the longest has {found.longest} tokens):"
+        f"{found.num_long} of the prompts are longer than {most} tokens, which is {bound} of"
+        f" {most + given.max_tokens} less max_tokens {given.max_tokens} (lines {named}; the longest has {found.longest} tokens):"
         " shorten them or lower max_tokens"
     )

@@ -47,7 +47,7 @@ class Job:
         self.partition = partition_of(spec.tenant)
         self.open = OpenTrajectories(cell, spec)
         self.journal = Journal(spec, state, limits)
-        self.lengths = Lengths(spec.hyper.max_tokens)
+        self.lengths = Lengths(spec.hyper.max_tokens, spec.hyper.max_context)
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""
 

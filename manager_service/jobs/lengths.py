@@ -1,5 +1,7 @@
 """Estimates the tokens of a job's trajectories under way from those that settled lately."""
 
+import math
+
 from common.messages import ScoredTrajectory
 
 SMOOTHING = 0.05
@@ -9,9 +11,10 @@ SMOOTHING = 0.05
 class Lengths:
     """Moving averages over a job's settled trajectories, in tokens. They begin with one turn of full length."""
 
-    def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: the longest answer of one turn."""
+    def __init__(self, max_tokens: int, max_context: int | None = None) -> None:
+        """`max_tokens`: the longest answer of one turn. `max_context`: the longest trajectory; None: what is served."""
         self._max_tokens = max_tokens
+        self._max_context = max_context or math.inf
         self.tokens = float(max_tokens)
         """Tokens that a trajectory prefills and samples, the prompt counted in every turn. Fairness charges these."""
         self._before_turn = 0.0
@@ -19,7 +22,7 @@ class Lengths:
     @property
     def kv_tokens(self) -> float:
         """Keys and values that an engine sets aside for a turn: for the tokens before it, and for its longest answer."""
-        return self._before_turn + self._max_tokens
+        return min(self._before_turn + self._max_tokens, self._max_context)
 
     def learn(self, message: ScoredTrajectory) -> None:
         usage = message.usage

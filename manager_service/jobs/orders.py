@@ -67,7 +67,7 @@ class Orders:
             attempt=state.attempt,
             item=self.item(first.group) if first.purpose == "train" else self._eval_items[first.group],
             env=spec.env,
-            sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens),
+            sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens, max_context=hyper.max_context or 0),
             max_turns=hyper.max_turns,
             tool_timeout_s=hyper.tool_timeout_s,
             weight=spec.weight,

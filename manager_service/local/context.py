@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.errors import InvalidInput
 from common.served_context import context_that_fits
-from common.settings import parse_base_models, resolve_config
+from common.settings import dtype_on, parse_base_models, resolve_config
 
 DEFAULT_KV_BYTES = 1 << 30
 """As rollout's own setting has it."""
@@ -24,7 +24,7 @@ def default_context(environment: Mapping[str, str]) -> tuple[int, str] | None:
         folders = {name: resolve_config(where) for name, where in bases.items()}
     except (ValueError, InvalidInput):
         return None
-    element_bytes = 2 if environment.get("MARLAAS_ROLLOUT_DTYPE") == "bfloat16" else 4
+    element_bytes = 2 if _dtype(environment) == "bfloat16" else 4
     short = {name: found for name, folder in folders.items() if (found := _fitting(folder, kv_bytes, element_bytes))}
     if not short or min(fits for fits, _ in short.values()) == 0:
         return None
@@ -34,6 +34,12 @@ def default_context(environment: Mapping[str, str]) -> tuple[int, str] | None:
         " MARLAAS_ROLLOUT_KV_BYTES gives more memory, MARLAAS_MAX_CONTEXT chooses"
     )
     return fits, line
+
+
+def _dtype(environment: Mapping[str, str]) -> str:
+    """As rollout's own settings have it."""
+    chosen = environment.get("MARLAAS_ROLLOUT_DTYPE", "auto")
+    return dtype_on(environment.get("MARLAAS_ROLLOUT_DEVICE", "cpu")) if chosen == "auto" else chosen
 
 
 def _fitting(folder: Path, kv_bytes: int, element_bytes: int) -> tuple[int, int] | None:

@@ -186,8 +186,10 @@ class RunningRows:
         return ended + [self._finish(row, _sum_of_scores(row)) for row in done if row not in unread]
 
     def _fits(self, row: TurnRow) -> bool:
-        longest = min(self._config.context, row.request.num_prompt + row.request.sampling.max_tokens)
-        return self._pools.reserve(row, max(longest, len(row.request.tokens)))
+        request = row.request
+        context = request.sampling.context(self._config.context)
+        longest = min(context, request.num_prompt + request.sampling.max_tokens)
+        return self._pools.reserve(row, max(longest, len(request.tokens)))
 
     def _seat_all(self, joined: list[TurnRow]) -> None:
         if not joined:

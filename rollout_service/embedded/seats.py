@@ -38,8 +38,8 @@ class Seats:
     """The rows under way, by seat."""
 
     def __init__(self, num: int, end_ids: Sequence[int], context: int) -> None:
-        """`end_ids`: end the turns of requests that do not say which do."""
-        self.context = context
+        """`end_ids`: end the turns of requests that do not say which do. `context`: the most tokens of any sequence."""
+        self._served = context
         self._end_ids = end_ids
         self.rows: list[TurnRow | None] = [None] * num
         self.free = list(range(num - 1, -1, -1))
@@ -48,6 +48,7 @@ class Seats:
         self.length = np.zeros(num, np.int64)  # tokens of the sequence, `last` included
         self.count = np.zeros(num, np.int64)  # tokens of this turn
         self.limit = np.zeros(num, np.int64)  # the most tokens of this turn
+        self.context = np.zeros(num, np.int64)  # the most tokens of the sequence
         self.busy_s = np.zeros(num)
         self.tokens = np.zeros((num, 64), np.int32)
         self.logprobs = np.zeros((num, 64), np.float32)
@@ -62,6 +63,7 @@ class Seats:
         self.length[seat] = len(request.tokens)
         self.count[seat] = partial
         self.limit[seat] = request.sampling.max_tokens
+        self.context[seat] = request.sampling.context(self._served)
         self.busy_s[seat] = 0.0
         self._end_with(seat, self._end_ids if request.sampling.stop_ids is None else request.sampling.stop_ids)
         self._widen(max(request.sampling.max_tokens, partial))
@@ -98,7 +100,7 @@ class Seats:
         if used_up.any():
             self.draw(seats[used_up])
         is_end = (self.ends[seats] == tokens[:, None]).any(axis=1)
-        ended = is_end | (count >= self.limit[seats]) | (self.length[seats] >= self.context)
+        ended = is_end | (count >= self.limit[seats]) | (self.length[seats] >= self.context[seats])
         return ended | np.isnan(logprobs)
 
     def stop_reason(self, seat: int) -> StopReason | None:
@@ -108,7 +110,7 @@ class Seats:
             return "stop"
         if count >= self.limit[seat]:
             return "length"
-        return "context" if self.length[seat] >= self.context else None
+        return "context" if self.length[seat] >= self.context[seat] else None
 
     def sampled(self, seat: int, first: int = 0) -> tuple[list[int], list[float]]:
         """The turn's tokens from `first` on, and their log-probs."""
@@ -131,7 +133,7 @@ class Seats:
         width = self.tokens.shape[1]
         if tokens <= width:
             return
-        extra = (1 << (min(tokens, self.context) - 1).bit_length()) - width
+        extra = (1 << (min(tokens, self._served) - 1).bit_length()) - width
         if extra > 0:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
             self.logprobs = np.pad(self.logprobs, ((0, 0), (0, extra)))

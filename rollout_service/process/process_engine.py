@@ -218,7 +218,7 @@ class ProcessEngine:
         stop_ids = request.sampling.stop_ids
         return OpenTurn(
             request,
-            context=self._shape.context,
+            context=request.sampling.context(self._shape.context),
             end_ids=self._tokenizer.end_of_turn_ids if stop_ids is None else stop_ids,
             decode=lambda ids: self._tokenizer.decode(ids, skip_special=False),
             beat=beat,

@@ -25,7 +25,7 @@ class OpenTurn:
     """One turn under way. Axis: N tokens of the turn, those that the request brought first."""
 
     request: TurnRequest
-    context: int  # the most tokens of a sequence
+    context: int  # the most tokens of the sequence
     end_ids: tuple[int, ...]
     decode: Callable[[Sequence[int]], str]  # special tokens included
     beat: Beat

@@ -128,7 +128,7 @@ def test_the_patches_for_gpus_give_valid_manifests_alike_compose(name: str) -> N
     in_compose = COMPOSE["services"][f"{name}-gpu"]
     fixed = {key: value for key, value in in_compose["environment"].items() if re.fullmatch("[a-z0-9]+", value or "")}
     own = {key: value for key, value in fixed.items() if key.startswith("MARLAAS_")}
-    assert len(own) == 2 and own.items() <= environment.items()
+    assert own["MARLAAS_" + name.upper() + "_DEVICE"] == "cuda" and own.items() <= environment.items()
     assert (container["image"], container["resources"]["limits"]["nvidia.com/gpu"]) == (in_compose["image"], "1")
     assert {"tmp"} <= {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
     listed = yaml.safe_load((KUBERNETES_GPU / "kustomization.yaml").read_text())

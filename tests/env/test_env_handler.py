@@ -408,6 +408,26 @@ def test_a_reply_that_does_not_fit_into_the_context_ends_the_trajectory() -> Non
     assert len(scored.tokens) <= 2048
 
 
+def test_a_job_s_own_context_bounds_its_trajectories_over_all_turns() -> None:
+    item = {"messages": [{"role": "user", "content": "x" * 100}], "answer": "1"}
+
+    def scored(max_context: int, *texts: str) -> ScoredTrajectory:
+        start = start_of("calculator", item=item, sampling=Sampling(max_tokens=64, max_context=max_context))
+        return play(start, *texts)
+
+    free = scored(0, CALL, "29842<|end|>")
+    bound = scored(len(free.tokens), CALL, "29842<|end|>")
+    assert free.stop_reason == bound.stop_reason == "stop"
+    most = free.num_prompt + len(ids_of(CALL)) + 1
+    first = scored(most, CALL)
+    assert (first.stop_reason, first.num_turns, len(first.tokens)) == ("context", 1, most - 1)
+    start = start_of("calculator", item=item, sampling=Sampling(max_context=free.num_prompt))
+    [(_, none)] = asyncio.run(Run().handle(start))
+    assert isinstance(none, ScoredTrajectory)
+    assert none.failure is not None
+    assert f"the job's max_context of {free.num_prompt} leaves no room" in none.failure.reason
+
+
 def test_made_items_depend_on_seed_and_group_and_evaluations_use_held_out_ones() -> None:
     async def prompt(**changes: Any) -> bytes:
         request = await Run().first(start_of("calculator", item=None, **changes))

@@ -96,6 +96,16 @@ def test_a_job_whose_group_never_fits_fails_with_the_numbers_and_blocks_nobody()
     assert world.issued["large"] == 0 and "small" not in world.jobs
 
 
+def test_a_group_needs_no_more_than_its_job_s_own_context() -> None:
+    """Groups of 3 x 100 do not fit into 1.5 x 100 tokens; of 3 x 40 they do."""
+    world = World(random.Random(1), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=100))
+    hyper: dict[str, Any] = {"batch_size": 2, "group_size": 3, "num_steps": 2, "max_tokens": 100}
+    world.add(job_spec("short", "tenant-a", created_at=1, max_context=40, **hyper))
+    for _ in range(300):
+        world.turn()
+    assert "short" not in world.jobs, "it has succeeded"
+
+
 def test_an_evaluation_whose_samples_never_fit_fails_its_job() -> None:
     world = World(
         random.Random(1), cluster=SmallMemory(rollout=64, trainer=1, env=0, held=100), ends=("succeeded", "failed")

@@ -137,6 +137,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"method": method(deadline=0)}, f"{HYPER}.deadline", "greater than 0, not 0"),
     ({"method": method(dead_line=60)}, f"{HYPER}.dead_line", "did you mean 'deadline'?"),
     ({"method": method(max_tokens=2048)}, f"{HYPER}.max_tokens", "leaves no room for a prompt"),
+    ({"method": method(max_context=2049)}, f"{HYPER}.max_context", "above 2048, the context of 'tiny'"),
+    ({"method": method(max_context=64)}, f"{HYPER}.max_tokens", "the job's max_context is 64 tokens"),
 ]
 
 
@@ -177,6 +179,19 @@ async def test_prompts_that_do_not_fit_are_counted_and_named(server: ApiServer) 
     with pytest.raises(openai.BadRequestError, match="2 of the prompts") as refused:
         await create(server, validation_file=file)
     assert refused.value.param == "validation_file"
+
+
+async def test_a_job_s_prompts_leave_room_in_its_own_context(server: ApiServer) -> None:
+    file = await upload(server.openai, jsonl(item("x" * 200), item()))
+    with pytest.raises(
+        openai.BadRequestError, match=r"1 of the prompts .* 136 tokens, which is max_context of 200 less"
+    ):
+        await create(server, training_file=file, method=method(max_context=200))
+    made = await create(server, training_file=file, method=method(max_context=300))
+    spec = json.loads(await server.api.redis.hget(server.bus.cell.job(made.id), "spec"))
+    assert spec["hyper"]["max_context"] == 300
+    told = spec["method"]["reinforcement"]["hyperparameters"]
+    assert told["max_context"] == 300
 
 
 async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer) -> None:

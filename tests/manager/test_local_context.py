@@ -54,6 +54,12 @@ def test_what_fits_is_what_the_engine_takes(qwen: Path, kv_bytes: int, dtype: st
     assert pools(qwen, kv_bytes, fits, getattr(torch, dtype)).tokens >= fits
 
 
+def test_on_a_gpu_keys_and_values_take_half(qwen: Path) -> None:
+    gpu = {"MARLAAS_BASE_MODELS": f"qwen={qwen}", "MARLAAS_ROLLOUT_DEVICE": "cuda"}
+    assert (default_context(gpu) or (0,))[0] == 6144
+    assert (default_context(gpu | {"MARLAAS_ROLLOUT_DTYPE": "float32"}) or (0,))[0] == 3072
+
+
 def test_nothing_is_chosen_where_all_fits_or_somebody_has_chosen(qwen: Path) -> None:
     large = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"}
     assert default_context({}) is None

@@ -181,6 +181,26 @@ async def test_the_context_ends_a_turn_with_its_own_reason(running: Running) -> 
     assert (full.tokens, full.stop_reason) == ([], "context")
 
 
+async def test_each_trajectory_ends_within_its_own_context(running: Running) -> None:
+    async with running(ends=False) as engine:
+        prompts = [[65] * 90, [65] * 90, [65] * 100, [65] * 2043]
+        asked = (100, 0, 100, 4096)  # 0: what the engine serves; more than that is no more
+        turns = [
+            request(tokens=tokens, max_tokens=64, max_context=most, group=number, name=str(number))
+            for number, (tokens, most) in enumerate(zip(prompts, asked, strict=True))
+        ]
+        own, unbound, full, served = await asyncio.gather(*(one(engine, turn) for turn in turns))
+        resumed = await one(
+            engine,
+            request(tokens=prompts[0], partial=(own.tokens[:4], own.logprobs[:4]), max_tokens=64, max_context=100),
+        )
+    assert (len(own.tokens), own.stop_reason) == (10, "context")
+    assert (len(unbound.tokens), unbound.stop_reason) == (64, "length")
+    assert (full.tokens, full.stop_reason) == ([], "context")
+    assert (len(served.tokens), served.stop_reason) == (5, "context")
+    assert (len(resumed.tokens), resumed.stop_reason) == (10, "context")
+
+
 async def test_a_turn_resumed_from_its_tokens_ends_as_the_uninterrupted_one(running: Running) -> None:
     async with running(adapters={ref("a"): files_of(1)}, ends=False) as engine:
         temperature = 1.3 if running.exact else 0.0

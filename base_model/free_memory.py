@@ -1,0 +1,76 @@
+"""How much memory this process may still take: of a GPU, or of the machine and the control groups that it runs in.
+
+A container sees the whole machine's memory; what ends it is its control group's limit. Pages of files that the kernel can drop are
+free in both, though neither counts them as such.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFiles:
+    """Names of a control group's files, and of the line of `memory.stat` that counts droppable pages of files, bytes all."""
+
+    limit: str
+    used: str
+    droppable: str
+
+
+V1 = GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = GroupFiles("memory.max", "memory.current", "inactive_file")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that nobody uses now. Others may take them in the next moment."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return host_bytes()
+
+
+def host_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Bytes that the machine has without swapping, and the control groups allow."""
+    return min([_of_machine(proc), *_of_groups(proc, groups)])
+
+
+def _of_machine(proc: Path) -> int:
+    return 1024 * _counts(proc / "meminfo")["MemAvailable:"]
+
+
+def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
+    """What each limit leaves. A group's lines are `hierarchy:controllers:path`, those of version 2 `0::path`."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if "memory" in controllers.split(","):
+            yield from _left(groups / "memory", path, V1)
+        elif not controllers:
+            root = groups / "unified"  # beside version 1
+            yield from _left(root if root.is_dir() else groups, path, V2)
+
+
+def _left(root: Path, path: str, names: GroupFiles) -> Iterator[int]:
+    """What the limits of a group and of those around it leave. A container may see its own group as the root."""
+    inside = Path(*(part for part in path.split("/") if part not in ("", "..")))
+    for folder in (root / inside, *(root / parent for parent in inside.parents)):
+        try:
+            limit = (folder / names.limit).read_text().strip()
+            if limit != "max":
+                used = int((folder / names.used).read_text())
+                droppable = _counts(folder / "memory.stat").get(names.droppable, 0)
+                yield max(0, int(limit) - max(0, used - droppable))
+        except OSError:  # it is not mounted here, or the root, which has no limit
+            continue
+
+
+def _counts(file: Path) -> dict[str, int]:
+    """The numbers of a file of lines such as `MemFree: 123 kB`, by their first words."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}

@@ -1,0 +1,31 @@
+"""A base model with random weights, of any size: what a real one takes, without a download."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common.settings import TINY
+
+FIRST_WORD = 300
+"""The tokenizer of `tiny` has fewer ids."""
+
+
+def make_random_base(folder: Path, *, last_word: int, **sizes: Any) -> Path:
+    """Writes a folder with the tokenizer of `tiny` and weights in bfloat16. `sizes`: fields of its configuration.
+
+    Ids from FIRST_WORD to `last_word`, which is left out, are words, `w300`; those from `last_word` on have none, and decode to nothing.
+    """
+    import torch  # here: they take seconds
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"))
+    torch.manual_seed(0)
+    known: dict[str, Any] = Qwen3Config.from_pretrained(TINY).to_dict()
+    layers = {"layer_types": ["full_attention"] * sizes.get("num_hidden_layers", known["num_hidden_layers"])}
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**known | layers | sizes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"w{number}": number for number in range(FIRST_WORD, last_word)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder

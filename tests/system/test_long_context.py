@@ -1,0 +1,67 @@
+"""A base model whose own context is longer than the memory holds, served with nothing set."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.bases import FIRST_WORD, make_random_base
+from harness.live import Api, jsonl, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 1024,
+    "vocab_size": 1024,
+    "max_position_embeddings": 40_960,
+}
+"""Few weights, and 64 KiB of keys and values a token: 1 GiB holds fewer tokens than the model's context has."""
+SERVED = 7424
+SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
+GRADER = {"type": "python", "name": "sum", "source": SOURCE}
+HYPER = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "max_steps": 1, "lora_rank": 4}
+
+
+async def test_what_fits_is_served_and_said_and_longer_prompts_are_refused_with_it(tmp_path: Path) -> None:
+    base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, **SIZES)
+    lines: list[str] = []
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}"}
+    async with running(tmp_path / "data", environment=environment, notify=lines.append) as (_, api):
+        # Given a cluster that has said what it serves, in one line, and why
+        (line,) = lines
+        assert f"context {SERVED:,} of the 40,960 tokens of 'base': what 1 GiB for keys and values hold" in line
+
+        # Then it refuses a longer prompt with that number, of a completion and of a job
+        told = await refusal(api, "/completions", {"model": "base", "prompt": [300] * SERVED})
+        assert f"the prompt has {SERVED} tokens and the model's context {SERVED}" in told
+        told = await refusal(api, "/fine_tuning/jobs", await job(api, "word " * SERVED))
+        assert f"longer than {SERVED - 16} tokens, which is the context of {SERVED} less max_tokens 16" in told
+
+        # And a job on short ones trains; three of four ids are not in the tokenizer: they are no text, and are trained
+        made = await api.post("/fine_tuning/jobs", await job(api, "a word"))
+        (ended,) = await api.until_done(made["id"])
+        assert ended["status"] == "succeeded", ended["error"]
+        (step,) = [e["data"] for e in await api.events(made["id"]) if "grad_norm" in e["data"]]
+        assert step["reward_std"] > 0 and step["grad_norm"] > 0 and step["sampling_gap"] < 1e-3
+        samples = (await api.get(f"/fine_tuning/jobs/{made['id']}/samples"))["data"]
+        assert len(samples) == 8
+        assert 0 < 2 * sum(len(row["text"]) for row in samples) < step["written_tokens"]
+
+
+async def job(api: Api, text: str) -> Any:
+    """The body of a job on four such prompts."""
+    rows = [{"messages": [{"role": "user", "content": f"{number} {text}"}]} for number in range(4)]
+    file = await api.upload("items.jsonl", jsonl(rows))
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": HYPER}}
+    return {"model": "base", "seed": 1, "training_file": file, "method": method}
+
+
+async def refusal(api: Api, path: str, body: Any) -> str:
+    answer = await api.http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
