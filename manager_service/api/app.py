@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from manager_service.api import (
     admin,
     cluster,
+    curves,
     docs_page,
     errors,
     events,
@@ -39,6 +40,7 @@ ROUTERS = (
     jobs,
     events,
     results,
+    curves,
     models,
     chat,
     completions,
@@ -76,6 +78,7 @@ def create_app(api: Api) -> FastAPI:
     app.state.tinker = make_records(api)
     for noun in ROUTERS:
         app.include_router(noun.router)
+    app.include_router(jobs.hyperparameters)
     errors.install(app)
     settings = api.settings
     app.add_middleware(
