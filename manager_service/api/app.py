@@ -19,6 +19,7 @@ from manager_service.api import (
     jobs,
     metrics,
     models,
+    page,
     results,
     usage,
 )
@@ -91,6 +92,7 @@ def create_app(api: Api) -> FastAPI:
     app.add_middleware(Patience)
     app.openapi = cache(partial(_openapi, app))
     docs_page.install(app)
+    page.install(app)
     return app
 
 
