@@ -47,13 +47,15 @@ export async function enter() {
   }
 }
 
-/** All jobs of a tenant, newest first, a page at a time. */
+/** All jobs of a tenant, newest first, a page at a time; the next is asked for while one is shown. */
 export async function* jobs(tenant, signal) {
-  let after = null, more = true;
-  while (more) {
-    const page = await get(JOBS, {query: {limit: 100, after}, tenant, signal});
-    yield page.data;
-    [after, more] = [page.last_id, page.has_more];
+  const page = (after) => get(JOBS, {query: {limit: 100, after}, tenant, signal});
+  let next = page(null);
+  while (next) {
+    const found = await next;
+    next = found.has_more ? page(found.last_id) : null;
+    next?.catch(() => null); // whoever stops here does not hear of it
+    yield found.data;
   }
 }
 

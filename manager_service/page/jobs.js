@@ -7,6 +7,7 @@ import {spark} from "./spark.js";
 
 const POINTS = 40;
 const EVERY_MS = 3000;
+const COLUMNS = {"": "tick", Tenant: "short", Status: "short", Progress: "middle", Reward: "middle", Evaluation: "short", "Newest event": "long", Made: "short"};
 const STATUSES = ["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"];
 
 export const address = (job, more = {}) => `#/job/${encodeURIComponent(job.id)}?${new URLSearchParams({...of(job.organization_id), ...more})}`;
@@ -23,6 +24,7 @@ export async function show(node, {params, signal}) {
   fill(node,
     h("div", {class: "bar"}, h("h1", {}, "Jobs"), count, h("span", {class: "grow"}), word, status, compare),
     h("div", {class: "scroll"}, h("table", {class: "jobs"}, h("caption", {class: "sr"}, "Jobs, newest first"),
+      h("colgroup", {}, heads.map((head) => h("col", {class: COLUMNS[head] ?? null}))),
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", {scope: "col"}, head || h("span", {class: "sr"}, "Compare"))))), body)));
 
   const seen = new IntersectionObserver((entries) => {
@@ -33,19 +35,21 @@ export async function show(node, {params, signal}) {
       if (row.isSeen && !row.isDrawn) refresh(row, signal);
     }
   }, {rootMargin: "100px"});
-  const filter = () => {
+  let numShown = 0;
+  const sift = (some) => {
     const wanted = word.value.trim().toLowerCase();
-    let shown = 0;
-    for (const row of rows.values()) {
+    for (const row of some) {
       const text = `${row.job.id} ${row.job.user_provided_suffix ?? ""} ${row.job.model} ${row.job.organization_id}`.toLowerCase();
       row.node.hidden = !text.includes(wanted) || (status.value !== "" && row.job.status !== status.value);
-      shown += row.node.hidden ? 0 : 1;
+      numShown += row.node.hidden ? 0 : 1;
     }
-    say(count, `${shown} of ${rows.size}`);
+    say(count, `${numShown} of ${rows.size}`);
   };
+  const filter = () => { numShown = 0; sift(rows.values()); };
   word.addEventListener("input", filter);
   status.addEventListener("change", filter);
   const mark = () => { compare.disabled = !chosen(rows).length; };
+  let isWhole = false; // before that the list has the connections for itself: a row asks for its curve behind it
   const take = (found, isNew) => {
     const fresh = [];
     for (const job of found) {
@@ -54,13 +58,13 @@ export async function show(node, {params, signal}) {
       else {
         const made = makeRow(job, mark);
         rows.set(job.id, made);
-        seen.observe(made.node);
+        if (isWhole) seen.observe(made.node);
         fresh.push(made);
       }
     }
+    sift(fresh);
     if (isNew) body.prepend(...fresh.map((row) => row.node));
     else body.append(...fresh.map((row) => row.node));
-    filter();
   };
 
   const tenants = tenantsOf(params);
@@ -73,6 +77,8 @@ export async function show(node, {params, signal}) {
     }));
     take(found.flat().sort((a, b) => b.created_at - a.created_at), false);
   }
+  isWhole = true;
+  for (const row of rows.values()) seen.observe(row.node);
   if (!rows.size) fill(body, h("tr", {}, h("td", {colspan: heads.length, class: "muted"}, session.isOperator ? "No tenant has a job." : ["No job yet. ", h("a", {href: "#/submit"}, "Submit one"), "."])));
   announce(`${rows.size} jobs`);
 

@@ -15,12 +15,12 @@ PATIENCE_MS = 60_000
 
 
 def browser_path() -> str:
-    """Skips the test where there is no Chromium, unless MARLAAS_BROWSER=required."""
+    """Skips the test where there is no Chromium, unless MARLAAS_TEST_BROWSER=required."""
     for name in NAMES:
         if found := shutil.which(name):
             return found
     reason = "no Chromium on the PATH: install one (Debian: apt install chromium) to test the web page"
-    if os.environ.get("MARLAAS_BROWSER") == "required":
+    if os.environ.get("MARLAAS_TEST_BROWSER") == "required":
         pytest.fail(reason)
     pytest.skip(reason)
 
