@@ -68,8 +68,11 @@ export async function show(node, {params, signal}) {
   };
 
   const tenants = tenantsOf(params);
-  if (tenants.length === 1) for await (const page of jobs(tenants[0], signal)) take(page, false);
-  else {
+  if (tenants.length === 1) {
+    const rest = []; // is shown at once behind the first page: each time that rows come, the browser lays out all of them
+    for await (const page of jobs(tenants[0], signal)) rows.size ? rest.push(...page) : take(page, false);
+    take(rest, false);
+  } else {
     const found = await Promise.all(tenants.map(async (tenant) => {
       const all = [];
       for await (const page of jobs(tenant, signal)) all.push(...page);
