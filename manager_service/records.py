@@ -27,7 +27,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.messages import MAX_TOKENS, TEMPERATURE, AdapterRef, EnvSpec, LoraSpec, LossSpec, OptimSpec, Usage
+from common.messages import (
+    MAX_TOKENS,
+    TEMPERATURE,
+    AdapterRef,
+    EnvSpec,
+    Failure,
+    LoraSpec,
+    LossSpec,
+    OptimSpec,
+    Usage,
+)
 from manager_service.kept import Kept
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
@@ -185,6 +195,15 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
     metrics: dict[str, float | None] = {}
 
 
+class Written(msgspec.Struct, frozen=True):
+    """A trajectory as tokens: a prompt, then turns of the model and replies of the environment, by turns."""
+
+    tokens: list[int]  # from the first of the prompt on
+    lengths: list[int]  # tokens of the prompt, of the model's turn, of the reply, of the model's turn, …
+    logprobs: list[float]  # of the model's tokens, when they were sampled
+    num_dropped: int = 0  # tokens at the end that are not kept
+
+
 class SampleRecord(msgspec.Struct, frozen=True):
     """A trajectory shown to the job's owner; as JSON it is the API's answer."""
 
@@ -195,6 +214,9 @@ class SampleRecord(msgspec.Struct, frozen=True):
     reward: float | None
     stop_reason: str
     prompt: str = ""
+    reward_parts: dict[str, float] = {}
+    failure: Failure | None = None  # why it has no reward, and was left out
+    written: Written | None = None  # None: not kept
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 
 

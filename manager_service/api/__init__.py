@@ -33,6 +33,8 @@ Its files:
     model_names.py       finds the adapter that a model's name means
     graders.py           tries a grader before a job depends on it
     usage.py             tells what a tenant used
+    page.py              serves the web page, which is in manager_service/page
+    curves.py            serves the figures of a job's steps, in few points
     quota.py             counts what tenants use, and holds them to their daily quota
     feed.py              reads the streams that many requests wait for over one connection
     cluster.py           serves workers, timeline and dead letters

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from manager_service.api import (
     admin,
     cluster,
+    curves,
     docs_page,
     errors,
     events,
@@ -18,6 +19,7 @@ from manager_service.api import (
     jobs,
     metrics,
     models,
+    page,
     results,
     usage,
 )
@@ -40,6 +42,7 @@ ROUTERS = (
     jobs,
     events,
     results,
+    curves,
     models,
     chat,
     completions,
@@ -77,6 +80,7 @@ def create_app(api: Api) -> FastAPI:
     app.state.tinker = make_records(api)
     for noun in ROUTERS:
         app.include_router(noun.router)
+    app.include_router(jobs.hyperparameters)
     errors.install(app)
     settings = api.settings
     app.add_middleware(
@@ -90,6 +94,7 @@ def create_app(api: Api) -> FastAPI:
     app.add_middleware(Patience)
     app.openapi = cache(partial(_openapi, app))
     docs_page.install(app)
+    page.install(app)
     return app
 
 

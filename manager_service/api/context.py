@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import redis.asyncio as aioredis
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from fastapi.security import HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from redis.asyncio.retry import Retry
@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from common.adapters import AdapterStore
 from common.bus import Bus
+from common.errors import InvalidInput, NotFound
 from common.objects import Objects
 from common.redis_connection import make_client
 from common.streams import Cell
@@ -143,8 +144,18 @@ def _unauthorized(message: str) -> ApiError:
 Key = Annotated[KeyRecord, Depends(get_key)]
 
 
-async def get_tenant(api: Parts, key: Key) -> TenantRecord:
-    """Raises ApiError 403 for an admin key, which belongs to no tenant."""
+Read = Annotated[
+    str | None, Header(alias="MARLaaS-Tenant", description="With the admin key: the tenant whose objects are read")
+]
+
+
+async def get_tenant(request: Request, api: Parts, key: Key, read: Read = None) -> TenantRecord:
+    """Raises ApiError 403 for an admin key, which belongs to no tenant; with it an operator may read as any tenant, and do nothing."""
+    if key.admin and read is not None and request.method == "GET":
+        try:
+            return await api.tenants.get(read)
+        except NotFound as error:
+            raise InvalidInput(str(error), param="MARLaaS-Tenant") from error
     if key.admin:
         raise ApiError(403, "this is an admin key; use a tenant's key", code="tenant_key_needed")
     return await api.tenants.get(key.tenant)

@@ -19,6 +19,9 @@ from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
 PARAM = "method.reinforcement.hyperparameters"
 MAX_STEPS = 1_000_000
 
+SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maximum", "maxItems", "minimum", "type")
+"""What is said of a value's schema."""
+
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -82,6 +85,15 @@ class Hyperparameters(BaseModel):
             if not _MODULE.fullmatch(name) or name == "lm_head":
                 raise ValueError(f"{quoted(name)} is not the name of a linear layer such as 'q_proj'")
         return value
+
+
+def described() -> list[dict[str, Any]]:
+    """Name, default and JSON Schema of each."""
+    rows = Hyperparameters.model_json_schema()["properties"]
+    return [
+        {"id": name, "default": row.get("default"), "schema_": {key: row[key] for key in row if key in SHOWN}}
+        for name, row in rows.items()
+    ]
 
 
 def parse_hyperparameters(given: Mapping[str, Any]) -> Hyperparameters:

@@ -1,5 +1,7 @@
 """Reads what a job has written: events, checkpoints, samples, ledger and use; from Redis, or from the archive once it is there."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,12 +11,19 @@ from manager_service.api.context import Base
 from manager_service.archive.store import Archived
 from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord
 
+EVENTS_AT_ONCE = 500
+"""Events that are read, and decoded, before others have their turn."""
+
 
 class JobRecords(Protocol):
     """What a job has written so far."""
 
     async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
         """The newest with a sequence number below `before`, newest first."""
+        ...
+
+    async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
+        """For each start, ascending, the events that have this sequence number or one of the next, `length` at most."""
         ...
 
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
@@ -50,6 +59,16 @@ class LiveRecords:
         highest = "+" if before is None else f"({before}-0"
         found = await self.base.redis.xrevrange(self.base.cell.events(self.job), max=highest, count=limit)
         return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in found]
+
+    async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
+        found: list[list[EventRecord]] = []
+        at_once = max(1, EVENTS_AT_ONCE // length)
+        for first in range(0, len(starts), at_once):
+            pipe = self.base.redis.pipeline(transaction=False)
+            for start in starts[first : first + at_once]:
+                pipe.xrange(self.base.cell.events(self.job), f"{start}-0", f"{start + length - 1}-0")
+            found += [_decoded(entries) for entries in await pipe.execute()]
+        return found
 
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         key = self.base.cell.checkpoints(self.job)
@@ -87,6 +106,14 @@ class ArchivedRecords:
     async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
         return await self.base.archive.events(self.archived, before=before, limit=limit)
 
+    async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
+        found: list[list[EventRecord]] = [[] for _ in starts]
+        async for event in self.base.archive.events_after(self.archived, min(starts, default=0) - 1):
+            at = bisect_right(starts, event.sequence) - 1
+            if event.sequence < starts[at] + length:
+                found[at].append(event)
+        return found
+
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         return await self.base.archive.checkpoints(self.archived, before=before, limit=limit)
 
@@ -98,3 +125,7 @@ class ArchivedRecords:
 
     async def usage(self) -> dict[str, float]:
         return dict.fromkeys(USAGE_COUNTERS, 0.0) | self.archived.usage
+
+
+def _decoded(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[EventRecord]:
+    return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in entries]

@@ -13,16 +13,19 @@ from common.errors import InvalidInput, NotFound
 from common.spelling import quoted
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
+from manager_service.api.hyperparameters import described
 from manager_service.api.job_store import JobRow, JobStore, Once
 from manager_service.api.paging import After, Limit, page, take
 from manager_service.api.quota import check_quota
 from manager_service.api.reading.bodies import JsonRoute
-from manager_service.api.schemas import ErrorObject, JobObject, Page
+from manager_service.api.schemas import ErrorObject, HyperparameterObject, JobObject, Page
 from manager_service.api.submission import JobGiven, build_spec
 from manager_service.kept import Kept
 from manager_service.records import FINAL, Status, TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
+
+hyperparameters = APIRouter(prefix="/v1/fine_tuning/hyperparameters", tags=["jobs"], responses=COMMON)
 
 POLL_S = 0.03
 READ_AHEAD = 20
@@ -34,6 +37,12 @@ ALLOWED: dict[Action, tuple[Status, ...]] = {
     "pause": ("validating_files", "queued", "running"),
     "resume": ("paused",),
 }
+
+
+@hyperparameters.get("")
+async def list_hyperparameters(tenant: Tenant) -> Page[HyperparameterObject]:
+    """All that a job may be given, with defaults and limits."""
+    return page([HyperparameterObject(**each) for each in described()], has_more=False)
 
 
 @router.post("", responses=declared(409, 429))

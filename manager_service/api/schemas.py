@@ -2,7 +2,7 @@
 
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from manager_service.records import Status
 
@@ -114,6 +114,20 @@ class LedgerObject(BaseModel):
     in_flight: int
 
 
+class FailureObject(BaseModel):
+    kind: str
+    reason: str
+
+
+class WrittenObject(BaseModel):
+    """The tokens of a sample, of the first few of a group."""
+
+    tokens: list[int]
+    lengths: list[int]  # of the prompt, the model's turn, the environment's reply, the model's turn, …
+    logprobs: list[float]  # of the model's tokens
+    num_dropped: int
+
+
 class SampleObject(BaseModel):
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
     version: int
@@ -123,6 +137,45 @@ class SampleObject(BaseModel):
     text: str
     reward: float | None
     stop_reason: str
+    reward_parts: dict[str, float] = {}
+    failure: FailureObject | None = None
+    written: WrittenObject | None = None
+
+
+class TurnObject(BaseModel):
+    """A stretch of a conversation that one side wrote."""
+
+    by: Literal["prompt", "model", "environment"]
+    tokens: list[str]  # the text that each adds, special tokens included; empty where it ends no character
+    logprobs: list[float] | None  # of the model's tokens, when they were sampled
+
+
+class ConversationObject(BaseModel):
+    """A sample as it was written, token by token."""
+
+    object: Literal["fine_tuning.job.conversation"] = "fine_tuning.job.conversation"
+    step: int  # that trained on it
+    sample: SampleObject  # without `written`
+    turns: list[TurnObject]
+    num_dropped: int  # tokens at the end that are not kept
+
+
+class CurvesObject(BaseModel):
+    """The figures of a job's steps, as columns of the same length."""
+
+    object: Literal["fine_tuning.job.metrics"] = "fine_tuning.job.metrics"
+    fine_tuning_job_id: str
+    step: list[int]  # the last that each point is of
+    metrics: dict[str, list[float | None]]  # means over the point's steps
+    evaluations: list[dict[str, Any]]  # the data of their events, oldest first
+    steps_a_point: int
+    last_event: str | None  # id of the newest event that was read: a stream goes on behind it
+
+
+class HyperparameterObject(Identified):
+    object: Literal["hyperparameter"] = "hyperparameter"
+    default: Any  # None: it depends on the rest, or on the base model
+    schema_: dict[str, Any] = Field(serialization_alias="schema")  # JSON Schema of its values
 
 
 class ModelObject(Identified):
@@ -198,6 +251,7 @@ class UsageReport(BaseModel):
     max_tokens_per_day: int | None
     total: UsageObject
     data: list[UsageObject]  # one a job
+    days: dict[str, int] = {}  # tokens by day of UTC, such as 2026-11-22
     has_more: bool = False
 
 

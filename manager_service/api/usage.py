@@ -1,6 +1,6 @@
 """GET /v1/usage"""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from fastapi import APIRouter
 
@@ -19,17 +19,30 @@ WHOLE = frozenset(counter for counter in USAGE_COUNTERS if counter.endswith("_to
 async def usage(api: Parts, tenant: Tenant) -> UsageReport:
     """The tenant's use since its beginning, in all and per job; busy seconds are split between jobs by tokens."""
     jobs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    today = 0
+    today, days = 0, Counter[str]()
     for base in api.bases.values():
         today += await tokens_today(base.redis, base.cell, tenant.id)
+        days.update(await used_by_day(base, tenant.id))
         for job, counter, amount in await counted(base, tenant.id):
             jobs[job][counter] += amount
             jobs[""][counter] += amount
     total = shown(None, jobs.pop("", {}))
     rows = [shown("inference" if job == INFERENCE else job, counts) for job, counts in sorted(jobs.items())]
     return UsageReport(
-        tenant=tenant.id, tokens_today=today, max_tokens_per_day=tenant.max_tokens_per_day, total=total, data=rows
+        tenant=tenant.id,
+        tokens_today=today,
+        max_tokens_per_day=tenant.max_tokens_per_day,
+        total=total,
+        data=rows,
+        days=dict(sorted(days.items())),
     )
+
+
+async def used_by_day(base: Base, tenant: str) -> dict[str, int]:
+    """Prompt, sampled and trained tokens by day (`2026-11-22`, UTC), in one cell."""
+    found = (await base.redis.hgetall(base.cell.usage(tenant))).items()
+    days = {field.decode().removeprefix("day/"): int(float(value)) for field, value in found if field[:4] == b"day/"}
+    return {f"{day[:4]}-{day[4:6]}-{day[6:]}": amount for day, amount in days.items()}
 
 
 async def counted(base: Base, tenant: str) -> list[tuple[str, str, float]]:

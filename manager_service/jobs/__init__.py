@@ -11,6 +11,7 @@ Its files:
     evaluation.py           counts the trajectories of an evaluation
     retention.py            decides which versions of the adapter stay
     journal.py              writes what the user reads of a job: events, figures of steps, samples
+    samples.py              makes of a trajectory what its owner reads
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
     items.py                reads the rows of a training or validation file from disk
     lengths.py              estimates how long the trajectories under way will be, from those that ended

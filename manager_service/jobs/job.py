@@ -181,6 +181,7 @@ class Job:
         if self.state.status in FINAL:
             return
         self.state.error = error
+        self.journal.keep_failed(changes)
         self._finish("failed", now, changes)
         self.journal.tell(now, changes, f"Job failed: {error.message}", level="error", data={"code": error.code})
 
@@ -241,6 +242,7 @@ class Job:
         elif message.failure is None:
             self.open.score(entry, message, changes)
         else:
+            self.journal.note_failed(message, self.orders.item(key.group))
             self._on_failed(entry, key, message.failure, changes)
 
     def _awaits(self, key: TrajectoryKey, version: int, attempt: int) -> bool:

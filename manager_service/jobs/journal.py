@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from common.messages import AdapterUpdate
+from common.messages import AdapterUpdate, ScoredTrajectory
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
+from manager_service.jobs.samples import MAX_TEXT, record_of
 from manager_service.kept import Kept, Limits
 from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Training
 
 SAMPLED_GROUPS = 2
 """Groups of each step whose texts are kept."""
-MAX_TEXT = 4000
-"""Characters that are kept of a text."""
+WHOLE_SAMPLES = 8
+"""Trajectories of such a group that are kept token by token."""
+FAILED_SAMPLES = 4
+"""Trajectories of each step that are kept although they failed."""
 METRICS = (
     *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
     *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
@@ -33,6 +36,7 @@ class Journal:
         self._last_commit_at: float | None = None
         self._last_progress_at: float | None = None
         self._told_stall = False
+        self._failed: list[SampleRecord] = []
 
     def tell(
         self,
@@ -107,22 +111,28 @@ class Journal:
         shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
         self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
 
+    def note_failed(self, message: ScoredTrajectory, item: dict[str, Any] | None) -> None:
+        """Takes a trajectory that failed to the samples of the coming step, the first few of a step."""
+        if len(self._failed) < FAILED_SAMPLES:
+            self._failed.append(record_of(message, item, whole=True))
+
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
-        """Keeps the texts of the batch's first groups."""
+        """Keeps what the batch's first groups wrote, and what failed since the batch before."""
         records = [
-            SampleRecord(
-                version=scored.message.adapter.version,
-                group=number,
-                sample=scored.message.trajectory.sample,
-                text=scored.message.output_text[:MAX_TEXT],
-                reward=scored.message.reward,
-                stop_reason=scored.message.stop_reason,
-                prompt=_prompt(orders.item(number)),
-            )
+            record_of(scored.message, orders.item(number), whole=place < WHOLE_SAMPLES)
             for number, group in batch[:SAMPLED_GROUPS]
-            for scored in group.rows()
+            for place, scored in enumerate(group.rows())
         ]
-        version, encoded = self._state.version + 1, JSON.encode(records)
+        self._keep(self._state.version + 1, records, changes)
+
+    def keep_failed(self, changes: Changes) -> None:
+        """Keeps what failed since the last batch, of a job that makes no further one."""
+        if self._failed:
+            self._keep(self._state.version + (1 if self._state.training is None else 2), [], changes)
+
+    def _keep(self, version: int, records: list[SampleRecord], changes: Changes) -> None:
+        encoded = JSON.encode(records + self._failed)
+        self._failed = []
         changes.samples.append((self._spec.id, version, encoded))
         if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
             changes.dropped_samples.append((self._spec.id, *dropped))
@@ -153,10 +163,3 @@ class Journal:
             return
         self._told_stall = True
         self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis}", changes)
-
-
-def _prompt(item: dict[str, Any] | None) -> str:
-    """The text of an item's last message."""
-    messages = (item or {}).get("messages") or []
-    content = messages[-1].get("content") if messages else ""
-    return content[:MAX_TEXT] if isinstance(content, str) else ""

@@ -54,7 +54,10 @@ async def answers(server: ApiServer, jobs: list[str]) -> dict[str, Any]:
     urls = ["/v1/models", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[odd]=1&limit=1"]
     urls += [f"/v1/fine_tuning/jobs?limit=2&after={job}" for job in jobs]
     for job in jobs:
-        urls += [f"/v1/fine_tuning/jobs/{job}{part}" for part in ("", "/ledger", "/usage", "/samples", "/checkpoints")]
+        urls += [
+            f"/v1/fine_tuning/jobs/{job}{part}"
+            for part in ("", "/ledger", "/usage", "/samples", "/checkpoints", "/metrics")
+        ]
         urls += [f"/v1/fine_tuning/jobs/{job}/events?limit=100", f"/v1/fine_tuning/jobs/{job}/events?limit=2&after=3"]
         urls += [f"/v1/fine_tuning/jobs/{job}/events?stream=true", f"/v1/fine_tuning/jobs/{job}/samples?version=1"]
         urls += [f"/v1/fine_tuning/jobs/{job}/checkpoints?limit=1&after=ftckpt-{job}@2"]

@@ -39,6 +39,13 @@ class Encode(msgspec.Struct, tag=True, frozen=True):
     texts: list[str]
 
 
+class Spell(msgspec.Struct, tag=True, frozen=True):
+    """Gives the text that each token adds, special tokens included; empty where it ends no character."""
+
+    base: str
+    ids: list[int]
+
+
 class CheckLines(msgspec.Struct, tag=True, frozen=True):
     """Gives FoundItems, of lines of a new file."""
 
@@ -102,6 +109,7 @@ Task = (
     ParseBody
     | Render
     | Encode
+    | Spell
     | CheckLines
     | CheckRows
     | CheckLengths
@@ -135,6 +143,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             return _render(task, tokenizers[task.base])
         case Encode():
             return [_encode(text, tokenizers[task.base]) for text in task.texts]
+        case Spell():
+            return _spelt(task.ids, tokenizers[task.base])
         case CheckLines():
             return check_lines(
                 task.lines, before=task.before, max_line_bytes=task.max_line_bytes, tokenizers=tokenizers
@@ -198,6 +208,14 @@ def _characters(messages: list[Any]) -> int:
     """Of the texts of messages that are plain strings."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _spelt(ids: list[int], tokenizer: ChatTokenizer) -> list[str]:
+    decoder = tokenizer.stream_decoder(skip_special=False)
+    pieces = [decoder.feed([token]) for token in ids]
+    if pieces:
+        pieces[-1] += decoder.finish()
+    return pieces
 
 
 def with_room(ids: Ids, tokenizer: ChatTokenizer, param: str = "prompt") -> Ids:

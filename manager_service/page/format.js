@@ -1,0 +1,32 @@
+// Numbers, times and names as people read them.
+
+export const FINAL = new Set(["succeeded", "failed", "cancelled"]);
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (Number.isInteger(value)) return String(value);
+  return size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
+}
+
+export const reward = (value) => value === null || value === undefined ? "–" : value.toFixed(2);
+export const share = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
+
+export function duration(seconds) {
+  const s = Math.max(0, Math.round(seconds));
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
+}
+
+export const ago = (seconds) => `${duration(Date.now() / 1000 - seconds)} ago`;
+export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+export const moment = (seconds) => new Date(seconds * 1000).toLocaleString();
+export const bytes = (count) => count < 1024 ? `${count} B` : count < 1 << 20 ? `${(count / 1024).toFixed(0)} KiB` : `${(count / (1 << 20)).toFixed(1)} MiB`;
+
+/** A job's name for people: its suffix, or the end of its id. */
+export const name = (job) => job.user_provided_suffix || job.id;

@@ -1,0 +1,142 @@
+// A new job: files, a grader that is tried first, hyperparameters with their defaults and limits.
+
+import {get, post, session, upload} from "./api.js";
+import {fill, h, say, select} from "./dom.js";
+import {bytes, number} from "./format.js";
+
+const TEXTS = {input: "{{sample.output_text}}", reference: "{{item.answer}}"};
+const GRADERS = {
+  string_check: {type: "string_check", name: "right", operation: "eq", ...TEXTS},
+  text_similarity: {type: "text_similarity", name: "alike", evaluation_metric: "fuzzy_match", ...TEXTS},
+  math: {type: "math", name: "right", ...TEXTS},
+  python: {type: "python", name: "mine", source: "def grade(sample, item):\n    return float(sample[\"output_text\"].strip() == item[\"answer\"])\n"},
+  multi: {type: "multi", name: "both", graders: {right: {type: "string_check", name: "right", operation: "eq", ...TEXTS}}, calculate_output: "right"},
+  endpoint: {type: "endpoint", name: "mine", url: "https://"},
+};
+const ENVIRONMENTS = {calculator: {name: "calculator", args: {}}, python: {name: "python", args: {}}, search: {name: "search", args: {documents: []}}};
+const FIRST_BYTES = 262_144;
+
+export async function show(node, {signal}) {
+  if (session.isOperator) return fill(node, h("h1", {}, "Submit"), h("p", {}, "Jobs are a tenant's: open this page with a tenant's key."));
+  const [models, files, hyper] = await Promise.all([get("/v1/models", {signal}), get("/v1/files", {signal}), get("/v1/fine_tuning/hyperparameters", {signal})]);
+  const model = select(models.data.map((one) => one.id).reverse(), null, {id: "model"}), suffix = h("input", {maxlength: 64}), seed = h("input", {type: "number", min: 0});
+  const training = filePicker("Training file", files.data), validation = filePicker("Validation file", files.data);
+  const judge = judging(training);
+  const settings = hyperFields(hyper.data);
+  const refused = h("p", {class: "error", role: "alert"});
+  const send = h("button", {type: "button", class: "primary", onclick: submit}, "Submit the job");
+  fill(node, h("h1", {}, "Submit"), h("p"),
+    h("fieldset", {}, h("legend", {}, "Model and items"), h("div", {class: "fields"}, h("label", {}, "Model", model), training.node, validation.node, h("label", {}, "Name", suffix), h("label", {}, "Seed", seed))),
+    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), h("div", {class: "fields"}, settings.nodes)), refused, send);
+
+  async function submit() {
+    say(refused, "");
+    send.disabled = true;
+    try {
+      const body = {model: model.value, training_file: await training.id(), validation_file: await validation.id(), method: {type: "reinforcement", reinforcement: {...judge.read(), hyperparameters: settings.read()}}};
+      if (suffix.value) body.suffix = suffix.value;
+      if (seed.value) body.seed = Number(seed.value);
+      const job = await post("/v1/fine_tuning/jobs", body);
+      location.hash = `#/job/${job.id}`;
+    } catch (error) {
+      say(refused, error.message);
+      refused.scrollIntoView({block: "nearest"});
+    }
+    send.disabled = false;
+  }
+}
+
+/** A choice of the tenant's files, or a new one; `id` uploads it once. */
+function filePicker(title, files) {
+  const known = select([["", "none"], ...files.map((file) => [file.id, `${file.filename} · ${file.num_items} items`])], "");
+  const fresh = h("input", {type: "file", accept: ".jsonl,.json,.txt", "aria-label": `New ${title.toLowerCase()}`});
+  const note = h("small");
+  const done = new Map();
+  fresh.addEventListener("change", () => say(note, fresh.files[0] ? `is uploaded with the job, ${bytes(fresh.files[0].size)}` : ""));
+  return {
+    node: h("label", {}, title, known, fresh, note),
+    async id() {
+      const file = fresh.files[0];
+      if (!file) return known.value || null;
+      if (!done.has(file)) done.set(file, (await upload(file)).id);
+      return done.get(file);
+    },
+    /** Its first line, if it is at hand. */
+    async first() {
+      const text = fresh.files[0] ? await fresh.files[0].slice(0, FIRST_BYTES).text() : known.value ? await firstPart(known.value) : "";
+      return text.split("\n").find((line) => line.trim()) ?? "";
+    },
+  };
+}
+
+async function firstPart(file) {
+  const {key} = await import("./api.js");
+  const answer = await fetch(`/v1/files/${encodeURIComponent(file)}/content`, {headers: {Authorization: `Bearer ${key()}`}});
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  const {value = ""} = await reader.read();
+  reader.cancel();
+  return value;
+}
+
+/** The grader or environment, and a place to try it on a sample. */
+function judging(training) {
+  const options = [...Object.keys(GRADERS).map((name) => [`grader ${name}`, `grader: ${name}`]), ...Object.keys(ENVIRONMENTS).map((name) => [`environment ${name}`, `environment: ${name}`])];
+  const kind = select(options, "grader string_check", {"aria-label": "Kind"});
+  const source = h("textarea", {rows: 9, spellcheck: "false", "aria-label": "Grader or environment as JSON"});
+  const item = h("textarea", {rows: 4, spellcheck: "false", "aria-label": "Item"}), sample = h("textarea", {rows: 3, "aria-label": "Answer of the model"});
+  const result = h("p", {role: "status"});
+  const reset = () => { const [sort, name] = kind.value.split(" "); source.value = JSON.stringify((sort === "grader" ? GRADERS : ENVIRONMENTS)[name], null, 2); attempt.hidden = sort !== "grader"; };
+  const take = async () => { item.value = await training.first(); };
+  const run = async () => {
+    result.className = "";
+    say(result, "…");
+    try {
+      const found = await post("/v1/fine_tuning/alpha/graders/run", {grader: parsed(source.value, "the grader"), item: item.value.trim() ? parsed(item.value, "the item") : {}, model_sample: sample.value});
+      const parts = Object.entries(found.sub_rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+      result.className = found.failure ? "error" : "";
+      say(result, found.failure ? `failed: ${found.failure.reason}` : `reward ${number(found.reward)}${parts && ` (${parts})`} in ${number(found.metadata.execution_time)} s`);
+    } catch (error) { result.className = "error"; say(result, error.message); }
+  };
+  const attempt = h("div", {}, h("h2", {}, "Try it"), h("div", {class: "halves"},
+    h("div", {}, h("label", {}, "Item"), item, h("button", {type: "button", class: "quiet", onclick: take}, "Take the file's first")),
+    h("div", {}, h("label", {}, "Answer of the model"), sample, h("button", {type: "button", onclick: run}, "Run the grader"), result)));
+  kind.addEventListener("change", reset);
+  reset();
+  return {
+    node: h("fieldset", {}, h("legend", {}, "Reward"), h("p", {}, kind), source, attempt),
+    read: () => ({[kind.value.split(" ")[0]]: parsed(source.value, "the grader or environment")}),
+  };
+}
+
+function parsed(text, what) {
+  try { return JSON.parse(text); } catch (error) { throw new Error(`${what} is not JSON: ${error.message}`); }
+}
+
+/** A field for each hyperparameter; an empty one means the default. */
+function hyperFields(all) {
+  const fields = all.map(({id, default: usual, schema}) => ({id, kind: flat(schema), usual})).map((one) => ({...one, input: inputOf(one)}));
+  const nodes = fields.map(({id, kind, usual, input}) => h("label", {}, id, input, h("small", {}, [usual === null || usual === undefined ? "default: by the rest" : `default ${JSON.stringify(usual)}`, limits(kind)].filter(Boolean).join(" · "))));
+  const read = () => Object.fromEntries(fields.filter(({input}) => input.value !== "").map(({id, kind, input}) => [id, valueOf(kind, input.value)]));
+  return {nodes, read};
+}
+
+/** The schema of a value that is not null. */
+const flat = (schema) => schema.anyOf?.find((one) => one.type !== "null") ?? schema;
+
+function inputOf({id, kind}) {
+  if (kind.enum) return select([["", "default"], ...kind.enum], "", {name: id});
+  if (kind.type === "boolean") return select([["", "default"], "true", "false"], "", {name: id});
+  if (kind.type === "array" || kind.type === "string") return h("input", {name: id, placeholder: kind.type === "array" ? "q_proj, v_proj" : ""});
+  return h("input", {name: id, type: "number", step: kind.type === "integer" ? 1 : "any", min: kind.minimum, max: kind.maximum});
+}
+
+function valueOf(kind, text) {
+  if (kind.type === "boolean") return text === "true";
+  if (kind.type === "array") return text.split(",").map((one) => one.trim()).filter(Boolean);
+  return kind.type === "integer" || kind.type === "number" ? Number(text) : text;
+}
+
+function limits(kind) {
+  const [low, high] = [kind.minimum !== undefined ? `from ${kind.minimum}` : kind.exclusiveMinimum !== undefined ? `above ${kind.exclusiveMinimum}` : "", kind.maximum !== undefined ? `to ${kind.maximum}` : ""];
+  return [low, high].filter(Boolean).join(" ");
+}

@@ -1,0 +1,241 @@
+"""The web page in a real Chromium, over the real API."""
+
+import json
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from common.messages import Failure
+from manager_service.api.page import FOLDER
+from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
+from tests.support.api_server import ApiServer, Script, item, jsonl, method, played, running_api, running_jobs, upload
+from tests.support.browser import browsing
+
+MAX_BYTES = 200_000
+HOSTILE = '<img src=x onerror="document.title=`broken`"><script>document.title=`broken`</script>'
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", keep_alive_s=0.3) as running:
+        yield running
+
+
+async def create(server: ApiServer, **changes: Any) -> str:
+    body: dict[str, Any] = {"model": "tiny", "method": method(), **changes}
+    body.setdefault("training_file", await upload(server.openai))
+    return (await server.openai.fine_tuning.jobs.create(**body)).id
+
+
+async def write_steps(server: ApiServer, job: str, numbers: range) -> None:
+    """What the owner writes of steps of a job that is running."""
+    key, pipe = server.bus.cell.events(job), server.api.redis.pipeline(transaction=False)
+    for number in numbers:
+        data = {"step": number, "version": number, "reward_mean": 1 - 1 / number, "failed_share": 0.0}
+        event = EventRecord(number, 1, "info", f"Step {number}", "metrics", data)
+        pipe.xadd(key, {"event": JSON.encode(event)}, id=f"{number}-0")
+    await pipe.execute()
+    state = JobState(status="running", version=numbers[-1], num_events=numbers[-1], last_reward=1 - 1 / numbers[-1])
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
+
+
+# What is served -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_page_is_small_and_asks_nothing_of_another_server(server: ApiServer) -> None:
+    answer = await server.http.get("/", headers={"Authorization": ""})
+    policy = answer.headers["content-security-policy"]
+    assert (answer.status_code, "default-src 'none'" in policy, "unsafe" in policy) == (200, True, False)
+    for file in FOLDER.iterdir():
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        found = await server.http.get(path)
+        assert (found.status_code, found.content) == (200, file.read_bytes())
+        again = await server.http.get(path, headers={"If-None-Match": found.headers["etag"]})
+        assert again.status_code == 304
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MAX_BYTES
+
+
+@pytest.mark.parametrize("path", ["/page/", "/page/nothing.js", "/page/..%2fsettings.py", "/page/../settings.py"])
+async def test_nothing_else_of_the_disk_is_served(server: ApiServer, path: str) -> None:
+    assert (await server.http.get(path)).status_code == 404
+
+
+def test_no_script_of_ours_makes_markup_of_text() -> None:
+    ways = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "new Function")
+    scripts = [file for file in FOLDER.glob("*.js") if not file.name.startswith("uplot")]
+    assert {(file.name, way) for file in scripts for way in ways if way in file.read_text()} == set()
+    assert len(scripts) > 8
+
+
+# What it shows ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_wrong_key_is_asked_for_again_and_a_right_one_is_kept_in_the_tab(server: ApiServer) -> None:
+    async with browsing(server.url) as tab:
+        await tab.page.goto(server.url)
+        await tab.page.fill("#key", "sk-wrong")
+        await tab.page.press("#key", "Enter")
+        await tab.page.get_by_text("this API key is not known").wait_for()
+        await tab.enter(server.key)
+        await tab.page.reload()
+        await tab.page.wait_for_selector("main h1")
+        assert await tab.page.evaluate("localStorage.length") == 0
+
+
+async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connection_broke(server: ApiServer) -> None:
+    job = await create(server, suffix="mine")
+    await write_steps(server, job, range(1, 4))
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        await tab.page.get_by_role("link", name="mine", exact=True).click()
+        reward = tab.page.get_by_role("img", name="Reward. training: 0 at step 1")
+        await tab.page.get_by_role("img", name="0.667 at step 3").wait_for()
+        await write_steps(server, job, range(4, 6))
+        await tab.page.get_by_role("img", name="0.8 at step 5").wait_for()
+        await tab.page.context.set_offline(True)
+        await write_steps(server, job, range(6, 11))
+        await tab.page.context.set_offline(False)
+        await tab.page.get_by_role("img", name="0.9 at step 10").wait_for()
+        assert await reward.count() == 1
+        await tab.page.get_by_text("10/1").wait_for()
+
+
+async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: ApiServer) -> None:
+    file = await upload(server.openai, jsonl(item(HOSTILE, HOSTILE)))
+    job = await create(server, training_file=file, metadata={"x": HOSTILE})
+    failure = Failure("grader", HOSTILE)
+    tokens = server.api.bases["tiny"].tokenizer.encode(HOSTILE)
+    written = Written(tokens, [0, len(tokens)], [-1.0] * len(tokens))
+    samples = [SampleRecord(0, 0, 0, HOSTILE, None, "failed", HOSTILE, {HOSTILE: 1.0}, failure, written)]
+    await server.api.redis.hset(server.bus.cell.samples(job), "1", JSON.encode(samples))
+    await server.openai.files.create(file=(f"{HOSTILE}.jsonl", jsonl(item())), purpose="fine-tune")
+    await write_steps(server, job, range(1, 3))
+    event = EventRecord(3, 1, "warn", HOSTILE, "metrics", {"failed_reason": HOSTILE, "failed_share": 1.0})
+    await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id="3-0")
+    async with browsing(server.url) as tab, played(Script(server.bus, text=HOSTILE)):
+        await tab.enter(server.key)
+        for tab_name in ("figures", "samples", "events", "settings", "checkpoints"):
+            await tab.go(f"/job/{job}?tab={tab_name}")
+            if tab_name in ("figures", "samples", "events"):
+                await tab.page.get_by_text(HOSTILE).first.wait_for()
+        await tab.go(f"/chat?say={HOSTILE}&a=tiny&b=tiny")
+        await tab.page.get_by_role("button", name="Ask", exact=True).click()
+        await tab.page.locator(".said:not(.user)", has_text=HOSTILE).nth(1).wait_for()
+        for view in ("submit", "usage", f"compare?jobs={HOSTILE}", "jobs"):
+            await tab.go(f"/{view}")
+            await tab.page.wait_for_selector("main h1")
+        assert await tab.page.locator("main img, main script").count() == 0
+        assert "broken" not in await tab.page.title()
+
+
+async def test_the_headers_stop_a_script_that_comes_in_all_the_same(server: ApiServer) -> None:
+    """As if a view had made markup of a text."""
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        tried = (
+            "try { document.querySelector('main').innerHTML = '<img src=x onerror=1>' } catch (error) { error.name }"
+        )
+        assert await tab.page.evaluate(tried) == "TypeError"
+
+
+async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer) -> None:
+    job = await create(server)
+    await write_steps(server, job, range(1, 3))
+    encode = server.api.bases["tiny"].tokenizer.encode
+    parts = [encode("add 1+2"), encode("33"), encode("that is wrong"), encode("4")]
+    tokens, lengths = [token for part in parts for token in part], [len(part) for part in parts]
+    written = Written(tokens, lengths, [-0.25] * lengths[1] + [-5.0] * lengths[3])
+    good = [SampleRecord(1, 0, n, "3", 1.0, "stop", "add 1+2") for n in range(3)]
+    bad = SampleRecord(1, 0, 3, "4", None, "failed", "add 1+2", {}, Failure("grader", "it raised"), written)
+    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode([*good, bad]))
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        await tab.go(f"/job/{job}?tab=samples&step=2")
+        await tab.page.get_by_label("Which samples").select_option("failed")
+        await tab.page.locator(".list button").click()
+        await tab.page.get_by_text("grader: it raised").wait_for()
+        turns = await tab.page.locator(".turn .tokens").all_inner_texts()
+        assert turns == ["add 1+2", "33", "that is wrong", "4"]
+        assert (
+            await tab.page.locator(".turn .tokens").last.locator("span").get_attribute("title")
+            == "log-prob -5.000, p 0.0067"
+        )
+
+
+async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiServer) -> None:
+    await create(server, suffix="mine")
+    bluebird = await server.new_tenant("bluebird")
+    body: Any = {"model": "tiny", "method": method(), "training_file": await upload(bluebird), "suffix": "theirs"}
+    await bluebird.fine_tuning.jobs.create(**body)
+    async with browsing(server.url) as tab:
+        await tab.enter(server.admin_key)
+        for name in ("mine", "theirs"):
+            await tab.page.get_by_role("link", name=name, exact=True).wait_for()
+        await tab.page.get_by_role("link", name="theirs", exact=True).click()
+        await tab.page.get_by_role("heading", name="theirs").wait_for()
+        assert await tab.page.get_by_role("button", name="Cancel").count() == 0
+        await tab.go("/cluster")
+        await tab.page.get_by_text("No worker is alive").wait_for()
+        await tab.go("/usage")
+        await tab.page.get_by_role("link", name="bluebird").wait_for()
+
+
+async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(server: ApiServer, tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_bytes(jsonl(*(item() for _ in range(4))))
+    async with browsing(server.url) as tab, running_jobs(server):
+        await tab.enter(server.key)
+        await tab.go("/submit")
+        await tab.page.get_by_label("New training file").set_input_files(tmp_path / "items.jsonl")
+        await tab.page.get_by_role("button", name="Take the file's first").click()
+        await expect(tab.page.get_by_label("Item", exact=True)).to_have_value(re.compile('"add 1'))
+        await tab.page.locator("input[name=batch_size]").fill("0")
+        await tab.page.get_by_role("button", name="Submit the job").click()
+        await tab.page.get_by_text("batch_size: input should be greater than or equal to 1").wait_for()
+        await tab.page.locator("input[name=batch_size]").fill("2")
+        await tab.page.locator("input[name=max_steps]").fill("3")
+        await tab.page.get_by_role("button", name="Submit the job").click()
+        await tab.page.locator(".badge.succeeded").wait_for()
+    (job,) = (await server.http.get("/v1/fine_tuning/jobs")).json()["data"]
+    assert (job["hyperparameters"]["batch_size"], job["version"]) == (2, 3)
+
+
+async def test_two_jobs_lie_over_each_other(server: ApiServer) -> None:
+    jobs = [
+        await create(server, suffix=name, method=method(batch_size=size)) for name, size in (("one", 1), ("two", 2))
+    ]
+    for job in jobs:
+        await write_steps(server, job, range(1, 5))
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        for name in ("one", "two"):
+            await tab.page.get_by_label(f"Compare {name}").check()
+        await tab.page.get_by_role("button", name="Compare").click()
+        chart = tab.page.get_by_role("img", name="Reward. ")
+        await chart.wait_for()
+        said = await chart.get_attribute("aria-label") or ""
+        assert "one: 0 at step 1, 0.75 at step 4" in said and "two: 0 at step 1" in said
+        await tab.page.get_by_text("batch_size 2").wait_for()
+
+
+async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer) -> None:
+    job = await create(server, suffix="first")
+    for first in range(1, 10_001, 1000):
+        await write_steps(server, job, range(first, first + 1000))
+    record = await server.api.redis.hgetall(server.bus.cell.job(job))
+    tenant_jobs, pipe = server.bus.cell.tenant_jobs("default"), server.api.redis.pipeline(transaction=False)
+    for number in range(999):
+        spec = json.loads(record[b"spec"]) | {"id": f"ftjob-{number:024x}", "suffix": f"copy{number}"}
+        pipe.hset(server.bus.cell.job(spec["id"]), mapping={"spec": JSON.encode(spec), "state": record[b"state"]})
+        pipe.zadd(tenant_jobs, {spec["id"]: number})
+    await pipe.execute()
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        await tab.page.get_by_text("1000 of 1000").wait_for()
+        await tab.page.get_by_label("Find jobs").fill("first")
+        await tab.page.get_by_role("link", name="first", exact=True).click()
+        await tab.page.get_by_role("img", name="1 at step 10000").wait_for()
+        assert tab.errors == []

@@ -1,0 +1,67 @@
+"""A real Chromium for tests of the web page."""
+
+import os
+import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from playwright.async_api import ConsoleMessage, Error, Page, async_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE_MS = 60_000
+"""Within which the page shows what a test waits for, on a slow machine."""
+
+
+def browser_path() -> str:
+    """Skips the test where there is no Chromium, unless MARLAAS_TEST_BROWSER=required."""
+    for name in NAMES:
+        if found := shutil.which(name):
+            return found
+    reason = "no Chromium on the PATH: install one (Debian: apt install chromium) to test the web page"
+    if os.environ.get("MARLAAS_TEST_BROWSER") == "required":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@dataclass
+class Tab:
+    """One tab, and what went wrong in it."""
+
+    page: Page
+    url: str
+    errors: list[str] = field(default_factory=list[str])
+
+    async def go(self, address: str) -> None:
+        """Shows the view of an address behind `#`."""
+        await self.page.goto(f"{self.url}/#{address}")
+
+    async def enter(self, key: str) -> None:
+        """Opens the page, and types the key."""
+        await self.page.goto(f"{self.url}/")
+        await self.page.fill("#key", key)
+        await self.page.press("#key", "Enter")
+        await self.page.wait_for_selector("main h1")
+
+    def hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def fail(self, error: Error) -> None:
+        self.errors.append(str(error))
+
+
+@asynccontextmanager
+async def browsing(url: str) -> AsyncGenerator[Tab]:
+    """A tab of a browser of its own, without a key."""
+    path = browser_path()
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = await browser.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        tab = Tab(page, url)
+        page.on("console", tab.hear)
+        page.on("pageerror", tab.fail)
+        yield tab
+        await browser.close()
