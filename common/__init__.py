@@ -8,6 +8,7 @@ It imports no service and no torch.
 
     text/                 from chat messages to tokens and back
     messages.py           declares what one service says to another about jobs
+    arrays.py             numpy's arrays as messages carry them
     operations.py         declares what one service says to another about runs
     wire.py               makes bytes of messages, and messages of bytes
     streams.py            names every key of a cell
