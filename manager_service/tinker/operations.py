@@ -133,6 +133,8 @@ def _name(asked: SaveAsked) -> str:
 async def _saved(
     run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
 ) -> Response:
+    """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
+    first one's."""
     fault = _save_fault(asked, payload)
     operation = Asked(
         seq=asked.seq_id,
@@ -140,6 +142,7 @@ async def _saved(
         payload=msgspec.msgpack.encode(payload),
         failure=wrong(fault) if fault else None,
         sampler=None if fault else sampler,
+        known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")) if sampler else None,
     )
     return await _submitted(run, operation)
 

@@ -62,11 +62,15 @@ class Asked:
     num_tokens: int = 0
     failure: Failure | None = None
     sampler: Sampler | None = None  # that the operation makes
+    known_by: bytes | None = None  # what is the same in a repeat; None: the payload
 
     @property
     def digest(self) -> str:
-        reason = self.failure.reason if self.failure else ""
-        return hashlib.sha256(b"\0".join((self.action.encode(), reason.encode(), self.payload))).hexdigest()
+        reason, same = (
+            self.failure.reason if self.failure else "",
+            self.payload if self.known_by is None else self.known_by,
+        )
+        return hashlib.sha256(b"\0".join((self.action.encode(), reason.encode(), same))).hexdigest()
 
 
 def wrong(reason: str) -> Failure:

@@ -286,6 +286,24 @@ async def test_a_sampler_follows_the_saves_of_its_run_or_not(
     assert [state.inflight for state in owner.runs[run_of(run) or ""].state.samplers.values()] == [False, True]
 
 
+async def test_a_sampler_that_is_saved_again_under_another_number_is_the_first_one(
+    client: TinkerClient, owner: StandInRuns
+) -> None:
+    """As the SDK does, when it got no answer: it counts its samplers once more."""
+    run = await client.run(session := await client.session())
+    sent = [
+        await client.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=number)
+        for number in (9, 10)
+    ]
+    first, again = (answer.json()["request_id"] for answer in sent)
+    assert first == again
+    assert (await client.retrieve(again)).json()["sampling_session_id"] == f"{session}:sample:9"
+    other = await client.post(
+        "save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=9, kind="inflight"
+    )
+    assert other.status_code == 400 and "the seq_id 1 is taken" in other.json()["error"]["message"]
+
+
 async def test_a_version_that_is_sampled_is_noted_as_used_and_one_that_is_gone_says_save_again(
     server: ApiServer, client: TinkerClient, owner: StandInRuns
 ) -> None:
