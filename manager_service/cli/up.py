@@ -60,6 +60,7 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
     option = "" if folder == Path(".marlaas").resolve() else f" --data {shlex.quote(str(folder))}"
     typer.echo(
         f"MARLaaS is ready at {cluster.base_url}\n"
+        f"  page    {cluster.base_url}/ shows the jobs; it asks for a key\n"
         f"  keys    {folder / 'api_key'} (yours), {folder / 'admin_key'} (tenants, /metrics)\n"
         f"  openai  base_url={cluster.base_url}/v1 api_key=$(cat {folder / 'api_key'})\n"
         f"  tinker  export TINKER_BASE_URL={cluster.base_url} TINKER_API_KEY=tml-$(cat {folder / 'api_key'})\n"
