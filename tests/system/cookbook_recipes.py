@@ -71,7 +71,8 @@ async def test_arithmetic_is_learned(cluster: LocalCluster, folder: Path, mode: 
     right = shares(rows)
     assert len(right) == STEPS and sum(right[-2:]) / 2 >= sum(right[:2]) / 2 + RISES_BY, right
     if not mode:
-        assert all(abs(row["optim/kl_sample_train_v1"]) < 1e-3 for row in rows if "optim/kl_sample_train_v1" in row)
+        gaps = [row["optim/kl_sample_train_v1"] for row in rows if "optim/kl_sample_train_v1" in row]
+        assert gaps and max(map(abs, gaps)) < 1e-3
 
 
 async def test_a_recipe_goes_on_from_a_checkpoint(cluster: LocalCluster, folder: Path) -> None:

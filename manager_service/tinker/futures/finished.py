@@ -19,6 +19,8 @@ CLONE = 1_000_000_000
 KEPT_S = 900
 NUM_KEPT = 20_000
 """Events of one client that are kept."""
+MAX_TOLD = 1000
+"""Events that are told at once."""
 LOOK_EVERY_S = 1.0
 PER_MS = 1 << 20
 """A cursor is the milliseconds of a stream's entry times this, and its number within them."""
@@ -91,7 +93,7 @@ class Finished:
 
     async def _look(self, target: Target, cursor: int) -> list[tuple[int, Completion]]:
         key, after = self._key(target), f"({cursor // PER_MS}-{cursor % PER_MS}"
-        rows: Any = await self._bus.retrying(lambda: self._bus.client.xrange(key, min=after))
+        rows: Any = await self._bus.retrying(lambda: self._bus.client.xrange(key, min=after, count=MAX_TOLD))
         return [
             (_cursor(entry), Completion(fields[b"request"].decode(), fields[b"state"].decode()))
             for entry, fields in rows

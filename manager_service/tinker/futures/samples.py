@@ -36,6 +36,8 @@ PREFIX = "smp"
 _ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
 MAX_OPEN = 10_000
 """Requests of one tenant that are under way."""
+MAX_SAMPLES = 65_536
+"""Of those requests together: each is held in memory from the beginning."""
 KEPT_S, RETRIEVED_S = 600.0, 30.0
 """How long a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 SILENT_S = 300.0
@@ -102,6 +104,7 @@ class Samples:
         self._requests: dict[str, Request] = {}
         self._ids: dict[tuple[str, str], str] = {}  # by `key`
         self._open: Counter[str] = Counter()  # by tenant
+        self._num_samples: Counter[str] = Counter()  # by tenant, of those requests
         self.finished = Finished(bus)
 
     def start(self, ask: InferenceRequest, once: str = "", asker: Target | None = None) -> str:
@@ -110,7 +113,7 @@ class Samples:
         key = (tenant, once)
         if once and key in self._ids:
             return self._ids[key]
-        if self._open[tenant] >= MAX_OPEN:
+        if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
             raise _too_many()
         name = f"{self._prefix}{next(self._numbers)}"
         request = Request(name, tenant, ask, [None] * ask.num_choices, key, asker, self._clock())
@@ -118,6 +121,7 @@ class Samples:
         if once:
             self._ids[key] = name
         self._open[tenant] += 1
+        self._num_samples[tenant] += ask.num_choices
         request.task = asyncio.create_task(self._serve(request))
         return name
 
@@ -201,6 +205,7 @@ class Samples:
         finally:
             request.done.set()
             self._open[request.tenant] -= 1
+            self._num_samples[request.tenant] -= request.ask.num_choices
             await asyncio.shield(self._charge(request))
 
     async def _within_quota(self, request: Request) -> None:
@@ -249,7 +254,9 @@ def _sampled(result: TurnResult) -> Sample:
 
 def _too_many() -> ApiError:
     error = ApiError(
-        429, f"{MAX_OPEN} of your requests for samples are under way: wait until some have ended", code="too_many"
+        429,
+        f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended",
+        code="too_many",
     )
     error.headers = {"Retry-After": str(RETRY_AFTER_S)}
     return error

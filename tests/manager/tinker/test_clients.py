@@ -13,6 +13,7 @@ from common.tasks import cancel_all
 from manager_service.api.sampling.shares import InferenceRequest
 from manager_service.runs.records import USED_S, run_of
 from manager_service.tinker import retrieval
+from manager_service.tinker.futures import samples
 from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
 from manager_service.tinker.wire import protobuf, tinker_pb2
 from tests.support.api_server import ApiServer, Script, played, running_api
@@ -259,6 +260,23 @@ async def test_results_that_nobody_wants_are_dropped(server: ApiServer) -> None:
         samples.find("default", name)
     assert request.task is not None
     await cancel_all([request.task])
+
+
+async def test_a_tenants_open_samples_are_bounded_however_few_its_requests(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "MAX_SAMPLES", 8)
+    asked = await asample(client, num_samples=7)
+    refused = await client.post("asample", **SAMPLE | {"num_samples": 2})
+    assert (
+        refused.status_code == 429
+        and refused.headers["retry-after"]
+        and "8 samples" in refused.json()["error"]["message"]
+    )
+    await asample(await client_of(server, "stranger"), num_samples=2)
+    async with played(Script(server.bus, text="ok", stop_reason="length", inbox=server.bus.cell.rollout)):
+        assert (await client.retrieve(asked["request_id"])).status_code == 200
+        await asample(client, num_samples=8)
 
 
 async def test_a_sampler_follows_the_saves_of_its_run_or_not(
