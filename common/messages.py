@@ -105,20 +105,20 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return min(served, self.max_context or served)
 
 
-class EnvSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class EnvSpec(msgspec.Struct, frozen=True, gc=False):
     """Which environment a job uses. A grader alone is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
 
 
-class LoraSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class LoraSpec(msgspec.Struct, frozen=True, gc=False):
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ()  # leaf module names such as "q_proj"; empty: all linear layers but lm_head
 
 
-class LossSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class LossSpec(msgspec.Struct, frozen=True, gc=False):
     """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
 
     name: LossName = "grpo"
@@ -132,7 +132,7 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     temperature: float = TEMPERATURE
 
 
-class OptimSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class OptimSpec(msgspec.Struct, frozen=True, gc=False):
     learning_rate: float
     weight_decay: float = 0.0
     grad_clip: float = 1.0  # the gradient's largest Euclidean norm; 0: any

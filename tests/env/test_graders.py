@@ -288,7 +288,7 @@ def test_an_answer_on_which_the_comparison_hangs_fails_the_grader_and_the_next_o
         comparer = TextComparer()
         await same(comparer, r"\frac{1}{2}", "0.5", timeout_s=20)
         with pytest.raises(GraderFailed, match="took"):
-            await same(comparer, r"\int_0^1 x^x \sin(x^{x^x}) dx", "7^{7^{7^{7}}}+1", timeout_s=0.01)
+            await same(comparer, r"\int_0^1 x^x \sin(x^{x^x}) dx", r"\int_0^1 x^x \cos(x^{x^x}) dx", timeout_s=0.01)
         equal = await same(comparer, r"\frac{1}{2}", "0.5", timeout_s=20)
         await comparer.close()
         return equal

@@ -119,7 +119,7 @@ async def test_nothing_has_a_strange_id(server: ApiServer) -> None:
     with_id = [(route.path, verb) for route in routes for verb in route.methods if "{" in route.path]
     assert len(with_id) > 25
     for (path, verb), strange in itertools.product(with_id, STRANGE_IDS):
-        url = re.sub(r"\{[^}]*}", strange, path.replace("{version}", "1"))
+        url = re.sub(r"\{[^}]*}", strange, re.sub(r"\{(version|step|group|sample)}", "1", path))
         headers, body = server.as_admin() if "/admin/" in path else {}, {} if verb in ("POST", "PUT") else None
         answer = await server.http.request(verb, url, json=body, headers=headers)
         expected = (400, 403, 404) if path.startswith("/api/") else (404,)

@@ -153,7 +153,7 @@ async def _none_left(objects: Objects) -> bool:
 
 async def test_a_big_result_that_is_being_fetched_keeps_no_other_job_waiting(system: Owning) -> None:
     # Given results that travel as claim checks, and a store that does not answer the owner
-    system.env.num_tokens = 130_000
+    system.env.num_tokens = 270_000
     big, other = job_spec("big", num_steps=1, **SMALL), job_spec("small", OTHER, num_steps=3, **SMALL)
     await create(system.bus, big)
     await until(lambda: len(system.gated.asked) == 4)
@@ -228,7 +228,7 @@ async def test_no_call_of_the_store_is_made_under_the_owners_lock(bus: Bus, redi
     watched = WatchedStore(objects)
     owner_bus = Bus.connect(redis_url, Cell("tiny"), watched)
     system = Owning(bus, owner_bus, objects, watched)
-    system.env.num_tokens = 130_000
+    system.env.num_tokens = 270_000
     await objects.write("files/acme/file-1", b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4)
 
     class Mute(type(system.trainer)):
