@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -69,8 +70,16 @@ def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable
     run_with(name, settings_type, lambda settings: _run(name, settings, build))
 
 
+def _allow_files() -> None:
+    """Lets this process open as many files and connections as the machine does; the usual limit is meant for programs of before."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a system that caps it lower than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[Any, Any, None]]) -> NoReturn:
     """Run a service's `main`. Whatever ends it early is one line; the exit status `REFUSED` means wrong settings."""
+    _allow_files()
     try:
         refuse_unknown()
         settings = settings_type()

@@ -13,6 +13,7 @@ Its files:
     connections.py       closes connections that send no request, give no key or read no answer
     body_limit.py        limits the size of request bodies
     key_first.py         asks for the key before it reads a body, and ends connections without one
+    downloads.py         sends files of versions: a few at a time are made ready, and wait on disk for slow readers
     open_requests.py     limits how many requests of a tenant are open at once
     leaving.py           ends what is done for clients that leave
     places.py            shares a number of places among tenants

@@ -1,11 +1,12 @@
-"""Connections of those who send no request, give no key or read no answer: they are closed after a while, the oldest of too many at
-once. An answer to a request without a key ends its connection (`key_first.py`), so that what follows it is never worked on."""
+"""Connections of those who send no request, give no key or do not read their answers: they are closed after a while, the oldest of
+too many at once. An answer to a request without a key ends its connection (`key_first.py`), so that what follows it is never worked on."""
 
 import asyncio
 import socket
 import struct
 import time
-from typing import Any, cast
+from collections import defaultdict
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -15,8 +16,10 @@ KEYLESS_S = 30.0
 """Seconds that a connection lives without a request with a valid key."""
 MAX_KEYLESS = 512
 """Connections that have not sent a request with a valid key yet."""
+MAX_IDLE = 1024
+"""Connections of one tenant that wait for the next request."""
 UNREAD_S = 30.0
-"""Seconds in which a client reads nothing of what waits for it."""
+"""Seconds in which a client must have read what waits for it: the buffer's 64 KiB or a little more (see `OpenRequests`)."""
 AT_ONCE = struct.pack("ii", 1, 0)
 """The option by which the kernel forgets what it still was to send, instead of keeping it for a client that does not read."""
 
@@ -24,9 +27,13 @@ AT_ONCE = struct.pack("ii", 1, 0)
 class Connection(H11Protocol):
     """One connection. uvicorn itself waits for a first request for ever, and for a client to read."""
 
+    _idle: ClassVar[defaultdict[str, dict["Connection", None]]] = defaultdict(dict)
+    """This process' connections that have shown a key and wait for the next request: by tenant, the longest waiting first."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._since_s = time.monotonic()
+        self._tenant = ""  # whose key it has shown
         self._has_shown_key = False
         self._request_due: asyncio.TimerHandle | None = None
         self._key_due: asyncio.TimerHandle | None = None
@@ -41,9 +48,17 @@ class Connection(H11Protocol):
             min(keyless, key=Connection.since)._reset()
 
     def on_response_complete(self) -> None:
-        self._has_shown_key = not self.is_keyless()
+        newest = self._newest()
+        if newest is not None and (key := _scope(newest).get("key")):
+            self._tenant, self._has_shown_key = key.tenant, True
         super().on_response_complete()
         self._expect_request()
+        self._wait_idly()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if not self._waits():
+            self._idle[self._tenant].pop(self, None)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -56,13 +71,15 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._idle[self._tenant].pop(self, None)
         for timer in (self._request_due, self._key_due, self._reading_due):
             _cancel(timer)
 
     def is_keyless(self) -> bool:
-        """True before its first request with a valid key."""
+        """True before its first request with a valid key, and while it reads no file by a signed url."""
         newest = self._newest()
-        return not self._has_shown_key and (newest is None or not cast("dict[str, Any]", newest.scope).get("key"))
+        shows = newest is not None and (_scope(newest).get("key") or _scope(newest).get("is_signed"))
+        return not (self._has_shown_key or shows)
 
     def since(self) -> float:
         """When it began, in monotonic seconds."""
@@ -74,12 +91,24 @@ class Connection(H11Protocol):
 
     def _expect_reading(self) -> None:
         if self._reading_due is None:
-            left = self.transport.get_write_buffer_size()
-            self._reading_due = self.loop.call_later(UNREAD_S, self._close_unless_it_reads, left)
+            self._reading_due = self.loop.call_later(UNREAD_S, self._close_unless_read)
+
+    def _wait_idly(self) -> None:
+        idle = self._idle[self._tenant]
+        if self._has_shown_key and self._waits():
+            idle[self] = None
+        if len(idle) > MAX_IDLE:
+            longest = next(iter(idle))
+            del idle[longest]
+            longest.transport.close()
+
+    def _waits(self) -> bool:
+        """True if every request so far is answered."""
+        newest = self._newest()
+        return newest is None or newest.response_complete
 
     def _close_unless_busy(self) -> None:
-        newest = self._newest()
-        if newest is not None and not newest.response_complete:
+        if not self._waits():
             return
         if self.transport.get_write_buffer_size() == 0:
             self.transport.abort()
@@ -91,14 +120,11 @@ class Connection(H11Protocol):
         if self.is_keyless():
             self._reset()
 
-    def _close_unless_it_reads(self, before: int) -> None:
-        """`before`: bytes that waited for it UNREAD_S ago; none came to them since."""
+    def _close_unless_read(self) -> None:
+        """What waited UNREAD_S ago is still there, but for a part."""
         self._reading_due = None
-        left = self.transport.get_write_buffer_size()
-        if left >= before:
+        if self.transport.get_write_buffer_size():
             self._reset()
-        elif left:
-            self._expect_reading()
 
     def _reset(self) -> None:
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
@@ -108,6 +134,10 @@ class Connection(H11Protocol):
     def _newest(self) -> RequestResponseCycle | None:
         """The newest request; None before the first, which uvicorn's types deny."""
         return self.cycle
+
+
+def _scope(cycle: RequestResponseCycle) -> dict[str, Any]:
+    return cast("dict[str, Any]", cycle.scope)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

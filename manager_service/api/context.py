@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from common.redis_connection import make_client
 from common.streams import Cell
 from common.tasks import running
 from common.text.tokens import ChatTokenizer
+from manager_service.api.downloads import Downloads
 from manager_service.api.errors import ApiError
 from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
@@ -84,6 +85,7 @@ class Api:
     helpers: Helpers
     files: Files
     bases: dict[str, Base]
+    downloads: Downloads = field(default_factory=Downloads)
 
 
 def connect_impatiently(redis_url: str, key: str) -> "aioredis.Redis":

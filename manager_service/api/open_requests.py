@@ -1,9 +1,10 @@
-"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too."""
+"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too. A
+request is open until its client has read the answer, but for what the connection's buffer holds."""
 
 from collections import Counter
 
 from redis.exceptions import RedisError
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import MarlaasError
 from manager_service.api.context import Api, authenticate
@@ -14,6 +15,7 @@ EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests
 MAX_POLLS = 12_000
 """More than the futures that a tenant may have in the Tinker protocol, whose clients wait for each in a request of its own and give
 up if one is refused."""
+PART_BYTES = 64 << 10
 
 
 class OpenRequests:
@@ -26,6 +28,7 @@ class OpenRequests:
         self._open: Counter[tuple[str, str]] = Counter()  # tenant and kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = in_parts(send)
         tenant = await self._tenant(scope) if scope["type"] == "http" else ""
         if not tenant:
             await self._app(scope, receive, send)
@@ -47,6 +50,19 @@ class OpenRequests:
             return (await authenticate(self._api, scope)).tenant
         except (ApiError, MarlaasError, RedisError):
             return ""
+
+
+def in_parts(send: Send) -> Send:
+    """Sends large bodies part by part: before each, the server waits until the client has read most of those before."""
+
+    async def sending(message: Message) -> None:
+        body = memoryview(message.get("body", b""))
+        while len(body) > PART_BYTES:
+            await send({"type": message["type"], "body": bytes(body[:PART_BYTES]), "more_body": True})
+            body = body[PART_BYTES:]
+        await send({**message, "body": bytes(body)} if "body" in message else message)
+
+    return sending
 
 
 def limits(settings: ManagerSettings) -> dict[str, int]:

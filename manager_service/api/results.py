@@ -1,11 +1,10 @@
 """The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /usage, /samples."""
 
 import asyncio
-import io
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -16,7 +15,7 @@ from common.adapters import PEFT_FILES
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import AdapterRef
 from common.spelling import quoted
-from manager_service.api.context import Parts, Tenant
+from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
@@ -86,14 +85,19 @@ async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: V
     row = await JobStore(api).find(tenant.id, job_id)
     if row.deleted or not has_version(row.spec, row.state, version):
         raise NotFound(f"the job has no version {version}")
+    headers = {"Content-Disposition": f'attachment; filename="{job_id}-{version}.zip"'}
+    return await api.downloads.answer(
+        tenant.id, lambda: _files_of(api, row, AdapterRef(tenant.id, job_id, version)), _zip, "application/zip", headers
+    )
+
+
+async def _files_of(api: Api, row: JobRow, adapter: AdapterRef) -> dict[str, bytes]:
     try:
-        files = await api.adapters.read(AdapterRef(tenant.id, job_id, version))
+        files = await api.adapters.read(adapter)
     except CorruptObject as error:
-        raise ApiError(503, f"version {version} is damaged: {error}", code="corrupt_adapter") from error
+        raise ApiError(503, f"version {adapter.version} is damaged: {error}", code="corrupt_adapter") from error
     files[CONFIG] = with_base(files[CONFIG], api.settings.models[row.base.name])
-    name = f"{job_id}-{version}.zip"
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(await asyncio.to_thread(_zipped, files), media_type="application/zip", headers=headers)
+    return files
 
 
 def with_base(config: bytes, where: str) -> bytes:
@@ -104,12 +108,10 @@ def with_base(config: bytes, where: str) -> bytes:
     return msgspec.json.format(msgspec.json.encode(msgspec.json.decode(config) | {"base_model_name_or_path": where}))
 
 
-def _zipped(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:  # weights do not compress
+def _zip(files: Mapping[str, bytes], file: IO[bytes]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # weights do not compress
         for name, content in files.items():
             archive.writestr(name, content)
-    return buffer.getvalue()
 
 
 @router.get("/ledger")

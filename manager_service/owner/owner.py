@@ -178,18 +178,19 @@ class Owner:
                     await self._take_in(number, owned, job_id)
 
     async def _take_in(self, number: int, owned: tuple[Partition, Fence], job_id: str) -> None:
-        partition, changes, reason = owned[0], Changes(), ""
+        partition, changes = owned[0], Changes()
+        failure: Unavailable | None = None
         try:
             await partition.fetch(job_id, time.time(), changes)
         except Unavailable as error:
-            reason = str(error)
+            failure = error
         async with self._lock:
             if self._owned.get(number) is not owned:  # the next owner does it
                 return
-            if reason:
-                await partition.delay(job_id, reason, time.time(), changes)
+            if failure:
+                await partition.delay(job_id, failure, time.time(), changes)
                 asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
-            if not reason or job_id in partition.jobs:
+            if not failure or job_id in partition.jobs:
                 await partition.take_in(job_id, time.time(), changes)
             await self._commit(number, changes)
 

@@ -18,7 +18,7 @@ import structlog
 from common.adapters import AdapterStore, Manifest, update_of
 from common.bus import Bus, Delivery, Undecodable
 from common.dead_letters import dead_letter
-from common.errors import CorruptObject, NotFound, Unavailable
+from common.errors import CorruptObject, NotFound, StoreUnavailable, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
@@ -34,7 +34,7 @@ from manager_service.scheduling.members import MemberTable
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
 GIVE_UP_S = 600.0
-"""A new job whose files cannot be read for so long fails."""
+"""A new job fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
 
 Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
@@ -391,16 +391,18 @@ class Partition:
         """
         await self._load_jobs([job_id], now, changes)
 
-    async def delay(self, job_id: str, reason: str, now: float, changes: Changes) -> None:
-        """Tells in a job's events why it waits for its files, once; fails it after GIVE_UP_S."""
+    async def delay(self, job_id: str, error: Unavailable, now: float, changes: Changes) -> None:
+        """Tells in a job's events why it waits for its files, once; fails it after GIVE_UP_S if it is not the store that is away."""
+        reason = str(error)
         since, told = self._delayed.get(job_id, (now, ""))
         self._delayed[job_id] = since, reason
+        gives_up = now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
         (record,) = await self._bus.read_hashes([self._cell.job(job_id)])
-        if not record or (reason == told and now - since < GIVE_UP_S):
+        if not record or (reason == told and not gives_up):
             return
         spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
         job = Job(self._cell, spec, msgspec.json.decode(record[b"state"], type=JobState), Items(), Items())
-        if now - since < GIVE_UP_S:
+        if not gives_up:
             job.journal.warn(now, f"The job waits, because its files cannot be read: {reason}", changes)
             return
         self.jobs.add(job)

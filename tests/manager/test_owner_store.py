@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import pytest
 
 from common.bus import Bus
+from common.errors import StoreUnavailable
 from common.messages import ScoredTrajectory, Start, f32, i32, u8
 from common.objects import Objects
 from common.streams import Cell, partition_of
@@ -313,6 +314,38 @@ async def test_a_job_whose_file_finds_no_room_for_long_fails(
     assert await waiting(system, spec.id)
     active = system.bus.cell.active(partition_of(spec.tenant))
     await until(lambda: _is_empty(system.bus, active))
+
+
+async def test_a_new_job_waits_for_a_store_that_is_away_however_long(
+    system: Owning, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a store that is away for longer than a full disk may last
+    monkeypatch.setattr(partition, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(owner, "FETCH_AGAIN_S", 0.1)
+    tries = 0
+
+    async def away(path: str, file: BinaryIO) -> None:
+        nonlocal tries
+        tries += 1
+        raise StoreUnavailable(f"object storage, {path}: away")
+
+    system.gated.gate.set()
+    system.gated.download = away
+    await objects.write("files/acme/file-1", ITEMS)
+    spec = _with_file(job_spec("filed", num_steps=1, **SMALL))
+    await create(system.bus, spec)
+    await until(lambda: _is(tries >= 3))
+    # Then the job waits, has said so once, and goes on when the store is back
+    assert (await state_of(system.bus, spec.id)).status == "validating_files"
+    assert [event.message.partition(": ")[0] for event in await system.events(spec.id)] == [
+        "The job waits, because its files cannot be read"
+    ]
+    del system.gated.download
+    await until_status(system.bus, spec.id, "succeeded")
+
+
+async def _is(holds: bool) -> bool:
+    return holds
 
 
 async def _is_empty(bus: Bus, key: str) -> bool:

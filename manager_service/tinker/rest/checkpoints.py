@@ -13,7 +13,7 @@ from manager_service.api.errors import ApiError
 from manager_service.tinker.names import Path, parse_path, ttl_fault
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import TtlAsked, read
-from manager_service.tinker.rest.files import ARCHIVE, VALID_S, Grant, file_names, file_of, sign, verified
+from manager_service.tinker.rest.files import ARCHIVE, VALID_S, Grant, download, file_names, sign, verified
 from manager_service.tinker.store import checkpoints
 from manager_service.tinker.store.runs import Source
 
@@ -67,7 +67,7 @@ async def archive(
 
 
 @router.get("/signed/{token}", name="signed_file")
-async def signed_file(token: str, api: Parts, known: Known) -> Response:
+async def signed_file(request: Request, token: str, api: Parts, known: Known) -> Response:
     """Without a key: the url is the permission. It ends with the checkpoint."""
     grant = verified(await known.signing_key.get(), token)
     if grant is None:
@@ -77,7 +77,8 @@ async def signed_file(token: str, api: Parts, known: Known) -> Response:
     source = await known.runs.source(grant.tenant, grant.path)
     if source.adapter.version != grant.version:
         raise NotFound(f"{grant.path} was saved anew since this url was signed: ask for another")
-    return Response(await file_of(api, source, grant.file), media_type="application/octet-stream")
+    request.scope["is_signed"] = True
+    return await download(api, source, grant.file)
 
 
 def _of_run(run_id: str, kind: str, name: str) -> Path:

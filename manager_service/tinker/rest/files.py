@@ -1,15 +1,17 @@
 """Files of versions by urls that need no key: who has one may read that one file for a while."""
 
-import asyncio
 import base64
+import functools
 import hashlib
 import hmac
 import io
 import secrets
 import tarfile
-from typing import Any
+from collections.abc import Mapping
+from typing import IO, Any
 
 import msgspec
+from starlette.responses import Response
 
 from common.adapters import PEFT_FILES
 from common.errors import CorruptObject, NotFound
@@ -84,8 +86,14 @@ async def file_names(api: Api, adapter: AdapterRef) -> list[str]:
     return names
 
 
-async def file_of(api: Api, source: Source, name: str) -> bytes:
-    """Raises NotFound, ApiError."""
+async def download(api: Api, source: Source, name: str) -> Response:
+    """The answer with a file. Raises NotFound, ApiError."""
+    pack = _tar if name == ARCHIVE else _alone
+    read = functools.partial(_read, api, source, name)
+    return await api.downloads.answer(source.adapter.tenant, read, pack, "application/octet-stream", {})
+
+
+async def _read(api: Api, source: Source, name: str) -> dict[str, bytes]:
     wanted = await file_names(api, source.adapter) if name == ARCHIVE else [name]
     try:
         files = await api.adapters.read(source.adapter, wanted)
@@ -93,14 +101,17 @@ async def file_of(api: Api, source: Source, name: str) -> bytes:
         raise ApiError(503, f"the version is damaged: {error}", code="corrupt_adapter") from error
     if CONFIG in files:
         files[CONFIG] = with_base(files[CONFIG], api.settings.models[source.base.name])
-    return await asyncio.to_thread(_archived, files) if name == ARCHIVE else files[name]
+    return files
 
 
-def _archived(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+def _alone(files: Mapping[str, bytes], file: IO[bytes]) -> None:
+    (content,) = files.values()
+    file.write(content)
+
+
+def _tar(files: Mapping[str, bytes], file: IO[bytes]) -> None:
+    with tarfile.open(fileobj=file, mode="w") as archive:
         for name, content in {**files, COMPLETE: b""}.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()

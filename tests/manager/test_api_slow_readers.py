@@ -1,0 +1,164 @@
+"""Clients that read their answers slowly or never: what they hold is bounded, and others are answered meanwhile."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Generator
+from contextvars import ContextVar
+from pathlib import Path
+
+import pytest
+
+from common.adapters import PEFT_FILES
+from manager_service.api import connections, downloads
+from manager_service.jobs.journal import MAX_TEXT, SAMPLED_GROUPS
+from manager_service.records import JSON, SampleRecord
+from tests.manager.tinker.test_checkpoints import external
+from tests.support.api_server import ApiServer, method, running_api, upload
+from tests.support.owned_runs import owned_runs
+from tests.support.tinker_client import client_of
+
+LARGE = 8 << 20
+"""Bytes; more than a kernel keeps for a client that does not read."""
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", max_open_requests=4) as running:
+        yield running
+
+
+opened: ContextVar[contextlib.ExitStack] = ContextVar("opened")
+
+
+@pytest.fixture(autouse=True)
+def closing(server: ApiServer) -> Generator[None]:
+    with contextlib.ExitStack() as stack:
+        opened.set(stack)
+        yield
+
+
+class Reader:
+    """A client that reads when it is told to. It is closed at the test's end."""
+
+    def __init__(self, server: ApiServer, url: str, key: str) -> None:
+        self._head = f"GET {url} HTTP/1.1\r\nHost: x\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "") + "\r\n"
+        self._address = ("127.0.0.1", server.api.settings.port)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.close = self._socket.close
+        opened.get().callback(self.close)
+
+    async def ask(self) -> "Reader":
+        self._socket.connect(self._address)
+        self._socket.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(self._socket, self._head.encode())
+        return self
+
+    async def read(self, num_bytes: int = 1 << 20) -> bytes:
+        """Raises ConnectionResetError."""
+        async with asyncio.timeout(20):
+            return await asyncio.get_running_loop().sock_recv(self._socket, num_bytes)
+
+    async def read_all(self) -> bytes:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        read = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := await self.read():
+                read += more
+        return read
+
+
+async def samples_of(server: ApiServer) -> str:
+    """The path of a job's samples, LARGE bytes."""
+    file = await upload(server.openai)
+    job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
+    text = "\1" * MAX_TEXT  # six bytes each in JSON
+    num = LARGE // (6 * 2 * MAX_TEXT * SAMPLED_GROUPS)
+    samples = [SampleRecord(1, g, n, text, 0.5, "stop", text) for g in range(SAMPLED_GROUPS) for n in range(num)]
+    await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
+    return f"/v1/fine_tuning/jobs/{job.id}/samples"
+
+
+async def test_a_request_is_open_until_its_answer_is_read(server: ApiServer) -> None:
+    other = await server.new_tenant("bluebird")
+    url = await samples_of(server)
+    # Given as many answers that nobody reads as a tenant may have requests open
+    readers = [await Reader(server, url, server.key).ask() for _ in range(4)]
+    heads = [await reader.read(1024) for reader in readers]
+    assert all(b"200 OK" in head for head in heads)
+    # Then there is no place for another, but others are answered
+    refused = await server.http.get("/v1/models")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_open")
+    assert (await other.models.list()).data
+    # And there is once one was read
+    await readers[0].read_all()
+    assert (await server.http.get("/v1/models")).status_code == 200
+
+
+async def test_a_client_that_reads_too_slowly_is_closed(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 0.5)
+    reader = await Reader(server, await samples_of(server), server.key).ask()
+    with pytest.raises(ConnectionResetError):
+        while await reader.read(64):
+            await asyncio.sleep(0.01)
+
+
+async def test_the_longest_waiting_of_a_tenants_too_many_connections_is_closed(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_IDLE", 3)
+    await server.new_tenant("bluebird")
+    other = await Reader(server, "/v1/models", server.clients[-1].api_key).ask()
+    assert b"200 OK" in await other.read()
+    # When a tenant keeps five connections after their answers
+    readers = [Reader(server, "/v1/models", server.key) for _ in range(5)]
+    for reader in readers:
+        await reader.ask()
+        assert b"200 OK" in await reader.read()
+    # Then the first two are closed, and of the others none, nor another tenant's
+    assert [await reader.read() for reader in readers[:2]] == [b"", b""]
+    for reader in (*readers[2:], other):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await reader.read()
+
+
+@pytest.fixture
+async def file_url(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a file of LARGE bytes; who knows it needs no key."""
+    client = await client_of(server, "acme")
+    async with owned_runs(server):
+        _, urls = await external(client, await client.run(await client.session()))
+    weights = PEFT_FILES[0]
+
+    async def read(*_: object) -> dict[str, bytes]:
+        return {weights: bytes(LARGE)}
+
+    monkeypatch.setattr(server.api.adapters, "read", read)
+    return urls[weights].removeprefix(server.url)
+
+
+async def test_a_file_is_read_to_its_end_by_a_url_however_long_that_takes(
+    server: ApiServer, file_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "KEYLESS_S", 0.3)
+    reader = await Reader(server, file_url, "").ask()
+    head = await reader.read(1024)
+    await asyncio.sleep(1)  # longer than a connection without a key lives
+    assert len((head + await reader.read_all()).partition(b"\r\n\r\n")[2]) == LARGE
+
+
+async def test_a_tenants_downloads_are_bounded(
+    server: ApiServer, file_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloads, "MAX_OPEN", 2)
+    readers = [await Reader(server, file_url, "").ask() for _ in range(2)]
+    assert all([b"200 OK" in await reader.read(1024) for reader in readers])
+    refused = await server.http.get(file_url)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_open")
+    # When one leaves, another is let in
+    readers[0].close()
+    while (answer := await server.http.get(file_url)).status_code == 429:
+        await asyncio.sleep(0.01)
+    assert answer.status_code == 200 and len(answer.content) == LARGE
