@@ -46,7 +46,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         slots=settings.env_slots,
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [text_comparer.close, endpoints.close, sandbox.close]
+    close = [environments.close, text_comparer.close, endpoints.close, sandbox.close]
     return BuiltService(
         handler,
         inboxes,

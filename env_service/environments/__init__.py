@@ -4,10 +4,11 @@
 
 Its files:
 
-    catalogue.py     finds and makes the environment that a message names, built in or installed
-    single_turn.py   one question, one answer, one grader
-    tool_loop.py     runs tool calls over several turns, for the environments below
-    calculator.py    gives the tool `calculator`
-    python_tool.py   makes the tool `python`, which runs in the sandbox
-    search.py        gives the tool `search` over the job's own texts
+    catalogue.py         finds and makes the environment that a message names, built in or installed
+    single_turn.py       one question, one answer, one grader
+    tool_loop.py         runs tool calls over several turns, for the environments below
+    calculator.py        gives the tool `calculator`
+    python_tool.py       makes the tool `python`, which runs in the sandbox
+    search.py            gives the tool `search`
+    text_collections.py  indexes and searches the operator's texts, and a job's own
 """

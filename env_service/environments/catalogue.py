@@ -22,6 +22,7 @@ from env_service.environments.calculator import Calculator
 from env_service.environments.python_tool import python_tool
 from env_service.environments.search import Search
 from env_service.environments.single_turn import SingleTurn
+from env_service.environments.text_collections import Collections
 from env_service.environments.tool_loop import ToolLoop
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox
@@ -30,12 +31,13 @@ MAX_CACHED = 64
 
 
 class Catalogue:
-    """Makes environments, and keeps those in use."""
+    """Makes environments, and keeps those in use. `close` when done."""
 
     def __init__(self, *, graders: GraderRunner, sandbox: Sandbox, collections_dir: Path | None = None) -> None:
         self._graders = graders
         self._sandbox = sandbox
-        self._collections_dir = collections_dir
+        self._collections = Collections(collections_dir)
+        self.close = self._collections.close
         self._made: OrderedDict[bytes, Environment] = OrderedDict()
 
     def get(self, spec: EnvSpec) -> Environment:
@@ -57,7 +59,7 @@ class Catalogue:
             case CalculatorArgs():
                 return Calculator(args, grader, self._graders)
             case SearchArgs():
-                return Search(args, grader, self._graders, self._collections_dir)
+                return Search(args, grader, self._graders, self._collections)
             case PythonArgs():
                 return ToolLoop(python_tool(args, self._sandbox), grader, self._graders)
             case SingleTurnArgs():

@@ -10,6 +10,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import httpx
@@ -19,6 +20,9 @@ from env_service import work
 from env_service.failures import GraderFailed
 
 MAX_ANSWER_BYTES = 64 * 1024
+
+_resolvers = ThreadPoolExecutor(8, "resolver")
+"""Threads of their own: a name server that does not answer keeps one for half a minute, whatever the call's limit."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -116,8 +120,10 @@ def _address(host: str) -> Address | None:
 
 
 async def _resolve(host: str, port: int) -> list[Address]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    def ask() -> list[Any]:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers, ask)
     return [ipaddress.ip_address(entry[4][0]) for entry in found]
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.environments import BUILT_IN, makes_items, validate_environment, wants_tools
+from common.environments import BUILT_IN, Document, makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput
 from common.messages import (
     AdapterRef,
@@ -37,8 +38,9 @@ from common.messages import (
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
 from common.wire import decode, encode
+from env_service.environments import text_collections
 from env_service.environments.catalogue import Catalogue
-from env_service.environments.search import Index, load_collection
+from env_service.environments.text_collections import Collections, Index, find_collection, read_collection
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
@@ -492,14 +494,71 @@ def test_a_collection_is_read_from_the_operators_folder_only(tmp_path: Path) -> 
     (tmp_path / "texts" / "wiki" / "a.jsonl").write_text("\n".join(json.dumps(d) for d in DOCUMENTS))
     (tmp_path / "texts" / "wiki" / "b.txt").write_text("Berlin is the capital of Germany.")
     (tmp_path / "texts" / "wiki" / "link.txt").symlink_to(tmp_path / "secret.txt")
-    documents = load_collection("wiki", tmp_path / "texts")
+    documents = read_collection(find_collection("wiki", tmp_path / "texts"), tmp_path / "texts")
     assert [d.id for d in documents] == ["fr", "it", "b"]
     assert Index(documents).search("Germany", 3)[0].id == "b"
     for name in ("../secret.txt", str(tmp_path / "secret.txt"), "wiki/link.txt", "", ".", "none"):
         with pytest.raises(InvalidInput):
-            load_collection(name, tmp_path / "texts")
+            read_collection(find_collection(name, tmp_path / "texts"), tmp_path / "texts")
+
+
+def test_without_a_folder_there_are_no_collections() -> None:
     with pytest.raises(InvalidInput, match="no text collections"):
-        load_collection("wiki", None)
+        find_collection("wiki", None)
+
+
+def test_a_collection_is_indexed_once_though_who_asked_first_gave_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wiki.jsonl").write_text("\n".join(json.dumps(d) for d in DOCUMENTS))
+    release, num_read = threading.Event(), 0
+
+    def read(path: Path, directory: Path) -> list[Document]:
+        nonlocal num_read
+        num_read += 1
+        assert release.wait(60)
+        return read_collection(path, directory)
+
+    monkeypatch.setattr(text_collections, "read_collection", read)
+
+    async def go() -> list[list[str]]:
+        searched = Collections(tmp_path)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await searched.search("wiki.jsonl", "Rome", 1)
+        asking = [asyncio.create_task(searched.search(name, "Rome", 1)) for name in ("wiki.jsonl", "./wiki.jsonl")]
+        await asyncio.sleep(0)
+        release.set()
+        found = await asyncio.gather(*asking)
+        await searched.close()
+        return [[document.id for document in each] for each in found]
+
+    assert asyncio.run(go()) == [["it"], ["it"]] and num_read == 1
+
+
+def test_collections_used_long_ago_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_collections, "MAX_KEPT_CHARACTERS", 60)
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 15)  # 30 characters
+
+    async def go() -> list[str]:
+        searched = Collections(tmp_path)
+        for name in ("a.txt", "b.txt", "a.txt", "c.txt", "a.txt"):
+            await searched.search(name, name[0], 1)
+        kept = [path.stem for path in searched._indexes]  # pyright: ignore[reportPrivateUsage]
+        await searched.close()
+        return kept
+
+    assert asyncio.run(go()) == ["c", "a"]
+
+
+def test_a_query_reads_the_postings_of_its_rarest_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [Document(text="the", id=str(n)) for n in range(9)] + [Document(text="the rare", id="r")]
+    index = Index(documents)
+    assert [d.id for d in index.search("the rare", 3)] == ["r", "0", "1"]
+    monkeypatch.setattr(text_collections, "MAX_POSTINGS", 5)
+    assert [d.id for d in index.search("the rare", 3)] == ["r"]
+    assert len(index.search("the", 3)) == 3
 
 
 def test_python_runs_in_the_sandbox_and_its_errors_are_answers() -> None:
