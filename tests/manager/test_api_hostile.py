@@ -246,14 +246,22 @@ async def test_a_victims_chat_and_grader_go_before_the_queue_of_another_tenant(s
         finished.append(f"{who} grade")
 
     hog = [asyncio.create_task(call("hog", server.openai)) for call in (ask, grade) for _ in range(30)]
-    await asyncio.sleep(0.3)
+    while num_asking(server) != [30, 30]:
+        await asyncio.sleep(0.01)
     own = [asyncio.create_task(call("victim", victim)) for call in (ask, grade)]
-    await asyncio.sleep(0.3)
+    while num_asking(server) != [31, 31]:
+        await asyncio.sleep(0.01)
     # When workers come
     async with played(Script(server.bus)), played_grader(server.bus, reward):
         await asyncio.gather(*hog, *own)
     # Then the victim is not the last
     assert finished.index("victim chat") < 10 and finished.index("victim grade") < 10, finished
+
+
+def num_asking(server: ApiServer) -> list[int]:
+    """Requests that hold a place or wait for one: for a chat, and for a grader."""
+    places = server.api.bases["tiny"].inference._places  # pyright: ignore[reportPrivateUsage]
+    return [sum(asked.num for asked in places[kind].asking().values()) for kind in ("rollout", "env")]
 
 
 async def test_many_choices_of_one_request_leave_room_for_others(server: ApiServer) -> None:
