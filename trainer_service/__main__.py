@@ -10,9 +10,9 @@ from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
+from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
 from trainer_service.handler import TrainHandler
 from trainer_service.memory import measured
-from trainer_service.model import checkpointed, compile_parts
 from trainer_service.packing import Budget
 from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
@@ -46,7 +46,8 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     if settings.trainer_compile:
         compile_parts(decoder)
     run_layer = checkpointed if settings.trainer_checkpointing else directly
-    trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
+    backbone = DecoderBackbone(decoder, run_layer)
+    trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens), deterministic)
     trainer.budget = measured(trainer, settings.trainer_memory_bytes)
     return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
 

@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from base_model.decoder import directly
 from base_model.device import give_back_memory
 from base_model.free_memory import free_bytes
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
@@ -27,18 +26,17 @@ def measured(trainer: Trainer, num_bytes: int) -> Budget:
     A micro-batch keeps its activations for the backward; probes of one group and of two tell what a token adds, and in a
     branched sequence a pair of positions. With checkpointing only one layer at a time keeps them, and the others their input.
     """
-    plain = replace(trainer, budget=Budget(1 << 30), share_prefixes=False, run_layer=directly)
+    base = trainer.backbone
+    plain = replace(trainer, backbone=base.keeping_all(), budget=Budget(1 << 30), share_prefixes=False)
     shared = replace(plain, share_prefixes=True)
     tree = WIDTH + GROUP_SIZE * (NUM_WRITTEN - 1)
     rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in (1, 2)]
     trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in (1, 2)]
     per_token = (rows[1] - rows[0]) / (GROUP_SIZE * WIDTH)
     per_pair = max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2
-    if trainer.run_layer is not directly:
-        config, dtype = trainer.decoder.config, trainer.decoder.embedding.dtype
-        per_token = per_token / config.num_layers + config.num_layers * config.hidden * dtype.itemsize
+    per_token = base.kept_per_token(per_token)
     give_back_memory()
-    free = num_bytes or free_bytes(trainer.decoder.device) // 2
+    free = num_bytes or free_bytes(base.device) // 2
     return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=per_pair)
 
 
