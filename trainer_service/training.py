@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from trainer_service.batch import Batch, Floats, Ints, parse_rows
 from trainer_service.losses import batch_of, k3, micro_terms, off_policy, row_terms, token_losses
 from trainer_service.open_step import OpenBatch, OpenStep, Trained, TrainState, batch_metrics, check_spec
 from trainer_service.optimiser import Moments
-from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, pack
+from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, next_pack, pack
 
 Taken = Sequence[tuple[OpenBatch, Sequence[Tree]]]
 """A micro-batch: the sequences of each batch, those of one stack side by side."""
@@ -148,11 +149,13 @@ class Trainer:
         if learns:
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
         _keep_logprobs(taken, logprobs_M.detach())
-        _credit(taken, figures_KR.cpu().numpy(), sequences.width, start)
+        _credit(taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, start)
 
     def _take(self, opened: Sequence[OpenBatch]) -> Taken:
         """Takes the next micro-batch out of the batches' queues."""
-        found = next_micro_batch([one.queue for one in opened], self.budget, exact=self.deterministic)
+        queues = [one.queue for one in opened]
+        padded = partial(next_micro_batch, exact=self.deterministic)
+        found = (padded if self.backbone.pads else next_pack)(queues, self.budget)
         taken = [(one, sequences) for one, sequences in zip(opened, found, strict=True) if sequences]
         for one, sequences in taken:
             gone = {id(tree) for tree in sequences}
@@ -222,17 +225,22 @@ def _keep_logprobs(taken: Taken, logprobs_M: Tensor) -> None:
             start = stop
 
 
-def _credit(taken: Taken, figures_KR: Floats, width: int, start: float) -> None:
-    """Adds a micro-batch's figures up by batch and part, its time by each one's share of the tokens."""
-    num_sequences = sum(len(sequences) for _, sequences in taken)
+def _credit(taken: Taken, figures_KR: Floats, width: int | None, start: float) -> None:
+    """Adds a micro-batch's figures up by batch and part, its time by each one's share of the positions. `width`: to which each
+    sequence was padded; None: none was."""
+
+    def places(sequences: Sequence[Tree]) -> int:
+        return sum(map(len, sequences)) if width is None else len(sequences) * width
+
+    num_places = sum(places(sequences) for _, sequences in taken)
     row = 0
     for one, sequences in taken:
         num_rows = sum(len(tree.rows) for tree in sequences)
         sums, own_KR = one.sums, figures_KR[:, row : row + num_rows]
         sums.figures_K += own_KR.sum(1)
-        sums.num_forward += len(sequences) * width
-        sums.num_padding += len(sequences) * width - sum(len(tree) for tree in sequences)
-        sums.seconds += (time.perf_counter() - start) * len(sequences) / num_sequences
+        sums.num_forward += places(sequences)
+        sums.num_padding += places(sequences) - sum(map(len, sequences))
+        sums.seconds += (time.perf_counter() - start) * places(sequences) / num_places
         row += num_rows
         _credit_parts(
             one, np.repeat([tree.part for tree in sequences], [len(tree.rows) for tree in sequences]), own_KR[0]

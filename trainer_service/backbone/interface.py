@@ -82,3 +82,7 @@ class Backbone(Protocol):
     def kept_per_token(self, keeping_all: float) -> float:
         """Bytes that a token keeps for the backward, given those of `keeping_all`."""
         ...
+
+    def fitting(self, keeping_all: float, wanted: float) -> "Backbone":
+        """The same base model, keeping at most `wanted` bytes a token for the backward, as far as it can choose."""
+        ...

@@ -74,6 +74,9 @@ class DecoderBackbone:
         config, itemsize = self.decoder.config, self.decoder.embedding.dtype.itemsize
         return keeping_all / config.num_layers + config.num_layers * config.hidden * itemsize
 
+    def fitting(self, keeping_all: float, wanted: float) -> "DecoderBackbone":
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
