@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from base_model.decoder import LINEAR_LAYERS
 from common.errors import CorruptObject, InvalidInput
 from common.messages import LoraSpec
 from common.rng import uniform
@@ -45,9 +44,10 @@ class Adapter:
 
 
 def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Lists the modules that `spec` targets. Raises InvalidInput for a target that the base does not have."""
-    leaves = spec.targets or LINEAR_LAYERS
-    unknown = set(leaves) - {name.rsplit(".", 1)[-1] for name in shapes}
+    """Lists the modules that `spec` targets; without targets, all. Raises InvalidInput for a target that the base does not have."""
+    known = {name.rsplit(".", 1)[-1] for name in shapes}
+    leaves = set(spec.targets) or known
+    unknown = leaves - known
     if unknown:
         raise InvalidInput(f"lora_targets: the base model has no layer {', '.join(sorted(unknown))}")
     return sorted(name for name in shapes if name.rsplit(".", 1)[-1] in leaves)

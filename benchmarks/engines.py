@@ -32,6 +32,7 @@ from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
 from rollout_service.process.vllm_engine import VllmOptions, vllm_engine
 from trainer_service import lora
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.optimiser import Moments
 from trainer_service.training import Trainer, TrainState
 
@@ -106,7 +107,7 @@ def sampling_gap(
     state = TrainState.of(adapter, Moments.zeros(lora.flatten(adapter).numel(), torch.device("cpu")))
     spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha)
     step = step_of(rows_of(asked, done), REF, spec, LossSpec(temperature=asked[0].sampling.temperature))
-    gap = Trainer(decoder).step(step, state, lambda: None).metrics["sampling_gap"]
+    gap = Trainer(DecoderBackbone(decoder)).step(step, state, lambda: None).metrics["sampling_gap"]
     assert gap is not None
     return gap
 

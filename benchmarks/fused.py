@@ -23,6 +23,7 @@ from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, t
 from benchmarks.training import LORA, Workload, initial_state, make_step
 from common.messages import LoraSpec, TrainStep, f32
 from common.settings import TINY
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
@@ -78,7 +79,7 @@ def make_jobs(trainer: Trainer, shape: Shape, num_jobs: int = NUM_JOBS) -> list[
 
 def measure(shape: Shape, repetitions: int) -> dict[str, Any]:
     """Median tokens/s of each contender, and the fused step's ratios to the others."""
-    trainer = Trainer(Decoder.load(TINY), share_prefixes=False)
+    trainer = Trainer(DecoderBackbone(Decoder.load(TINY)), share_prefixes=False)
     jobs = make_jobs(trainer, shape)
     everything = all_active(make_step(shape.workload(NUM_JOBS), 0))
     state = jobs[1 % len(shape.loras)][1]

@@ -34,6 +34,7 @@ from common.messages import AdapterRef, TrajectoryRef
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import measured
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
@@ -110,7 +111,7 @@ def heavy_tailed(trainer: Trainer, num_jobs: int) -> list[Job]:
 
 def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dict[str, float]:
     """Fused and separate steps in turn; operations and padding of one fused step."""
-    device = trainer.decoder.device
+    device = trainer.backbone.device
     runs: dict[str, Callable[[], object]] = {
         "fused": lambda: fused(trainer, jobs),
         "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
@@ -233,7 +234,7 @@ def peaks(device: torch.device) -> tuple[float, float]:
 
 
 def measure(decoder: Decoder, jobs: Sequence[int], repetitions: int, tokens: int) -> dict[str, Any]:
-    trainer = Trainer(decoder, Budget(tokens))
+    trainer = Trainer(DecoderBackbone(decoder), Budget(tokens))
     trainer.budget = measured(trainer, 0)
     adapters = random_adapters(decoder, max(jobs))
     found: dict[str, Any] = {"training": {}, "decoding": {}}

@@ -26,6 +26,7 @@ from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.settings import TINY
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.batch import SampledRows, parse_rows
 from trainer_service.losses import row_terms
 from trainer_service.packing import Budget
@@ -148,8 +149,11 @@ def contenders(step: TrainStep) -> dict[str, Callable[[], object]]:
     decoder = Decoder.load(TINY)
     batch = parse_rows(step.rows, version=0, vocab=decoder.config.vocab, context=decoder.config.context)
     peft = PeftLoop()
-    shared, plain = Trainer(decoder, Budget(BUDGET)), Trainer(decoder, Budget(BUDGET), share_prefixes=False)
-    exact = Trainer(decoder, Budget(BUDGET), deterministic=True)
+    shared, plain = (
+        Trainer(DecoderBackbone(decoder), Budget(BUDGET)),
+        Trainer(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False),
+    )
+    exact = Trainer(DecoderBackbone(decoder), Budget(BUDGET), deterministic=True)
     state = initial_state(shared, 0, LORA)
     return {
         "peft": lambda: peft.step(batch),

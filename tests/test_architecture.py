@@ -44,7 +44,7 @@ MAY_IMPORT = {
 
 IMPORTERS = {
     "torch": {"base_model/", "rollout_service/__main__.py", "rollout_service/embedded/", "trainer_service/"},
-    "transformers": set[str](),
+    "transformers": {"trainer_service/backbone/"},
     "peft": set[str](),
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {

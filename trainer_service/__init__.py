@@ -20,7 +20,7 @@ and its formula in tests/trainer/test_run_losses.py.
     batch.py        holds a batch, and parses a job's rows
     data.py         parses the data of a run's operations
     packing.py      packs rows into sequences and micro-batches
-    model.py        computes log-probs of the trained tokens under each adapter
+    backbone/       computes log-probs of the trained tokens under each adapter
     lora.py         holds the trainable factors of many adapters side by side
     losses.py       computes the losses: advantages, ratios, clips, aggregation
     optimiser.py    runs AdamW over one flat tensor

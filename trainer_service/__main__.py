@@ -1,18 +1,15 @@
 """Starts one trainer worker. Wiring only."""
 
-import torch
-
-from base_model.decoder import Decoder, directly
-from base_model.device import find_device, prepare_cpu
+from base_model.device import prepare_cpu
 from base_model.kernels import choose
 from common.errors import InvalidInput
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
+from trainer_service.backbone.choice import load_backbone
 from trainer_service.handler import TrainHandler
-from trainer_service.memory import measured
-from trainer_service.model import checkpointed, compile_parts
+from trainer_service.memory import fit
 from trainer_service.packing import Budget
 from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
@@ -33,21 +30,17 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     """
     deterministic = settings.deterministic
     chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_compile)
-    if deterministic and chosen != ("cpu", "float32", 1, False):
+    if deterministic and (chosen != ("cpu", "float32", 1, False) or settings.trainer_backbone == "transformers"):
         raise InvalidInput(
-            "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false"
+            "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false, "
+            "and trainer_backbone not transformers"
         )
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
     prepare_cpu(settings.trainer_threads)
-    dtype = getattr(torch, settings.dtype)
-    device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
-    decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-    if settings.trainer_compile:
-        compile_parts(decoder)
-    run_layer = checkpointed if settings.trainer_checkpointing else directly
-    trainer = Trainer(decoder, Budget(settings.trainer_micro_batch_tokens), deterministic, run_layer=run_layer)
-    trainer.budget = measured(trainer, settings.trainer_memory_bytes)
+    backbone = load_backbone(settings, folder)
+    trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens), deterministic)
+    fit(trainer, settings.trainer_memory_bytes)
     return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
 
 

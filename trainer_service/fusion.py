@@ -86,7 +86,7 @@ class Fusion:
 
     def _round(self, members: list[_Member]) -> "dict[_Member, object]":
         """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
-        now = compute_clock(self.trainer.decoder.device)
+        now = compute_clock(self.trainer.backbone.device)
         since = now()
         outcomes = self._advanced(members)
         self.compute_s += now() - since

@@ -57,7 +57,7 @@ class TrainHandler:
         self._base_model = base_model
         self._cell = Cell(base_model)
         self._versions = Versions(
-            store, trainer.decoder, base_model, cache_bytes=cache_bytes, retry_delays_s=retry_delays_s
+            store, trainer.backbone, base_model, cache_bytes=cache_bytes, retry_delays_s=retry_delays_s
         )
         self._fingerprints = fingerprints
         self._fusion = Fusion(trainer)
@@ -207,7 +207,7 @@ class TrainHandler:
         state = await self._versions.read(source, beat, with_optimizer=message.with_optimizer)
         if state.spec.rank != message.lora.rank:
             raise InvalidInput(f"{source} has rank {state.spec.rank}, not {message.lora.rank}")
-        shapes = self._trainer.decoder.linear_shapes()
+        shapes = self._trainer.backbone.linear_shapes()
         if target_names(state.spec, shapes) != target_names(message.lora, shapes):
             raise InvalidInput(
                 f"{source} has the targets {', '.join(state.spec.targets)}, not those that were asked for"

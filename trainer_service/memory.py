@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from base_model.decoder import directly
 from base_model.device import give_back_memory
 from base_model.free_memory import free_bytes
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
@@ -21,25 +20,44 @@ GROUP_SIZE = 2
 NUM_WRITTEN = 5
 
 
-def measured(trainer: Trainer, num_bytes: int) -> Budget:
-    """Measures the trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now.
+def fit(trainer: Trainer, num_bytes: int) -> None:
+    """Bounds the trainer's budget by memory too, by a measurement, and lets its base model keep no more than the budget's tokens
+    need. `num_bytes` 0: half of what is free now."""
+    probed = _probe(trainer)
+    budget = _bounded(trainer, probed, num_bytes)
+    trainer.backbone = trainer.backbone.fitting(probed.per_token, budget.num_bytes / budget.tokens)
+    trainer.budget = _bounded(trainer, probed, num_bytes)
 
-    A micro-batch keeps its activations for the backward; probes of one group and of two tell what a token adds, and in a
-    branched sequence a pair of positions. With checkpointing only one layer at a time keeps them, and the others their input.
-    """
-    plain = replace(trainer, budget=Budget(1 << 30), share_prefixes=False, run_layer=directly)
+
+def measured(trainer: Trainer, num_bytes: int) -> Budget:
+    """Measures the trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now."""
+    return _bounded(trainer, _probe(trainer), num_bytes)
+
+
+class Probed(NamedTuple):
+    """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence."""
+
+    per_token: float
+    per_pair: float
+
+
+def _probe(trainer: Trainer) -> Probed:
+    """A micro-batch keeps its activations; probes of one group and of two tell what a token adds, and a pair."""
+    base = trainer.backbone.keeping_all()
+    plain = replace(trainer, backbone=base, budget=Budget(1 << 30), share_prefixes=False)
     shared = replace(plain, share_prefixes=True)
     tree = WIDTH + GROUP_SIZE * (NUM_WRITTEN - 1)
     rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in (1, 2)]
     trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in (1, 2)]
     per_token = (rows[1] - rows[0]) / (GROUP_SIZE * WIDTH)
-    per_pair = max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2
-    if trainer.run_layer is not directly:
-        config, dtype = trainer.decoder.config, trainer.decoder.embedding.dtype
-        per_token = per_token / config.num_layers + config.num_layers * config.hidden * dtype.itemsize
     give_back_memory()
-    free = num_bytes or free_bytes(trainer.decoder.device) // 2
-    return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=per_pair)
+    return Probed(per_token, max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2)
+
+
+def _bounded(trainer: Trainer, probed: Probed, num_bytes: int) -> Budget:
+    free = num_bytes or free_bytes(trainer.backbone.device) // 2
+    per_token = trainer.backbone.kept_per_token(probed.per_token)
+    return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=probed.per_pair)
 
 
 def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:

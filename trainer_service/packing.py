@@ -144,6 +144,12 @@ class Budget:
         per_token = self.bytes_per_token + (width * self.bytes_per_pair if branched else 0.0)
         return tokens <= self.tokens and tokens * per_token <= self.num_bytes
 
+    def holds_packed(self, sequences: Sequence[Tree]) -> bool:
+        """Whether sequences fit end to end, without padding."""
+        tokens = sum(map(len, sequences))
+        pairs = sum(len(tree) ** 2 for tree in sequences if tree.branched)
+        return tokens <= self.tokens and tokens * self.bytes_per_token + pairs * self.bytes_per_pair <= self.num_bytes
+
 
 def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
     """Sorts a job's open sequences as they are trained: by part, longest first; `exact`: widest first, then by group."""
@@ -173,6 +179,19 @@ def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact:
         branched |= tree.branched
         fits = budget.holds(num + 1, width, branched=branched)
         if num and not (fits and padding <= PADDING_SHARE * budget.tokens):
+            break
+        taken[job].append(tree)
+    return taken
+
+
+def next_pack(queues: Sequence[Sequence[Tree]], budget: Budget) -> list[list[Tree]]:
+    """Chooses as `next_micro_batch`, for a base model that takes sequences end to end: the oldest job's first, until one does not fit."""
+    learns = queues[0][0].learns
+    taken: list[list[Tree]] = [[] for _ in queues]
+    packed: list[Tree] = []
+    for job, tree in ((job, tree) for job, queue in enumerate(queues) for tree in queue if tree.learns == learns):
+        packed.append(tree)
+        if len(packed) > 1 and not budget.holds_packed(packed):
             break
         taken[job].append(tree)
     return taken

@@ -83,11 +83,11 @@ class Computed:
 
 def parse(operation: RunOperation, trainer: Trainer) -> Parsed:
     """An operation that cannot be carried out has a failure."""
-    seq, action, answered, config = operation.seq, operation.action, operation.answered, trainer.decoder.config
+    seq, action, answered, base = operation.seq, operation.action, operation.answered, trainer.backbone
     try:
         if action == "optim_step":
             return Parsed(seq, action, answered, optim=_parse_optim(operation.payload))
-        rows = parse_forward(operation.payload, vocab=config.vocab, context=config.context)
+        rows = parse_forward(operation.payload, vocab=base.vocab, context=base.context)
     except (InvalidInput, TrainingFailed) as error:
         return Parsed(seq, action, answered, failure=failure_of(error))
     return Parsed(seq, action, answered, rows)

@@ -15,6 +15,7 @@ import torch
 from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, run_selftest
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.rng import bits, uniform
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.optimiser import load_moments, save_moments
 from trainer_service.packing import Budget
@@ -120,4 +121,4 @@ def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: 
 
 
 if __name__ == "__main__":
-    run_selftest(lambda decoder, _: selftest(Trainer(decoder, deterministic=True)))
+    run_selftest(lambda decoder, _: selftest(Trainer(DecoderBackbone(decoder), deterministic=True)))

@@ -14,6 +14,9 @@ class TrainerSettings(Settings):
     """A torch device: cpu, cuda, cuda:1."""
     trainer_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of the base model; adapters and moments are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
+    trainer_backbone: Literal["auto", "decoder", "transformers"] = "auto"
+    """What computes the base model. decoder: ours, the only one in deterministic mode; transformers: transformers' own modules, for
+    every family that it has. auto: the decoder on a CPU for the families that it knows, else transformers."""
     trainer_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
     trainer_slots: int = Field(default=32, ge=1)
@@ -26,10 +29,11 @@ class TrainerSettings(Settings):
     control groups of a container leave. Say it where workers that share a device or a machine start at once: each finds free what
     the others are about to take."""
     trainer_checkpointing: bool = False
-    """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time."""
+    """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time. The transformers
+    backbone does so by itself for as many layers as memory demands; this makes it all."""
     trainer_compile: bool = False
     """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
-    for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode does without."""
+    for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode and the transformers backbone do without."""
     trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first."""

@@ -10,27 +10,26 @@ the rows of one job, and no number of one job ever meets a number of another's, 
 Axes: R rows and M targets of a micro-batch, T its positions, W places for the targets of a row.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from base_model.adapter import init_adapter
-from base_model.decoder import Decoder, RunLayer, directly
 from common.errors import TrainingFailed
 from common.messages import Init, OptimSpec, TrainStep
 from trainer_service import lora, optimiser
+from trainer_service.backbone.interface import AdapterPlace, Backbone, Sequences
 from trainer_service.batch import Batch, Floats, Ints, parse_rows
 from trainer_service.losses import batch_of, k3, micro_terms, off_policy, row_terms, token_losses
-from trainer_service.model import Inputs, logprobs, make_inputs, sequence_cost
 from trainer_service.open_step import OpenBatch, OpenStep, Trained, TrainState, batch_metrics, check_spec
 from trainer_service.optimiser import Moments
-from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, pack
+from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, next_pack, pack
 
 Taken = Sequence[tuple[OpenBatch, Sequence[Tree]]]
 """A micro-batch: the sequences of each batch, those of one stack side by side."""
@@ -40,26 +39,25 @@ Taken = Sequence[tuple[OpenBatch, Sequence[Tree]]]
 class Trainer:
     """Computes on one base model. Holds open batches' adapters and nothing else of a job. One call at a time."""
 
-    decoder: Decoder
+    backbone: Backbone
     budget: Budget = field(default_factory=Budget)
     deterministic: bool = False
     share_prefixes: bool = True
-    run_layer: RunLayer = directly
     _stacks: dict[lora.AdapterLayout, lora.AdapterStack] = field(
         default_factory=dict[lora.AdapterLayout, lora.AdapterStack]
     )
 
     def init(self, message: Init) -> TrainState:
         """Makes version 0. Raises InvalidInput for targets that the base does not have."""
-        adapter = init_adapter(message.lora, self.decoder.linear_shapes(), message.seed)
-        return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.decoder.device))
+        adapter = init_adapter(message.lora, self.backbone.linear_shapes(), message.seed)
+        return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.backbone.device))
 
     # ---- a batch of one adapter -------------------------------------------------------------------------------------
 
     def open(self, state: TrainState, batch: Batch, grad_P: Tensor | None = None) -> OpenBatch:
         """Opens a batch whose gradient is added to `grad_P`; without wanted rows it is done."""
         start = time.perf_counter()
-        cost = sequence_cost(self.decoder) if self.share_prefixes else None
+        cost = self.backbone.cost() if self.share_prefixes else None
         queue = in_order(pack(batch, cost), exact=self.deterministic)
         stack = self._stack(state.layout)
         place = stack.put(state.values_P, state.spec.alpha / state.spec.rank, grad_P)
@@ -104,9 +102,9 @@ class Trainer:
 
         Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
         """
-        start, config, version = time.perf_counter(), self.decoder.config, message.adapter.version
+        start, base, version = time.perf_counter(), self.backbone, message.adapter.version
         check_spec(message)
-        rows = parse_rows(message.rows, version=version, vocab=config.vocab, context=config.context)
+        rows = parse_rows(message.rows, version=version, vocab=base.vocab, context=base.context)
         terms = row_terms(rows, message.loss)
         opened = self.open(state, batch_of(rows, terms, message.loss, version))
         opened.sums.seconds = time.perf_counter() - start
@@ -132,7 +130,7 @@ class Trainer:
         """The stack of a layout; empty stacks are kept until another layout needs the room."""
         if layout not in self._stacks:
             self._stacks = {other: stack for other, stack in self._stacks.items() if not stack.empty}
-            self._stacks[layout] = lora.AdapterStack(layout, self.decoder.device)
+            self._stacks[layout] = lora.AdapterStack(layout, self.backbone.device)
         return self._stacks[layout]
 
     def micro_batch(self, opened: Sequence[OpenBatch]) -> None:
@@ -142,36 +140,36 @@ class Trainer:
         """
         start = time.perf_counter()
         taken = self._take(opened)
-        inputs = self._inputs(taken)
+        sequences = self._sequences(taken)
         learns = taken[0][1][0].learns
         with torch.set_grad_enabled(learns):
-            logprobs_M = logprobs(self.decoder, inputs, lora.Projection(_parts(taken)), self.run_layer)
+            logprobs_M = self.backbone.logprobs(sequences, _adapters(taken))
             base_M = self._base_logprobs(taken, logprobs_M.detach())
-            loss, figures_KR = _loss(taken, inputs, logprobs_M, base_M)
+            loss, figures_KR = _loss(taken, sequences.width, logprobs_M, base_M)
         if learns:
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
         _keep_logprobs(taken, logprobs_M.detach())
-        _credit(taken, figures_KR.cpu().numpy(), inputs.tokens_BT.shape[1], start)
+        _credit(taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, start)
 
     def _take(self, opened: Sequence[OpenBatch]) -> Taken:
         """Takes the next micro-batch out of the batches' queues."""
-        found = next_micro_batch([one.queue for one in opened], self.budget, exact=self.deterministic)
+        queues = [one.queue for one in opened]
+        padded = partial(next_micro_batch, exact=self.deterministic)
+        found = (padded if self.backbone.pads else next_pack)(queues, self.budget)
         taken = [(one, sequences) for one, sequences in zip(opened, found, strict=True) if sequences]
         for one, sequences in taken:
             gone = {id(tree) for tree in sequences}
             one.queue = [tree for tree in one.queue if id(tree) not in gone]
         return sorted(taken, key=lambda t: id(t[0].stack))
 
-    def _inputs(self, taken: Taken) -> Inputs:
-        sequences = [tree for _, own in taken for tree in own]
+    def _sequences(self, taken: Taken) -> Sequences:
         rows = [*_rows(taken)]
-        return make_inputs(
-            sequences,
-            [batch.targets[row] for batch, row in rows],
-            [batch.temperature for batch, _ in rows],
-            self.decoder,
-            multiple=PAD_MULTIPLE if self.deterministic else 1,
+        return Sequences(
+            trees=[tree for _, own in taken for tree in own],
+            targets=[batch.targets[row] for batch, row in rows],
+            temperatures=[batch.temperature for batch, _ in rows],
             learned=[batch.terms.learned[row] for batch, row in rows],
+            multiple=PAD_MULTIPLE if self.deterministic else 1,
         )
 
     def _base_logprobs(self, taken: Taken, logprobs_M: Tensor) -> Tensor:
@@ -180,7 +178,7 @@ class Trainer:
         if not asking:
             return logprobs_M
         with torch.no_grad():
-            base = logprobs(self.decoder, self._inputs(asking))
+            base = self.backbone.logprobs(self._sequences(asking), None)
         asked_M = [np.full(len(batch.targets[row]), batch.kl_coef > 0) for batch, row in _rows(taken)]
         return logprobs_M.masked_scatter(torch.from_numpy(np.concatenate(asked_M)).to(logprobs_M.device), base)
 
@@ -190,18 +188,15 @@ def _rows(taken: Taken) -> Iterator[tuple[Batch, int]]:
     return ((one.batch, row) for one, sequences in taken for tree in sequences for row in tree.rows)
 
 
-def _parts(taken: Taken) -> list[lora.Part]:
-    parts: list[lora.Part] = []
-    for stack, group in itertools.groupby(taken, key=lambda t: t[0].stack):
-        places = [step.place for step, sequences in group for _ in sequences]
-        parts.append(lora.Part.make(parts[-1].stop if parts else 0, stack, places))
-    return parts
+def _adapters(taken: Taken) -> list[AdapterPlace]:
+    """The adapter of each sequence."""
+    return [(one.stack, one.place) for one, sequences in taken for _ in sequences]
 
 
-def _loss(taken: Taken, inputs: Inputs, logprobs_M: Tensor, base_M: Tensor) -> tuple[Tensor, Tensor]:
+def _loss(taken: Taken, width: int, logprobs_M: Tensor, base_M: Tensor) -> tuple[Tensor, Tensor]:
     """The micro-batch's share of all its batches' losses, a scalar, and the figures of each row, [len(FIGURES), R]."""
     parts = [(one.batch, [row for tree in own for row in tree.rows]) for one, own in taken]
-    terms, written_RW = micro_terms(parts, inputs.tokens_BT.shape[1], logprobs_M)
+    terms, written_RW = micro_terms(parts, width, logprobs_M)
 
     def spread(values_M: Tensor) -> Tensor:
         return logprobs_M.new_zeros(written_RW.shape).masked_scatter(written_RW, values_M)
@@ -230,17 +225,22 @@ def _keep_logprobs(taken: Taken, logprobs_M: Tensor) -> None:
             start = stop
 
 
-def _credit(taken: Taken, figures_KR: Floats, width: int, start: float) -> None:
-    """Adds a micro-batch's figures up by batch and part, its time by each one's share of the tokens."""
-    num_sequences = sum(len(sequences) for _, sequences in taken)
+def _credit(taken: Taken, figures_KR: Floats, width: int | None, start: float) -> None:
+    """Adds a micro-batch's figures up by batch and part, its time by each one's share of the positions. `width`: to which each
+    sequence was padded; None: none was."""
+
+    def places(sequences: Sequence[Tree]) -> int:
+        return sum(map(len, sequences)) if width is None else len(sequences) * width
+
+    num_places = sum(places(sequences) for _, sequences in taken)
     row = 0
     for one, sequences in taken:
         num_rows = sum(len(tree.rows) for tree in sequences)
         sums, own_KR = one.sums, figures_KR[:, row : row + num_rows]
         sums.figures_K += own_KR.sum(1)
-        sums.num_forward += len(sequences) * width
-        sums.num_padding += len(sequences) * width - sum(len(tree) for tree in sequences)
-        sums.seconds += (time.perf_counter() - start) * len(sequences) / num_sequences
+        sums.num_forward += places(sequences)
+        sums.num_padding += places(sequences) - sum(map(len, sequences))
+        sums.seconds += (time.perf_counter() - start) * places(sequences) / num_places
         row += num_rows
         _credit_parts(
             one, np.repeat([tree.part for tree in sequences], [len(tree.rows) for tree in sequences]), own_KR[0]

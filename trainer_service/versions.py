@@ -8,13 +8,13 @@ from typing import TypeVar
 import structlog
 
 from base_model.adapter import check_fits, load_adapter, save_adapter
-from base_model.decoder import Decoder
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.byte_cache import ByteCache
 from common.errors import AlreadyExists, Unavailable
 from common.messages import AdapterRef
 from common.tasks import beating
 from trainer_service import lora
+from trainer_service.backbone.interface import Backbone
 from trainer_service.open_step import TrainState
 from trainer_service.optimiser import Moments, load_moments, save_moments
 
@@ -29,14 +29,14 @@ class Versions:
     def __init__(
         self,
         store: AdapterStore,
-        decoder: Decoder,
+        backbone: Backbone,
         base_model: str,
         *,
         cache_bytes: int,
         retry_delays_s: tuple[float, ...],
     ) -> None:
         self.store = store
-        self._decoder = decoder
+        self._backbone = backbone
         self._base_model = base_model
         self._retry_delays_s = retry_delays_s
         self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
@@ -85,8 +85,8 @@ class Versions:
         return {**save_adapter(state.adapter, self._base_model), OPTIMIZER_FILE: save_moments(state.moments)}
 
     def _load(self, files: dict[str, bytes]) -> TrainState:
-        adapter, device = load_adapter(files), self._decoder.device
-        check_fits(adapter, self._decoder.linear_shapes())
+        adapter, device = load_adapter(files), self._backbone.device
+        check_fits(adapter, self._backbone.linear_shapes())
         num_values = lora.AdapterLayout.of(adapter).num_values
         known = files.get(OPTIMIZER_FILE)
         moments = Moments.zeros(num_values, device) if known is None else load_moments(known, num_values, device)

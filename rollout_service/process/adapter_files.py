@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, check_fits, init_adapter, load_adapter, save_adapter
-from base_model.decoder import LINEAR_LAYERS
+from base_model.decoder import LINEAR_MODULES
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
 from common.own_folder import OwnFolder
@@ -144,10 +144,10 @@ def linear_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             module = name.removeprefix("model.").removesuffix(".weight")
-            if module.rpartition(".")[2] in LINEAR_LAYERS and len(entry["shape"]) == 2:
+            if module.endswith(LINEAR_MODULES) and len(entry["shape"]) == 2:
                 shapes[module] = (entry["shape"][0], entry["shape"][1])
     if not shapes:
-        raise InvalidInput(f"{folder}: no safetensors file with linear layers such as {LINEAR_LAYERS[0]}")
+        raise InvalidInput(f"{folder}: no safetensors file with linear layers such as {LINEAR_MODULES[0]}")
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""A base model whose own context is longer than the memory holds, served with nothing set."""
+"""A base model whose own context is longer than the memory holds, served with no context set, and trained by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ HYPER = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "max_steps": 1, "lo
 async def test_what_fits_is_served_and_said_and_longer_prompts_are_refused_with_it(tmp_path: Path) -> None:
     base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, **SIZES)
     lines: list[str] = []
-    environment = {"MARLAAS_BASE_MODELS": f"base={base}"}
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_TRAINER_BACKBONE": "transformers"}
     async with running(tmp_path / "data", environment=environment, notify=lines.append) as (_, api):
         # Given a cluster that has said what it serves, in one line, and why
         (line,) = lines
@@ -42,12 +42,16 @@ async def test_what_fits_is_served_and_said_and_longer_prompts_are_refused_with_
         told = await refusal(api, "/fine_tuning/jobs", await job(api, "word " * SERVED))
         assert f"longer than {SERVED - 16} tokens, which is the context of {SERVED} less max_tokens 16" in told
 
-        # And a job on short ones trains; three of four ids are not in the tokenizer: they are no text, and are trained
+        # And a job on short ones trains, on transformers' modules, whose log-probs are those of our engine; three of four ids are
+        # not in the tokenizer: they are no text, and are trained
         made = await api.post("/fine_tuning/jobs", await job(api, "a word"))
         (ended,) = await api.until_done(made["id"])
         assert ended["status"] == "succeeded", ended["error"]
         (step,) = [e["data"] for e in await api.events(made["id"]) if "grad_norm" in e["data"]]
         assert step["reward_std"] > 0 and step["grad_norm"] > 0 and step["sampling_gap"] < 1e-3
+        log = (tmp_path / "data" / "logs" / "trainer-0.log").read_text()
+        (chosen,) = [line for line in log.splitlines() if "backbone_chosen" in line]
+        assert "transformers" in chosen
         samples = (await api.get(f"/fine_tuning/jobs/{made['id']}/samples"))["data"]
         assert len(samples) == 8
         assert 0 < 2 * sum(len(row["text"]) for row in samples) < step["written_tokens"]

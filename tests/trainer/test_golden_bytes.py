@@ -15,6 +15,7 @@ from base_model.kernels import choose
 from common.messages import LoraSpec, LossName, LossSpec
 from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_determinism import digest
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.selftest import KERNELS, selftest
 from trainer_service.training import Trainer
 
@@ -34,7 +35,7 @@ def trained(trainer: Trainer, loss: LossName) -> str:
 
 
 def test_every_loss_trains_the_bytes_that_were_recorded() -> None:
-    trainer = Trainer(load_tiny(), deterministic=True)
+    trainer = Trainer(DecoderBackbone(load_tiny()), deterministic=True)
     machine = choose("trainer_service.selftest", TINY, KERNELS).fingerprint(lambda: selftest(trainer))[:16]
     found = {loss: trained(trainer, loss) for loss in get_args(LossName)}
     golden = json.loads(GOLDEN.read_text())

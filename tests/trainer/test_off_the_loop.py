@@ -15,6 +15,7 @@ from common.objects import Objects
 from common.tasks import BEAT_S
 from tests.support.trainer_cases import NO_ROWS, load_tiny, make_init, make_step, nothing
 from trainer_service import training, versions
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.training import Trainer
 
@@ -47,10 +48,10 @@ async def test_drawing_loading_and_saving_wait_for_nobody(
 ) -> None:
     slow = Waiting(getattr(module, name))
     decoder, store = load_tiny(), AdapterStore(Objects.open(tmp_path.as_uri()))
-    first = TrainHandler(Trainer(decoder), store, "tiny")
+    first = TrainHandler(Trainer(DecoderBackbone(decoder)), store, "tiny")
     if name == "load_adapter":
         await first(make_init(), nothing)
-        first = TrainHandler(Trainer(decoder), store, "tiny")  # with nothing in memory
+        first = TrainHandler(Trainer(DecoderBackbone(decoder)), store, "tiny")  # with nothing in memory
     monkeypatch.setattr(module, name, slow)
     await first(make_step(0, NO_ROWS) if name == "load_adapter" else make_init(), slow.beat)
     assert slow.waited and all(slow.waited)

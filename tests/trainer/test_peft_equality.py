@@ -18,9 +18,10 @@ from base_model.decoder import Decoder
 from common.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
 from tests.support.trainer_cases import LORA, TINY, load_tiny, make_init, make_rows, make_step, nothing, steps
 from trainer_service import lora
+from trainer_service.backbone.interface import Sequences
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.batch import SampledRows, parse_rows
 from trainer_service.losses import batch_of, row_terms
-from trainer_service.model import logprobs, make_inputs, sequence_cost
 from trainer_service.open_step import TrainState
 from trainer_service.packing import trees
 from trainer_service.training import Trainer
@@ -54,19 +55,18 @@ def our_logprobs(
     """[M] of each row, all rows in one forward."""
     everything, loss = np.ones(len(batch), bool), LossSpec()
     whole = batch_of(batch, row_terms(batch, loss), loss, 0)
-    sequences = trees(whole, everything, sequence_cost(decoder) if share else None)
-    rows = [row for tree in sequences for row in tree.rows]
-    inputs = make_inputs(
-        sequences, [whole.targets[row] for row in rows], [temperature] * len(rows), decoder, multiple=1
-    )
+    backbone = DecoderBackbone(decoder)
+    packed = trees(whole, everything, backbone.cost() if share else None)
+    rows = [row for tree in packed for row in tree.rows]
+    sequences = Sequences(packed, [whole.targets[row] for row in rows], [temperature] * len(rows))
     stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), decoder.device)
-    places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(sequences)
-    values_M = logprobs(decoder, inputs, lora.Projection([lora.Part.make(0, stack, places)]))
+    place = stack.put(lora.flatten(adapter), adapter.scale)
+    values_M = backbone.logprobs(sequences, [(stack, place)] * len(packed))
     return list(values_M.detach().split([int(batch.written[r].sum()) for r in rows]))
 
 
 def after(decoder: Decoder, todo: list[TrainStep], spec: LoraSpec = LORA) -> TrainState:
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
     state = trainer.init(make_init(lora=spec))
     for step in todo:
         state = trainer.step(step, state, nothing).state

@@ -26,6 +26,7 @@ from tests.support.run_cases import (
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_fused import same_bytes
 from trainer_service import run_step
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.open_step import TrainState
 from trainer_service.packing import Budget
@@ -68,11 +69,11 @@ def in_stretches(trainer: Trainer, cuts: Sequence[int], state: TrainState) -> tu
 @pytest.mark.parametrize("cuts", [(3,), (1, 2, 3, 4, 5), (5,)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 150, 4096])
 def test_one_stretch_or_several_give_the_same_bits(decoder: Decoder, cuts: Sequence[int], tokens: int) -> None:
-    trainer = Trainer(decoder, deterministic=True)
+    trainer = Trainer(DecoderBackbone(decoder), deterministic=True)
     state = noisy(trainer)
     whole, expected = in_stretches(trainer, (), state)
 
-    parts, results = in_stretches(Trainer(decoder, Budget(tokens), deterministic=True), cuts, state)
+    parts, results = in_stretches(Trainer(DecoderBackbone(decoder), Budget(tokens), deterministic=True), cuts, state)
 
     assert same_bytes(whole, parts)
     assert results == expected
@@ -80,7 +81,7 @@ def test_one_stretch_or_several_give_the_same_bits(decoder: Decoder, cuts: Seque
 
 @pytest.mark.parametrize("num_answered", [1, 3, 5])
 def test_a_replay_of_what_was_answered_gives_the_same_bits(decoder: Decoder, num_answered: int) -> None:
-    trainer = Trainer(decoder, Budget(100), deterministic=True)
+    trainer = Trainer(DecoderBackbone(decoder), Budget(100), deterministic=True)
     state = noisy(trainer)
     whole, expected = in_stretches(trainer, (), state)
     replayed = [replace(one, answered=one.seq <= num_answered) for one in LOG]
@@ -92,7 +93,7 @@ def test_a_replay_of_what_was_answered_gives_the_same_bits(decoder: Decoder, num
 
 
 def test_another_order_gives_other_bits(decoder: Decoder) -> None:
-    trainer = Trainer(decoder, deterministic=True)
+    trainer = Trainer(DecoderBackbone(decoder), deterministic=True)
     state = noisy(trainer)
     one, other = (carry_out(trainer, [*fbs, LOG[-1]], state).state for fbs in ([*LOG[:5]], [*LOG[:5]][::-1]))
 
@@ -103,7 +104,7 @@ def test_another_order_gives_other_bits(decoder: Decoder) -> None:
 @pytest.mark.parametrize("tokens", [1, 150, 4096])
 def test_runs_and_jobs_in_the_same_forwards_have_the_bits_that_each_has_alone(decoder: Decoder, tokens: int) -> None:
     # Given two runs with the shape of a job's adapter, and a job whose loss asks for the base too
-    alone = Trainer(decoder, deterministic=True)
+    alone = Trainer(DecoderBackbone(decoder), deterministic=True)
     states = [noisy(alone, "run-1"), noisy(alone, "run-22")]
     job = make_step(0, make_rows(num_groups=3), loss=LossSpec("gspo", kl_coef=0.1))
     start = alone.init(make_init())
@@ -111,7 +112,7 @@ def test_runs_and_jobs_in_the_same_forwards_have_the_bits_that_each_has_alone(de
     lone = alone.step(job, start, nothing)
 
     # When they are computed together
-    fused = Trainer(decoder, Budget(tokens), deterministic=True)
+    fused = Trainer(DecoderBackbone(decoder), Budget(tokens), deterministic=True)
     runs = [run_step.begin(fused, LOG, state, Gradient(1, 0)) for state in states]
     step = fused.begin(job, start)
     while company := [one.opened for one in (runs[0], step, runs[1]) if not one.opened.done]:
@@ -142,7 +143,9 @@ async def test_handlers_give_the_same_versions_however_the_log_was_sent_and_besi
     for kind in ("whole", "in stretches, by two trainers, beside others"):
         (tmp_path / kind).mkdir()
         store = AdapterStore(Objects.open((tmp_path / kind).as_uri()))
-        one, other = (TrainHandler(Trainer(decoder, deterministic=True), store, "tiny", worker=w) for w in "ab")
+        one, other = (
+            TrainHandler(Trainer(DecoderBackbone(decoder), deterministic=True), store, "tiny", worker=w) for w in "ab"
+        )
         for init in (make_run(), make_run("run-2"), make_init()):
             await one(init, nothing)
         if kind == "whole":
@@ -168,7 +171,9 @@ async def test_handlers_give_the_same_versions_however_the_log_was_sent_and_besi
 
 async def test_outputs_after_the_commit_are_the_bits_that_were_lost(decoder: Decoder, tmp_path: Path) -> None:
     store = AdapterStore(Objects.open(tmp_path.as_uri()))
-    first, again = (TrainHandler(Trainer(decoder, deterministic=True), store, "tiny") for _ in range(2))
+    first, again = (
+        TrainHandler(Trainer(DecoderBackbone(decoder), deterministic=True), store, "tiny") for _ in range(2)
+    )
     await first(make_run(), nothing)
 
     answers = [await handler(stretch(*LOG), nothing) for handler in (first, again)]

@@ -28,6 +28,7 @@ from tests.support.run_cases import (
     stretch,
 )
 from tests.support.trainer_cases import FullDisk, load_tiny, nothing
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.optimiser import load_moments
 from trainer_service.training import Trainer
@@ -47,7 +48,12 @@ class System:
     def handler(self, worker: str = "another", **options: Any) -> TrainHandler:
         """One more trainer, with nothing in memory."""
         return TrainHandler(
-            Trainer(self.decoder), self.store, "tiny", worker=worker, retry_delays_s=(0.0, 0.0), **options
+            Trainer(DecoderBackbone(self.decoder)),
+            self.store,
+            "tiny",
+            worker=worker,
+            retry_delays_s=(0.0, 0.0),
+            **options,
         )
 
     async def begin(self, *inits: Init) -> None:

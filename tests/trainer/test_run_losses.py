@@ -30,6 +30,7 @@ from tests.support.run_cases import (
     outputs,
 )
 from tests.support.trainer_cases import TINY, load_tiny
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import TrainState
 from trainer_service.optimiser import Moments, update
 from trainer_service.packing import Budget
@@ -146,7 +147,7 @@ def assert_outputs(computed: Any, index: int, expected: tuple[float, list[Tensor
 def test_each_loss_has_the_outputs_and_the_gradient_of_its_formula(
     decoder: Decoder, tmp_path: Path, loss: LossFn, config: dict[str, float]
 ) -> None:
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
     state = noisy(trainer)
     loop = Loop(state, tmp_path / "adapter")
     data = [make_datum(loss, i, num_prompt=4 + i, num_answer=9 - i) for i in range(3)]
@@ -162,7 +163,7 @@ def test_each_loss_has_the_outputs_and_the_gradient_of_its_formula(
 
 
 def test_gspo_takes_bounds_by_token_and_a_mask_of_its_own(decoder: Decoder, tmp_path: Path) -> None:
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
     state = noisy(trainer)
     loop = Loop(state, tmp_path / "adapter")
     mask = f32([1.0, 0.0] * 6 + [1.0])
@@ -184,7 +185,7 @@ def test_gradients_add_up_and_adamw_takes_each_calls_own_parameters(
     decoder: Decoder, tmp_path: Path, grad_clip: float, lora: LoraSpec
 ) -> None:
     # Given a run at alpha 32 and a plain loop at the same place
-    trainer = Trainer(decoder, Budget(64))
+    trainer = Trainer(DecoderBackbone(decoder), Budget(64))
     state = noisy(trainer, lora=lora)
     start_P, loop = state.values_P, Loop(state, tmp_path / "adapter")
 
@@ -223,7 +224,7 @@ def test_one_gradient_gives_the_step_that_torchs_adamw_gives(eps: float) -> None
 
 
 def test_a_forward_gives_outputs_and_no_gradient(decoder: Decoder, tmp_path: Path) -> None:
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
     state = noisy(trainer)
     operation = forward(1, "importance_sampling")
 
@@ -235,7 +236,7 @@ def test_a_forward_gives_outputs_and_no_gradient(decoder: Decoder, tmp_path: Pat
 
 def test_targets_without_weight_have_log_probs_and_no_gradient(decoder: Decoder, tmp_path: Path) -> None:
     # Given data whose targets are no next tokens, one of them without any weight, as a client's own loss asks for
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
     state = noisy(trainer)
     loop = Loop(state, tmp_path / "adapter")
     none = make_datum("cross_entropy", 1, weights=f32([0.0] * 13))
@@ -264,7 +265,7 @@ def test_data_that_begin_alike_share_their_beginning(decoder: Decoder) -> None:
         msgspec.structs.replace(prompt, tokens=changed(prompt.tokens, i), targets=changed(prompt.targets, i + 1))
         for i in range(4)
     ]
-    sharing, plain = Trainer(decoder), Trainer(decoder, share_prefixes=False)
+    sharing, plain = Trainer(DecoderBackbone(decoder)), Trainer(DecoderBackbone(decoder), share_prefixes=False)
     state = noisy(sharing)
     operation = forward_backward(1, "cross_entropy", *alike)
 
@@ -289,7 +290,7 @@ def changed(array: Array, last: int) -> Array:
 def test_bounds_that_a_loss_does_not_know_fail_the_operation(
     decoder: Decoder, loss: LossFn, config: dict[str, float]
 ) -> None:
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
 
     computed = carry_out(trainer, [forward_backward(1, loss, **config)], noisy(trainer))
 

@@ -28,6 +28,7 @@ from tests.support.trainer_cases import (
     nothing,
     steps,
 )
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.open_step import OpenStep, TrainState
 from trainer_service.optimiser import Moments, load_moments, save_moments, update
@@ -57,7 +58,7 @@ class System:
 
     def handler(self) -> TrainHandler:
         """One more trainer, with nothing in memory."""
-        self.trainer = CountingTrainer(self.decoder)
+        self.trainer = CountingTrainer(DecoderBackbone(self.decoder))
         return TrainHandler(self.trainer, self.store, "tiny", retry_delays_s=(0.0, 0.0))
 
     async def run(self, *messages: Init | TrainStep, handler: TrainHandler | None = None) -> AdapterUpdate:
@@ -291,7 +292,9 @@ def assert_off_policy(metrics: Mapping[str, float | None]) -> None:
 
 
 async def test_a_beat_follows_every_micro_batch(decoder: Decoder, tmp_path: Path) -> None:
-    handler = TrainHandler(Trainer(decoder, Budget(1)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny")
+    handler = TrainHandler(
+        Trainer(DecoderBackbone(decoder), Budget(1)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny"
+    )
     beats: list[int] = []
 
     await handler(make_init(), nothing)
@@ -325,7 +328,10 @@ def test_optimiser_state_comes_back_bit_exact() -> None:
 @pytest.mark.parametrize("tokens,share", [(1, True), (64, True), (64, False), (4096, False)])
 def test_packing_does_not_change_what_is_learned(decoder: Decoder, tokens: int, share: bool) -> None:
     step = make_step(0, make_rows(num_groups=6), loss=LossSpec(kl_coef=0.1))
-    reference, packed = Trainer(decoder), Trainer(decoder, Budget(tokens), share_prefixes=share)
+    reference, packed = (
+        Trainer(DecoderBackbone(decoder)),
+        Trainer(DecoderBackbone(decoder), Budget(tokens), share_prefixes=share),
+    )
     state = reference.init(make_init())
 
     expected, got = (trainer.step(step, state, nothing) for trainer in (reference, packed))

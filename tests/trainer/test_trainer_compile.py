@@ -11,8 +11,8 @@ import torch
 from common.errors import InvalidInput
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
 from trainer_service.__main__ import load_trainer
+from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
 from trainer_service.memory import measured
-from trainer_service.model import checkpointed, compile_parts
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -27,12 +27,13 @@ def test_deterministic_mode_does_without() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
 def test_compiled_parts_train_alike_and_keep_less() -> None:
-    plain, compiled = Trainer(load_tiny()), Trainer(load_tiny())
-    compile_parts(compiled.decoder)
+    decoder = load_tiny()
+    compile_parts(decoder)
+    plain, compiled = Trainer(DecoderBackbone(load_tiny())), Trainer(DecoderBackbone(decoder))
     state = plain.init(make_init())
     step = make_step(0, make_rows())
     expected = plain.step(step, state, nothing)
-    for trainer in (compiled, Trainer(compiled.decoder, run_layer=checkpointed)):
+    for trainer in (compiled, Trainer(DecoderBackbone(decoder, checkpointed))):
         found = trainer.step(step, state, nothing)
         torch.testing.assert_close(found.state.values_P, expected.state.values_P, atol=2e-5, rtol=1e-3)
         assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=1e-5)

@@ -14,8 +14,8 @@ from base_model.decoder import Decoder
 from base_model.kernels import NotDeterministic
 from common.messages import LoraSpec, LossSpec
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
-from trainer_service import training
-from trainer_service.model import Inputs
+from trainer_service.backbone.interface import Sequences
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import TrainState
 from trainer_service.optimiser import load_moments, save_moments
 from trainer_service.packing import Budget
@@ -45,7 +45,7 @@ def through_bytes(state: TrainState) -> TrainState:
 
 def train(decoder: Decoder, *, tokens: int = 4096, reload: bool = False, others: int = 0) -> str:
     """Hash after NUM_STEPS steps of one job, with steps of `others` other jobs before each."""
-    trainer = Trainer(decoder, Budget(tokens), deterministic=True)
+    trainer = Trainer(DecoderBackbone(decoder), Budget(tokens), deterministic=True)
     state = trainer.init(make_init(lora=LoraSpec(rank=RANK)))
     for version in range(NUM_STEPS):
         for other in range(others):
@@ -78,12 +78,14 @@ def test_a_fresh_process_gives_the_same_bytes(decoder: Decoder) -> None:
 
 
 def test_the_selftest_passes_here_and_would_see_a_difference(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert selftest(Trainer(decoder, deterministic=True)) == selftest(Trainer(decoder, deterministic=True))
-    computed = training.logprobs
+    assert selftest(Trainer(DecoderBackbone(decoder), deterministic=True)) == selftest(
+        Trainer(DecoderBackbone(decoder), deterministic=True)
+    )
+    computed = DecoderBackbone.logprobs
 
-    def by_sequences(decoder: Decoder, inputs: Inputs, *rest: Any) -> Tensor:
-        return computed(decoder, inputs, *rest) * (1 + 1e-6 * len(inputs.tokens_BT))
+    def by_sequences(self: DecoderBackbone, sequences: Sequences, adapters: Any) -> Tensor:
+        return computed(self, sequences, adapters) * (1 + 1e-6 * len(sequences.trees))
 
-    monkeypatch.setattr(training, "logprobs", by_sequences)
+    monkeypatch.setattr(DecoderBackbone, "logprobs", by_sequences)
     with pytest.raises(NotDeterministic):
-        selftest(Trainer(decoder, deterministic=True))
+        selftest(Trainer(DecoderBackbone(decoder), deterministic=True))

@@ -16,10 +16,10 @@ from common.errors import InvalidInput, TrainingFailed
 from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
 from common.objects import Objects
 from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, nothing
+from trainer_service.backbone.sequences import DecoderBackbone, checkpointed
 from trainer_service.fusion import Fusion
 from trainer_service.handler import TrainHandler
 from trainer_service.memory import kept_bytes, measured
-from trainer_service.model import checkpointed
 from trainer_service.open_step import OpenBatch, Trained, TrainState
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
@@ -77,7 +77,7 @@ def nearly(one: float | None, other: float | None) -> bool:
 @pytest.mark.parametrize("tokens", [100, 2048])
 @pytest.mark.parametrize("share", [True, False])
 def test_jobs_together_learn_what_each_learns_alone(decoder: Decoder, tokens: int, share: bool) -> None:
-    trainer = Trainer(decoder, Budget(tokens), share_prefixes=share)
+    trainer = Trainer(DecoderBackbone(decoder), Budget(tokens), share_prefixes=share)
     jobs = [job(trainer, number) for number in range(10)]
 
     alone = [trainer.step(*one, nothing) for one in jobs]
@@ -103,8 +103,8 @@ def test_in_deterministic_mode_they_are_the_same_bytes(
     numbers: list[int], num_groups: int, tokens: int, share: bool
 ) -> None:
     decoder = load_tiny()
-    alone = Trainer(decoder, deterministic=True, share_prefixes=share)
-    fused = Trainer(decoder, Budget(tokens), deterministic=True, share_prefixes=share)
+    alone = Trainer(DecoderBackbone(decoder), deterministic=True, share_prefixes=share)
+    fused = Trainer(DecoderBackbone(decoder), Budget(tokens), deterministic=True, share_prefixes=share)
     jobs = [job(alone, number, num_groups=num_groups, group_size=2 + number % 4) for number in numbers]
 
     for one, (step, state) in zip(together(fused, jobs), jobs, strict=True):
@@ -120,7 +120,7 @@ def poisoned(trainer: Trainer) -> tuple[TrainStep, TrainState]:
 
 @pytest.mark.exact
 def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
-    trainer = Trainer(decoder, deterministic=True)
+    trainer = Trainer(DecoderBackbone(decoder), deterministic=True)
     healthy = [job(trainer, number) for number in (5, 2, 0)]  # 0 and 5 are of the poisoned job's shape
 
     opened = [trainer.begin(*one) for one in (healthy[0], poisoned(trainer), *healthy[1:])]
@@ -135,7 +135,7 @@ def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
 
 @pytest.mark.exact
 def test_a_job_that_joins_late_and_one_that_leaves_change_nothing(decoder: Decoder) -> None:
-    trainer = Trainer(decoder, Budget(128), deterministic=True)
+    trainer = Trainer(DecoderBackbone(decoder), Budget(128), deterministic=True)
     jobs = [job(trainer, number, num_groups=6) for number in (0, 5, 1)]
     lone = [trainer.step(*one, nothing) for one in jobs]
 
@@ -151,7 +151,7 @@ def test_a_job_that_joins_late_and_one_that_leaves_change_nothing(decoder: Decod
 
 
 def test_the_oldest_job_is_never_overtaken_for_ever(decoder: Decoder) -> None:
-    trainer = Trainer(decoder, Budget(64))
+    trainer = Trainer(DecoderBackbone(decoder), Budget(64))
     oldest = trainer.begin(*job(trainer, 0))
     rounds = 0
     while not oldest.done:
@@ -164,7 +164,7 @@ def test_the_oldest_job_is_never_overtaken_for_ever(decoder: Decoder) -> None:
 
 @pytest.mark.exact
 async def test_every_caller_gets_its_own_result_or_error(decoder: Decoder) -> None:
-    fusion = Fusion(Trainer(decoder, deterministic=True))
+    fusion = Fusion(Trainer(DecoderBackbone(decoder), deterministic=True))
     jobs = [job(fusion.trainer, number) for number in (5, 0, 1)]
     wrong = [(replace_optim(jobs[0][0], float("inf")), jobs[0][1]), poisoned(fusion.trainer)]
 
@@ -175,7 +175,7 @@ async def test_every_caller_gets_its_own_result_or_error(decoder: Decoder) -> No
     assert isinstance(results.pop(1), InvalidInput) and isinstance(results.pop(1), TrainingFailed)
     for result, one in zip(results, jobs, strict=True):
         assert isinstance(result, Trained)
-        assert same_bytes(result.state, Trainer(decoder, deterministic=True).step(*one, nothing).state)
+        assert same_bytes(result.state, Trainer(DecoderBackbone(decoder), deterministic=True).step(*one, nothing).state)
 
 
 def replace_optim(step: TrainStep, rate: float) -> TrainStep:
@@ -193,7 +193,7 @@ class Breaking(Trainer):
 
 @pytest.mark.exact
 async def test_an_unexpected_error_is_the_fault_of_one_job_alone(decoder: Decoder) -> None:
-    fusion = Fusion(Breaking(decoder, deterministic=True))
+    fusion = Fusion(Breaking(DecoderBackbone(decoder), deterministic=True))
     jobs = [job(fusion.trainer, number) for number in (0, 1, 2)]
 
     first, broken, last = await asyncio.gather(*(fusion.train(*one, nothing) for one in jobs), return_exceptions=True)
@@ -201,11 +201,11 @@ async def test_an_unexpected_error_is_the_fault_of_one_job_alone(decoder: Decode
     assert isinstance(broken, MemoryError)
     for result, one in ((first, jobs[0]), (last, jobs[2])):
         assert isinstance(result, Trained)
-        assert same_bytes(result.state, Trainer(decoder, deterministic=True).step(*one, nothing).state)
+        assert same_bytes(result.state, Trainer(DecoderBackbone(decoder), deterministic=True).step(*one, nothing).state)
 
 
 async def test_a_caller_that_is_cancelled_takes_its_step_out(decoder: Decoder) -> None:
-    fusion = Fusion(Trainer(decoder, Budget(32)))
+    fusion = Fusion(Trainer(DecoderBackbone(decoder), Budget(32)))
     beats: list[int] = []
     stays, leaves = (
         asyncio.create_task(fusion.train(*job(fusion.trainer, number, num_groups=8), lambda: beats.append(1)))
@@ -230,7 +230,7 @@ async def test_a_handler_trains_messages_together_and_commits_each_once(decoder:
 
     for folder, at_once in (("alone", False), ("fused", True)):
         store = AdapterStore(Objects.open((tmp_path / folder).as_uri()))
-        handler = TrainHandler(Trainer(decoder, deterministic=True), store, "tiny")
+        handler = TrainHandler(Trainer(DecoderBackbone(decoder), deterministic=True), store, "tiny")
         names = [f"job{number}" for number in range(4)]
         for name in names:
             await handler(make_init(name), nothing)
@@ -259,7 +259,9 @@ def replace_rewards(rows: Rows) -> Rows:
 
 
 def test_a_handler_has_room_until_two_micro_batches_wait(decoder: Decoder, tmp_path: Path) -> None:
-    handler = TrainHandler(Trainer(decoder, Budget(64)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny")
+    handler = TrainHandler(
+        Trainer(DecoderBackbone(decoder), Budget(64)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny"
+    )
     assert handler.has_room()
 
     async def hold() -> bool:
@@ -273,7 +275,7 @@ def test_a_handler_has_room_until_two_micro_batches_wait(decoder: Decoder, tmp_p
 
 
 def test_checkpointing_gives_the_same_gradient_for_less_memory(decoder: Decoder) -> None:
-    plain, saving = Trainer(decoder), Trainer(decoder, run_layer=checkpointed)
+    plain, saving = Trainer(DecoderBackbone(decoder)), Trainer(DecoderBackbone(decoder, checkpointed))
     one = job(plain, 0)
 
     results = [trainer.step(*one, nothing) for trainer in (plain, saving)]
@@ -284,7 +286,7 @@ def test_checkpointing_gives_the_same_gradient_for_less_memory(decoder: Decoder)
 
 
 def test_the_budget_is_what_a_micro_batch_keeps(decoder: Decoder) -> None:
-    trainer = Trainer(decoder, share_prefixes=False)
+    trainer = Trainer(DecoderBackbone(decoder), share_prefixes=False)
     budget = measured(trainer, 50_000_000)
     step = trainer.begin(*job(trainer, 0, num_groups=20))
     num_tokens = sum(len(tree) for tree in step.opened.queue)
@@ -298,7 +300,10 @@ def test_the_budget_is_what_a_micro_batch_keeps(decoder: Decoder) -> None:
 
 
 def test_a_bfloat16_base_trains_float32_adapters() -> None:
-    exact, half = Trainer(load_tiny()), Trainer(Decoder.load(TINY, dtype=torch.bfloat16))
+    exact, half = (
+        Trainer(DecoderBackbone(load_tiny())),
+        Trainer(DecoderBackbone(Decoder.load(TINY, dtype=torch.bfloat16))),
+    )
     jobs = [job(exact, number) for number in (0, 1)]
 
     results = [together(trainer, jobs) for trainer in (exact, half)]

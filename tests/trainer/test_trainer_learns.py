@@ -11,6 +11,8 @@ from base_model.decoder import Attend, Decoder, DecoderConfig
 from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
 from tests.support.trainer_cases import make_init, make_step, nothing
 from trainer_service import lora
+from trainer_service.backbone.projection import Projection
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.losses import RULES
 from trainer_service.training import Trainer
 
@@ -58,7 +60,7 @@ def sample(decoder: Decoder, adapter: Adapter, generator: torch.Generator) -> tu
     logprobs = torch.zeros(tokens.shape)
     stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), decoder.device)
     places = [stack.put(lora.flatten(adapter), adapter.scale)] * len(tokens)
-    project = lora.Projection([lora.Part.make(0, stack, places)])
+    project = Projection.of([(stack, place) for place in places])
     for _ in range(NUM_SAMPLED):
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
         hidden = decoder.forward(tokens, positions, causal_attend(2), project)
@@ -88,7 +90,7 @@ def as_rows(tokens: Tensor, logprobs: Tensor, version: int) -> Rows:
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_the_reward_rises_under_every_loss(name: str) -> None:
     decoder, generator = random_decoder(), torch.Generator().manual_seed(1)
-    trainer = Trainer(decoder)
+    trainer = Trainer(DecoderBackbone(decoder))
     state = trainer.init(make_init())
     loss = LossSpec(name=name, max_tokens=NUM_SAMPLED)  # pyright: ignore[reportArgumentType]
     rewards: list[float] = []

@@ -1,0 +1,114 @@
+"""A trainer over the transformers backbone: it learns what one over our decoder learns, and keeps within its memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import InvalidInput
+from tests.support.families import NUM_LAYERS, save_family
+from tests.support.trainer_cases import TINY, load_tiny, nothing
+from tests.trainer.test_trainer_fused import job, nearly, together
+from trainer_service.__main__ import load_trainer
+from trainer_service.backbone.choice import load_backbone
+from trainer_service.backbone.interface import Backbone
+from trainer_service.backbone.loading import load_modules
+from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.backbone.sequences import DecoderBackbone
+from trainer_service.memory import fit, kept_bytes
+from trainer_service.packing import Budget
+from trainer_service.settings import TrainerSettings
+from trainer_service.training import Trainer
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    torch.set_num_threads(1)
+    return load_modules(TINY)
+
+
+@pytest.mark.parametrize("tokens", [100, 2048])
+@pytest.mark.parametrize("share", [True, False])
+def test_jobs_together_learn_what_each_learns_alone_on_the_decoder(
+    backbone: Backbone, tokens: int, share: bool
+) -> None:
+    # Given jobs of several ranks, targets, losses, temperatures, one of them with KL to the base
+    decoder = Trainer(DecoderBackbone(load_tiny()), share_prefixes=share)
+    jobs = [job(decoder, number) for number in range(6)]
+
+    # When they are trained in the same passes
+    found = together(Trainer(backbone, Budget(tokens), share_prefixes=share), jobs)
+
+    # Then each has learned what it learns alone
+    for one, result in zip(jobs, found, strict=True):
+        alone = decoder.step(*one, nothing)
+        change = (alone.state.values_P - one[1].values_P).norm()
+        assert float((result.state.values_P - alone.state.values_P).norm() / change) < 2e-3
+        for name in ("loss", "kl", "clip_fraction", "sampling_gap", "grad_norm"):
+            assert nearly(result.metrics[name], alone.metrics[name]), name
+
+
+def test_a_budget_of_tokens_is_kept_and_the_oldest_job_goes_first(backbone: Backbone) -> None:
+    trainer = Trainer(backbone, Budget(150), share_prefixes=False)
+    steps = [trainer.begin(*job(trainer, number)) for number in range(2)]
+    longest = max(len(tree) for step in steps for tree in step.opened.queue)
+    assert longest < 150
+
+    while not all(step.done for step in steps):
+        before = [sum(map(len, step.opened.queue)) for step in steps]
+        trainer.micro_batch([step.opened for step in steps if not step.done])
+        taken = [have - sum(map(len, step.opened.queue)) for have, step in zip(before, steps, strict=True)]
+        assert 0 < sum(taken) <= 150
+        assert taken[1] == 0 or steps[0].done
+    assert all(step.opened.sums.num_padding == 0 for step in steps)
+
+
+def test_layers_are_checkpointed_as_memory_demands(backbone: Backbone) -> None:
+    # Given the bytes that a micro-batch keeps when all is kept
+    roomy = Trainer(backbone, Budget(500), share_prefixes=False)
+    fit(roomy, 1 << 30)
+    assert isinstance(roomy.backbone, ModulesBackbone) and roomy.backbone.num_checkpointed == 0
+    whole = 500 * roomy.budget.bytes_per_token
+
+    # When there is room for less
+    tight = Trainer(backbone, Budget(500), share_prefixes=False)
+    fit(tight, int(0.7 * whole))
+
+    # Then some layers are computed again in the backward, and a full micro-batch fits
+    assert isinstance(tight.backbone, ModulesBackbone)
+    assert 0 < tight.backbone.num_checkpointed < len(tight.backbone.layers)
+    assert tight.budget.bytes_per_token <= 0.7 * whole / 500
+    steps = [trainer.begin(*job(trainer, 0, num_groups=20)) for trainer in (roomy, tight)]
+    kept = [
+        kept_bytes(lambda trainer=trainer, step=step: trainer.micro_batch([step.opened]))
+        for trainer, step in zip((roomy, tight), steps, strict=True)
+    ]
+    assert [step.opened.sums.num_forward for step in steps] == [steps[0].opened.sums.num_forward] * 2
+    assert kept[1] < kept[0]
+
+
+def test_a_bfloat16_base_trains_float32_adapters(backbone: Backbone) -> None:
+    half = load_modules(TINY, dtype=torch.bfloat16)
+    jobs = [job(Trainer(backbone), number) for number in (0, 3)]
+
+    for one, other in zip(together(Trainer(backbone), jobs), together(Trainer(half), jobs), strict=True):
+        assert other.state.values_P.dtype == torch.float32
+        assert other.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=0.1)
+
+
+def test_on_a_cpu_the_decoder_computes_the_families_that_it_knows(tmp_path: Path) -> None:
+    gemma = save_family("gemma3", tmp_path / "gemma3")
+    assert isinstance(load_backbone(TrainerSettings(), TINY), DecoderBackbone)
+    assert isinstance(load_backbone(TrainerSettings(trainer_backbone="transformers"), TINY), ModulesBackbone)
+    found = load_backbone(TrainerSettings(trainer_checkpointing=True, max_context=64), gemma)
+    assert isinstance(found, ModulesBackbone)
+    assert found.num_checkpointed == NUM_LAYERS and found.context == 64
+    with pytest.raises(InvalidInput, match="model_type 'gemma3_text'"):
+        load_backbone(TrainerSettings(trainer_backbone="decoder"), gemma)
+
+
+@pytest.mark.parametrize("setting", ["deterministic", "trainer_compile"])
+def test_transformers_is_refused_where_only_the_decoder_will_do(setting: str) -> None:
+    settings = TrainerSettings.model_validate({setting: True, "trainer_backbone": "transformers"})
+    with pytest.raises(InvalidInput, match="trainer_backbone"):
+        load_trainer(settings)

@@ -1,0 +1,58 @@
+"""Chooses what computes the base model, by the settings and the base model, and loads it."""
+
+from pathlib import Path
+
+import structlog
+import torch
+
+from base_model.decoder import Decoder, DecoderConfig, directly
+from base_model.device import find_device
+from common.errors import InvalidInput
+from trainer_service.backbone.interface import Backbone
+from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
+from trainer_service.settings import TrainerSettings
+
+log = structlog.get_logger()
+
+
+def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
+    """Loads the base model in a local folder. Raises InvalidInput for one that cannot be computed as it is meant."""
+    device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
+    kind = settings.trainer_backbone
+    if kind == "auto":
+        kind = _fitting(settings, folder, device)
+    log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
+    dtype = getattr(torch, settings.dtype)
+    if kind == "decoder":
+        return _decoder(settings, folder, device, dtype)
+    return _modules(settings, folder, device, dtype)
+
+
+def _fitting(settings: TrainerSettings, folder: Path, device: torch.device) -> str:
+    """The decoder on a CPU, and in what only it does, for the families that it knows."""
+    if settings.deterministic or settings.trainer_compile:
+        return "decoder"
+    if device.type != "cpu":
+        return "transformers"
+    try:
+        DecoderConfig.load(folder)
+    except InvalidInput as error:
+        log.info("decoder_refused", reason=str(error))
+        return "transformers"
+    return "decoder"
+
+
+def _decoder(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> DecoderBackbone:
+    decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
+    if settings.trainer_compile:
+        compile_parts(decoder)
+    return DecoderBackbone(decoder, checkpointed if settings.trainer_checkpointing else directly)
+
+
+def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> Backbone:
+    if settings.trainer_compile:
+        raise InvalidInput("trainer_compile is for trainer_backbone=decoder; leave it off for transformers")
+    from trainer_service.backbone.loading import load_modules  # imported here: transformers takes seconds
+
+    backbone = load_modules(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
+    return backbone.checkpointing(len(backbone.layers)) if settings.trainer_checkpointing else backbone

@@ -1,0 +1,157 @@
+"""The backbone of devices: transformers' own modules, rows packed without padding, an adapter for each.
+
+Axes: N tokens of a pack, M targets, E hidden.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from base_model.decoder import LINEAR_MODULES
+from base_model.free_memory import free_bytes
+from trainer_service.backbone.attention import Pack
+from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
+from trainer_service.backbone.head import MAX_SCORES, target_logprobs
+from trainer_service.backbone.interface import AdapterPlace, Sequences
+from trainer_service.packing import Cost
+
+ATTENTION_COST = 4
+"""Time of a multiply-add in attention over one in a linear layer, as on a CPU."""
+BYTES_OF_SCORE = 16
+"""Of a score while log-probs are computed, copies included."""
+SCORES_SHARE = 16
+"""The part of a device's free memory that scores may take: one in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesBackbone:
+    """See `Backbone`. Changes the linear layers of `model`, which it owns."""
+
+    model: Any
+    context: int
+    num_checkpointed: int = 0  # of the first layers: they keep their input alone for the backward
+    max_scores: int = MAX_SCORES
+    _current: CurrentLanes = field(default_factory=CurrentLanes)
+    _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    @classmethod
+    def of(cls, model: Any, context: int) -> "ModulesBackbone":
+        """Takes a loaded model. `context`: tokens of a sequence at most."""
+        model.eval().requires_grad_(False)
+        device = model.get_output_embeddings().weight.device
+        some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE) if device.type == "cuda" else 0
+        backbone = cls(model, context, max_scores=max(MAX_SCORES, some))
+        for name, (layer, leaf) in _targets(model.get_decoder()).items():
+            module = getattr(layer, leaf)
+            setattr(layer, leaf, LoraLinear(module, name, backbone._current))
+            backbone._shapes[name] = (module.out_features, module.in_features)
+        return backbone
+
+    @property
+    def vocab(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.device
+
+    @property
+    def pads(self) -> bool:
+        return False
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        return self._shapes
+
+    def cost(self) -> Cost:
+        config = self._config
+        num_weights = sum(p.numel() for layer in self.layers for p in layer.parameters())
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_pair = ATTENTION_COST * 2 * config.num_attention_heads * head_dim
+        return Cost(num_weights // len(self.layers), per_pair)
+
+    def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
+        pack = Pack.of(sequences.trees, self.device)
+        lanes = [] if adapters is None else lanes_of(adapters, [len(tree) for tree in sequences.trees])
+        with self._current.using(lanes):
+            hidden_NE = self.hidden(pack, lanes)
+        hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
+        return target_logprobs(hidden_ME, self._head, *sequences.about_targets(self.device), self.max_scores)
+
+    def keeping_all(self) -> "ModulesBackbone":
+        return replace(self, num_checkpointed=0)
+
+    def checkpointing(self, num_layers: int) -> "ModulesBackbone":
+        """The same base model; its first layers keep their input alone for the backward, and are computed again in it."""
+        return replace(self, num_checkpointed=min(num_layers, len(self.layers)))
+
+    def kept_per_token(self, keeping_all: float) -> float:
+        if not self.num_checkpointed:
+            return keeping_all
+        num_layers, itemsize = len(self.layers), self._head.dtype.itemsize
+        whole = num_layers - self.num_checkpointed + 1  # one of the checkpointed is computed again at a time
+        return keeping_all * whole / num_layers + self.num_checkpointed * self._config.hidden_size * itemsize
+
+    def fitting(self, keeping_all: float, wanted: float) -> "ModulesBackbone":
+        """Checkpoints as few layers more as will do; all, where that does not."""
+        for num_layers in range(self.num_checkpointed, len(self.layers)):
+            fewer = self.checkpointing(num_layers)
+            if fewer.kept_per_token(keeping_all) <= wanted:
+                return fewer
+        return self.checkpointing(len(self.layers))
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        return self.model.get_decoder().layers
+
+    @property
+    def _head(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    def hidden(self, pack: Pack, lanes: Sequence[Lane]) -> Tensor:
+        """Hidden states after the last norm, [N, E]."""
+        again = partial(self._current.using, lanes)
+        for number, layer in enumerate(self.layers):
+            _let_checkpoint(layer, number < self.num_checkpointed, again)
+        tokens_1N, positions_1N = pack.tokens_N[None], pack.positions_N[None]
+        model = self.model.get_decoder()
+        found = model(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False, packed=pack)
+        return found.last_hidden_state[0]
+
+
+def _targets(decoder: Any) -> dict[str, tuple[torch.nn.Module, str]]:
+    """The linear layers that an adapter may target, by name: module and attribute. Each layer of the base has them, in one shape."""
+    found: dict[str, tuple[torch.nn.Module, str]] = {}
+    for path in LINEAR_MODULES:
+        part, leaf = path.split(".")
+        parts = [getattr(layer, part, None) for layer in decoder.layers]
+        modules = [getattr(each, leaf, None) for each in parts]
+        if len({m.weight.shape if type(m) is torch.nn.Linear else None for m in modules} - {None}) != 1:
+            continue
+        if all(type(module) is torch.nn.Linear for module in modules):
+            found |= {f"layers.{number}.{path}": (each, leaf) for number, each in enumerate(parts)}  # pyright: ignore
+    return found
+
+
+def _let_checkpoint(layer: Any, wanted: bool, again: Any) -> None:
+    """Sets how transformers' layer is called. `again`: what its second computation needs around it.
+
+    It checkpoints only while it trains, which is said of the layer alone: its modules would drop out.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), again()
+
+    layer.training = layer.gradient_checkpointing = wanted
+    layer._gradient_checkpointing_func = partial(
+        checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )

@@ -1,0 +1,144 @@
+"""The CPU's backbone: our own decoder over padded sequences. In deterministic mode a row has the same bits in any company.
+
+Axes: B sequences, T positions, M targets of the micro-batch, E hidden.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from base_model.decoder import Attend, Decoder, RunLayer, directly, plain
+from common.errors import InvalidInput
+from trainer_service.backbone.head import target_logprobs
+from trainer_service.backbone.interface import AdapterPlace, Sequences
+from trainer_service.backbone.projection import Projection
+from trainer_service.batch import Ints
+from trainer_service.packing import Cost
+
+ATTENTION_COST = 4
+"""Time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderBackbone:
+    """See `Backbone`. `run_layer`: `directly` keeps a layer's activations for the backward, `checkpointed` its input alone."""
+
+    decoder: Decoder
+    run_layer: RunLayer = directly
+
+    @property
+    def vocab(self) -> int:
+        return self.decoder.config.vocab
+
+    @property
+    def context(self) -> int:
+        return self.decoder.config.context
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        return self.decoder.linear_shapes()
+
+    def cost(self) -> Cost:
+        shapes, config = self.decoder.linear_shapes().values(), self.decoder.config
+        per_token = sum(out * width for out, width in shapes) // config.num_layers
+        return Cost(per_token, ATTENTION_COST * 2 * config.num_heads * config.head_dim)
+
+    def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
+        project = plain if adapters is None else Projection.of(adapters)
+        inputs = _inputs(sequences, self.decoder)
+        attend = _attend(self.decoder, inputs.bias_BTT)
+        hidden_BTE = self.decoder.forward(inputs.tokens_BT, inputs.positions_BT, attend, project, self.run_layer)
+        hidden_ME = hidden_BTE.flatten(0, 1).index_select(0, inputs.predictors_M)
+        targets_M, temperatures_M, learned_M = sequences.about_targets(self.device)
+        return target_logprobs(hidden_ME, self.decoder.head, targets_M, temperatures_M, learned_M)
+
+    def keeping_all(self) -> "DecoderBackbone":
+        return replace(self, run_layer=directly)
+
+    def kept_per_token(self, keeping_all: float) -> float:
+        if self.run_layer is directly:
+            return keeping_all
+        config, itemsize = self.decoder.config, self.decoder.embedding.dtype.itemsize
+        return keeping_all / config.num_layers + config.num_layers * config.hidden * itemsize
+
+    def fitting(self, keeping_all: float, wanted: float) -> "DecoderBackbone":
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """A micro-batch on the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    bias_BTT: Tensor | None  # added to attention scores; None: every sequence is one row, plainly causal
+    predictors_M: Tensor  # index into the flattened B x T
+
+
+def _inputs(sequences: Sequences, decoder: Decoder) -> _Inputs:
+    trees, width = sequences.trees, sequences.width
+    tokens_BT, positions_BT, branches_BT = np.zeros((3, len(trees), width), np.int64)
+    branches_BT -= 1
+    predictors: list[Ints] = []
+    for i, tree in enumerate(trees):
+        tokens_BT[i, : len(tree)], positions_BT[i, : len(tree)] = tree.tokens, tree.positions
+        branches_BT[i, : len(tree)] = tree.branches
+        predictors += [row_M + i * width for row_M in tree.predictors]
+    device, dtype = decoder.device, decoder.embedding.dtype
+    branched = any(tree.branched for tree in trees)
+    return _Inputs(
+        tokens_BT=torch.from_numpy(tokens_BT).to(device),
+        positions_BT=torch.from_numpy(positions_BT).to(device),
+        bias_BTT=_attention_bias(torch.from_numpy(branches_BT).to(device), dtype) if branched else None,
+        predictors_M=torch.from_numpy(np.concatenate(predictors)).to(device),
+    )
+
+
+def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a position sees another: up to itself in its own branch and in the shared beginning; else -inf. [B, 1, T, T]"""
+    to, by = branches_BT[:, None, None, :], branches_BT[:, None, :, None]
+    seen = ((to == by) | (to == 0)).tril()
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def _attend(decoder: Decoder, bias_BTT: Tensor | None) -> Attend:
+    grouped = decoder.config.num_heads > decoder.config.num_kv_heads
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        causal = bias_BTT is None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BTT, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def checkpointed(layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Keeps the layer's input alone and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
+    return checkpoint(layer, *args, use_reentrant=False)  # pyright: ignore
+
+
+def compile_parts(decoder: Decoder) -> None:
+    """See `Decoder.compile`. Raises InvalidInput if torch cannot compile on this machine."""
+    decoder.compile()
+    tokens_BT = torch.zeros(2, 2, dtype=torch.int64, device=decoder.device)
+    try:
+        decoder.forward(tokens_BT, tokens_BT, _attend(decoder, None))
+    except RuntimeError as error:
+        reason = next(line for line in str(error).splitlines() if line)
+        raise InvalidInput(
+            f"MARLAAS_TRAINER_COMPILE: torch cannot compile here ({reason}): install a C++ compiler, or leave it off"
+        ) from error
