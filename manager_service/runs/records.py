@@ -16,6 +16,7 @@ What an API replica alone writes, `use` but for what a save makes:
 
     marlaas:{@}:session:<session>   string   Session, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
+    marlaas:{@}:alive:<tenant>      zset     those of them that are alive, by their last sign of life
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
