@@ -179,6 +179,12 @@ class Cell:
     def versions(self, run: str) -> str:
         return self.key(f"versions:{run}")
 
+    def samplers(self, run: str) -> str:
+        return self.key(f"samplers:{run}")
+
+    def held(self, tenant: str) -> str:
+        return self.key(f"held:{tenant}")
+
     def use(self, run: str, version: int, *, with_optimizer: bool = False) -> str:
         return self.key(f"use:{run}:{version}{':optimizer' if with_optimizer else ''}")
 

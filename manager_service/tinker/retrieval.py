@@ -97,9 +97,9 @@ async def _operation(tenant: TenantRecord, known: Records, future: str, *, wants
 
 async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """What an operation waits for."""
-    if pending.state is None:
+    if pending.status is None:
         return "paused_capacity", "the service's memory is away for a moment"
-    if pending.state.status == "queued":
+    if pending.status == "queued":
         return (
             "paused_capacity",
             f"your {tenant.max_jobs} jobs and runs at once are there: it begins when one has ended",

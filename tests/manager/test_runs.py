@@ -216,7 +216,7 @@ async def test_saves_name_the_newest_version(world: World) -> None:
         assert await world.bus.client.ttl(sampler) <= USED_S, "it counts from the save on"
         state = await world.state(run)
         snapshot, follower = SamplerState(0), SamplerState(1, inflight=True)
-        assert state.samplers == {"s:0": follower, "s:1": snapshot, "s:2": follower}
+        assert await world.samplers(run) == {"s:0": follower, "s:1": snapshot, "s:2": follower}
         (found,) = state.checkpoints
         assert found.expires_at == found.created_at + 3600
         assert found == Checkpoint("weights", "begin", 0, found.created_at, found.expires_at)

@@ -6,7 +6,7 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import USED_S, Sampler, is_run
+from manager_service.runs.records import USED_S, Sampler, SamplerState, is_run
 from manager_service.tinker.names import parse_path
 from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.uses import use
@@ -55,7 +55,9 @@ class Samplers:
 
     async def _version(self, sampler: Sampler) -> AdapterRef:
         run = await self._runs.find(sampler.tenant, sampler.run)
-        state = (await run.state()).samplers.get(sampler.id)
-        if state is None:
-            raise NotFound(f"the sampler {sampler.id} has no version: the save that makes it is not done, or it failed")
-        return AdapterRef(sampler.tenant, sampler.run, state.version)
+        record = await run.base.redis.hget(run.base.cell.samplers(run.id), sampler.id)
+        if record is None:
+            raise NotFound(
+                f"the sampler {sampler.id} has no version: its save is not done, or failed, or is too long ago: save again"
+            )
+        return AdapterRef(sampler.tenant, sampler.run, msgspec.json.decode(record, type=SamplerState).version)
