@@ -20,7 +20,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from common.bus import Bus
-from common.errors import InvalidInput, MarlaasError, NotFound
+from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound
 from common.messages import TurnResult, Usage
 from common.tasks import cancel_all
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
@@ -194,7 +194,7 @@ class Samples:
         try:
             await self._within_quota(request)
             await self._sample(request)
-        except InvalidInput as error:
+        except (InvalidInput, CorruptObject) as error:
             request.error = str(error)
         except (MarlaasError, RedisError, ApiError) as error:
             log.warning("samples_given_up", request=request.id, reason=str(error))

@@ -176,10 +176,15 @@ class RunStore:
         InvalidInput, NotFound.
         """
         named = parse_path(path)
-        found = await (self._of_job(tenant, named) if named.run.startswith("ftjob-") else self._of_run(tenant, named))
+        found = await (self._of_job(tenant, named) if named.is_jobs else self._of_run(tenant, named))
         if not await use(found.base.bus, found.adapter, with_optimizer=with_optimizer):
             raise NotFound(f"there is no checkpoint {path} any more")
         return found
+
+    async def check(self, tenant: str, path: str) -> None:
+        """Raises NotFound if a path names nothing any more."""
+        named = parse_path(path)
+        await (self._of_job(tenant, named) if named.is_jobs else self.checkpoint(tenant, named))
 
     async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
         """What a run's user saved under a name. Raises NotFound, also for another tenant's."""
@@ -200,7 +205,8 @@ class RunStore:
         version = int(path.name) if known else -1
         if row.deleted or not 0 <= version <= row.state.version or not has_version(row.spec, row.state, version):
             raise NotFound(
-                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {row.state.version}"
+                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {row.state.version}; versions that"
+                " `keep_versions` leaves out are deleted, and so are those of a model that was"
             )
         return Source(row.base, AdapterRef(tenant, row.spec.id, version), row.spec.hyper.lora, row.base.name)
 

@@ -6,8 +6,7 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import USED_S, Sampler, SamplerState, is_run
-from manager_service.tinker.names import parse_path
+from manager_service.runs.records import USED_S, Sampler, SamplerState
 from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.uses import use
 
@@ -45,9 +44,10 @@ class Samplers:
         return number
 
     async def adapter(self, base: Base, sampler: Sampler) -> AdapterRef:
-        """The version that it samples with now, noted as used. Raises NotFound, also when the checkpoint that it was made of is gone."""
-        if sampler.path is not None and is_run(sampler.adapter.job):
-            await self._runs.checkpoint(sampler.tenant, parse_path(sampler.path))
+        """The version that it samples with now, noted as used. Raises NotFound, also when the checkpoint that it was made of is gone, or
+        the job's version."""
+        if sampler.path is not None:
+            await self._runs.check(sampler.tenant, sampler.path)
         adapter = await self._version(sampler) if sampler.run else sampler.adapter
         if not await use(base.bus, adapter):
             raise NotFound(f"{sampler.id}: version {adapter.version} was long unused, and is deleted: save again")
