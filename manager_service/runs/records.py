@@ -117,6 +117,7 @@ class RunState(msgspec.Struct):
     held: int = 0  # that trainer's count of the operations in it
     in_log: int = 0  # how many of the log are in it
     failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
+    failed_why: str = ""  # what became of that operation
     checkpoints: list[Checkpoint] = []
     failure: Failure | None = None  # why it can do nothing more
     leaving: Leaving | None = None

@@ -29,10 +29,12 @@ MAX_TOKENS = 16_384
 """Positions in one message to a trainer: what tenants take turns by. One operation may have more."""
 MAX_BYTES = 512 << 10
 """Of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
+HAS_FAILED = "has failed"
+NEVER_CAME = "never came: it was refused, or its client gave it up"
 MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
 """Operations, and bytes of their payloads, that a gradient is made of: they stay in Redis until its step is done."""
 HOLE_S = 420.0
-"""Time after which a number is given up that others have come behind of: the SDK tries to send one for 5 minutes."""
+"""Time after which numbers are given up that others have come behind of: the SDK tries to send one for 5 minutes."""
 
 
 class Run:
@@ -52,7 +54,7 @@ class Run:
         self._inbox = cell.ops(self.partition)
         self._waiting: dict[int, HeldOperation] = {}  # by number: those without a result
         self._log: dict[int, HeldOperation] = {}  # in order
-        self._hole = (0, 0.0)  # a number that others have come behind of, and since when
+        self._waiting_since: dict[int, float] = {}  # number -> when `look` first found it
 
     # ---- what others ask --------------------------------------------------------------------------------------------
 
@@ -212,9 +214,8 @@ class Run:
         state, number = self.state, operation.seq
         failure = state.failure or operation.failure
         if failure is None and operation.action == "optim_step" and state.failed_at is not None:
-            failure = Failure(
-                "invalid", f"the gradient is not whole: operation {state.failed_at} of this step has failed"
-            )
+            told = f"the gradient is not whole: operation {state.failed_at} of this step {state.failed_why}"
+            failure = Failure("invalid", told)
         if failure is None and operation.action == "forward_backward":
             failure = self._too_much(operation)
         if failure is not None:
@@ -370,17 +371,23 @@ class Run:
         a failed operation.
         """
         state = self.state
-        if not self._waiting or state.head in self._waiting or self._hole[0] != state.head:
-            self._hole = state.head, now
-        elif now - self._hole[1] > HOLE_S:
-            self._drop_log(changes)
-            state.failed_at, state.head = state.failed_at or state.head, state.head + 1
-            self._dirty(changes)
+        self._waiting_since = {number: self._waiting_since.get(number, now) for number in self._waiting}
+        if self._waiting and state.head not in self._waiting and now - min(self._waiting_since.values()) > HOLE_S:
+            self._pass_over(changes)
         if state.holder and state.holder not in live_trainers:
             if state.sent_to == state.holder:
                 state.sent = 0
             self._forget_gradient()
             self._dirty(changes)
+
+    def _pass_over(self, changes: Changes) -> None:
+        """Gives up the numbers before the first that is there: others have long come behind them."""
+        state = self.state
+        self._drop_log(changes)
+        if state.failed_at is None:
+            state.failed_at, state.failed_why = state.head, NEVER_CAME
+        state.head = min(self._waiting)
+        self._dirty(changes)
 
     def on_dead_letter(self, letter: DeadLetter, changes: Changes) -> None:
         """Takes in that no trainer can read the message under way: what it asked for has failed."""
@@ -407,7 +414,8 @@ class Run:
         """Answers an operation with a failure. A step with a failed operation comes to nothing: its gradient goes."""
         operation = self._waiting[number].operation
         if operation.action == "forward_backward" and self.state.status == "ready":
-            self.state.failed_at = self.state.failed_at or number
+            if self.state.failed_at is None:
+                self.state.failed_at, self.state.failed_why = number, HAS_FAILED
             self._drop_log(changes)
         elif operation.action == "optim_step":
             self._drop_log(changes)

@@ -15,6 +15,7 @@ from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import ApiError
 from manager_service.api.quota import tokens_today
 from manager_service.records import TenantRecord
+from manager_service.runs.run import HOLE_S
 from manager_service.tinker.futures.finished import Target
 from manager_service.tinker.futures.results import Answer, Expired, Pending, failed, look
 from manager_service.tinker.futures.samples import GONE, Gone, place_of
@@ -99,6 +100,12 @@ async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tup
     """What an operation waits for."""
     if pending.status is None:
         return "paused_capacity", "the service's memory is away for a moment"
+    if pending.missing is not None:
+        return (
+            "paused_capacity",
+            f"operation {pending.missing} of the run has not come: if it was refused, it is given up after {HOLE_S // 60:g} minutes,"
+            " and the step fails",
+        )
     if pending.status == "queued":
         return (
             "paused_capacity",

@@ -123,11 +123,11 @@ class World:
         await self.bus.publish([(self.bus.cell.jobs(PARTITION), message)])
 
     async def result(self, run: str, seq: int) -> OperationResult:
-        await until(lambda: self._has(run, seq))
+        await until(lambda: self.has(run, seq))
         found: Any = await self.bus.client.hget(self.bus.cell.results(run), str(seq))
         return msgspec.msgpack.decode(found, type=OperationResult)
 
-    async def _has(self, run: str, seq: int) -> bool:
+    async def has(self, run: str, seq: int) -> bool:
         return bool(await self.bus.client.hexists(self.bus.cell.results(run), str(seq)))
 
     async def failure(self, run: str, seq: int) -> str:

@@ -38,6 +38,7 @@ class Pending:
     """No result yet."""
 
     status: str | None  # of the run; None: Redis has lost it
+    missing: int | None = None  # number of an operation before it that has not come
 
 
 class Expired(NotFound):
@@ -66,7 +67,16 @@ async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> Answer | Pendi
         return await asyncio.to_thread(_encoded, run, action, found, wants_protobuf=wants_protobuf)
     if status is None or seq < int(head):
         raise Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
-    return Pending(status.decode())
+    return Pending(status.decode(), await _missing(run, head, seq))
+
+
+async def _missing(run: RunRow, head: bytes, seq: int) -> int | None:
+    """The number of the run's first operation without a result if nobody sent it, and it is before this one."""
+    if int(head) >= seq:
+        return None
+    bus, key = run.base.bus, run.base.cell.seqs(run.id)
+    there: Any = await bus.retrying(lambda: bus.client.hmget(key, head))
+    return int(head) if there[0] is None else None
 
 
 async def _creation(run: RunRow, action: str) -> Answer | Pending:

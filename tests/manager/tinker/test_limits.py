@@ -6,17 +6,22 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 
+from manager_service.api import body_limit
 from manager_service.runs import names, retention, runs
 from manager_service.runs import run as run_module
 from manager_service.runs import samplers as run_samplers
 from manager_service.runs.records import run_of
+from manager_service.tinker import retrieval
 from manager_service.tinker.store import runs as store_runs
 from manager_service.tinker.store import sessions, submission
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, upload
 from tests.support.owned_runs import owned_runs
+from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over
 
 pytestmark = pytest.mark.timeout(120)
@@ -264,3 +269,63 @@ async def test_a_runs_samplers_are_bounded_and_outside_of_its_state(
         gone = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [104]}]}, "sampling_params": {"max_tokens": 1}}
         asked = await client.post("asample", **gone, sampling_session_id=f"{session}:sample:1", seq_id=0)
         assert asked.status_code == 404 and "save again" in asked.json()["error"]["message"]
+
+
+async def test_an_operation_of_too_many_positions_fails_and_says_how_to_send_them(
+    server: ApiServer, client: TinkerClient
+) -> None:
+    async with standing_in(server.bus):
+        run = await client.run(await client.session())
+        sent = await client.send(pass_over(run, 1, num_tokens=2048, num_data=129))
+        failed = (await client.retrieve(sent.json()["request_id"])).json()
+        assert "264,192 positions in one operation are too many: at most 262,144" in failed["error"]
+        assert failed["category"] == "user"
+        sent = await client.send(pass_over(run, 2, num_tokens=2048, num_data=100))
+        assert "error" not in (await client.retrieve(sent.json()["request_id"])).json()
+
+
+def as_json(run: str, seq: int, num_data: int) -> bytes:
+    """A pass as SDK 0.16 sends it, about 60 KB a datum."""
+    numbers = {"data": [0.12345678901234567] * 1000, "dtype": "float32"}
+    inputs = {"target_tokens": {"data": [101] * 1000, "dtype": "int64"}, "logprobs": numbers, "advantages": numbers}
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [100] * 1000}]},
+        "loss_fn_inputs": inputs,
+    }
+    asked = {"data": [datum] * num_data, "loss_fn": "importance_sampling"}
+    return msgspec.json.encode({"model_id": run, "seq_id": seq, "forward_backward_input": asked})
+
+
+async def test_a_pass_as_json_may_be_larger_than_other_bodies(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"X-API-Key": f"tml-{client.key}", "Content-Type": "application/json"}
+
+    async def send(name: str, body: bytes) -> httpx.Response:
+        return await server.http.post(f"/api/v1/{name}", content=body, headers=headers, timeout=60)
+
+    async with standing_in(server.bus):
+        run = await client.run(await client.session())
+        large = as_json(run, 1, 240)
+        assert (12 << 20) > len(large) > (10 << 20)
+        sent = await send("forward_backward", large)
+        assert sent.status_code == 200, sent.text
+        assert "error" not in (await client.retrieve(sent.json()["request_id"])).json()
+        assert (await send("forward_backward", as_json(run, 2, 400))).status_code == 413
+        assert (await send("asample", large)).status_code == 413
+        monkeypatch.setattr(body_limit, "MAX_PASSING_BYTES", 1 << 20)
+        refused = await send("forward_backward", as_json(run, 2, 100))
+        assert refused.status_code == 429 and "under way" in refused.json()["error"]["message"]
+        assert (await client.send(pass_over(run, 2))).status_code == 200
+
+
+async def test_whoever_waits_behind_an_operation_that_never_came_is_told(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", 0.5)
+    async with standing_in(server.bus):
+        run = await client.run(await client.session())
+        sent = await client.send(pass_over(run, 2))
+        waits = await client.retrieve(sent.json()["request_id"])
+        assert waits.status_code == 408
+        assert "operation 1 of the run has not come" in waits.json()["queue_state_reason"]
