@@ -163,6 +163,11 @@ class Sampler(msgspec.Struct, frozen=True):
     path: str | None = None  # as its user wrote it
 
 
+def session_key(session: str) -> str:
+    """Where its record is."""
+    return f"marlaas:{{@}}:session:{session}"
+
+
 def run_of(public_id: str) -> str | None:
     """The run that its user names so; None for what is no name of a run."""
     found = _PUBLIC.fullmatch(public_id)

@@ -4,7 +4,6 @@ A client that hears 408 asks again at once, and is told what the result waits fo
 """
 
 import asyncio
-import contextlib
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -71,9 +70,9 @@ async def retrieve_futures(request: Request, tenant: Tenant, known: Known) -> Re
 async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Response:
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
     future = (await read(request, FutureNamed)).request_id
-    for base in api.bases.values():
-        with contextlib.suppress(Gone):
-            base.samples.cancel(base.samples.find(tenant.id, future))
+    replica, name = place_of(future) or ("", "")
+    if base := api.bases.get(name):
+        await base.peers.give_up(replica, tenant.id, future)
     return answer({})
 
 

@@ -7,13 +7,15 @@ waits for: places, turns   unblocked by: rollout
 """
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,7 +29,7 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
-from manager_service.runs.records import USED_S
+from manager_service.runs.records import USED_S, Session, session_key
 from manager_service.tinker.futures.finished import Finished, Target
 from manager_service.tinker.store.uses import use
 from manager_service.tinker.wire.samples import Sample
@@ -42,6 +44,8 @@ KEPT_S, RETRIEVED_S = 600.0, 30.0
 """How long a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 SILENT_S = 300.0
 """A request that nobody asked about for so long is given up."""
+GRACE_S = 30.0
+"""Time in which a silent session may show a sign of life again: after a Redis that was away, none has shown one yet."""
 LOOK_EVERY_S = 10.0
 USE_EVERY_S = USED_S / 4
 """How often a version is noted as used that requests wait for."""
@@ -105,6 +109,7 @@ class Samples:
         self._ids: dict[tuple[str, str], str] = {}  # by `key`
         self._open: Counter[str] = Counter()  # by tenant
         self._num_samples: Counter[str] = Counter()  # by tenant, of those requests
+        self._silent: dict[str, float] = {}  # session without a sign of life -> since when, as the clock says
         self.finished = Finished(bus)
 
     def start(self, ask: InferenceRequest, once: str = "", asker: Target | None = None) -> str:
@@ -149,7 +154,46 @@ class Samples:
         found.asked_s = self._clock()
         return found
 
+    def give_up(self, tenant: str, request: str) -> None:
+        """Cancels a request that its client does not want any more. What is not here is passed over."""
+        with contextlib.suppress(Gone):
+            self.cancel(self.find(tenant, request))
+
+    def end_session(self, session: str) -> None:
+        """Cancels what a client has under way that is no more."""
+        for request in self._of_sessions({session}):
+            self.cancel(request)
+
+    async def end_silent(self) -> None:
+        """Cancels what those clients have under way whose sessions have ended, or show no sign of life."""
+        sessions = {request.asker.session for request in self._requests.values() if request.asker}
+        silent, now = await self._silent_of(sessions), self._clock()
+        self._silent = {session: self._silent.get(session, now) for session in silent}
+        finished = await self._finished_of(silent)
+        over = {session for session, since in self._silent.items() if now - since > GRACE_S or session in finished}
+        for request in self._of_sessions(over):
+            self.cancel(request)
+
+    def _of_sessions(self, sessions: Container[str]) -> list[Request]:
+        """Requests that have no result."""
+        found = (each for each in self._requests.values() if each.asker and each.asker.session in sessions)
+        return [request for request in found if not request.done.is_set()]
+
+    async def _silent_of(self, sessions: Collection[str]) -> list[str]:
+        cell, client = self._bus.cell, self._bus.client
+        keys = [cell.session(session) for session in sessions]
+        signs: Any = await self._bus.retrying(lambda: client.mget(keys)) if keys else []
+        return [session for session, sign in zip(sessions, signs, strict=True) if sign is None]
+
+    async def _finished_of(self, sessions: Collection[str]) -> set[str]:
+        """Those whose clients said that they have ended, at any replica."""
+        keys, client = [session_key(session) for session in sessions], self._bus.client
+        records: Any = await self._bus.retrying(lambda: client.mget(keys)) if keys else []
+        found = (msgspec.json.decode(record, type=Session) for record in records if record is not None)
+        return {session.id for session in found if session.finished}
+
     def cancel(self, request: Request) -> None:
+        request.gone = request.gone or not request.done.is_set()
         self._forget(request)
         if request.task is not None:
             request.task.cancel()
@@ -167,6 +211,7 @@ class Samples:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
                 self.look()
+                await self.end_silent()
                 if self._clock() - used_at >= USE_EVERY_S:
                     used_at = self._clock()
                     await self.use_versions()
