@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from manager_service.api import (
+    adapters,
     admin,
     cluster,
     curves,
@@ -44,6 +45,7 @@ ROUTERS = (
     results,
     curves,
     models,
+    adapters,
     chat,
     completions,
     graders,

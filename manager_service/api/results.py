@@ -1,10 +1,7 @@
 """The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /usage, /samples."""
 
 import asyncio
-import io
-import zipfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -12,12 +9,12 @@ from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from common.adapters import PEFT_FILES
-from common.errors import CorruptObject, InvalidInput, NotFound
+from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef
 from common.spelling import quoted
+from manager_service.api.adapters import ZIP, zip_of
 from manager_service.api.context import Parts, Tenant
-from manager_service.api.errors import COMMON, ApiError, declared
+from manager_service.api.errors import COMMON, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.reading.tasks import Spell
@@ -36,7 +33,6 @@ from manager_service.records import CheckpointRecord, SampleRecord, Written
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
-_, CONFIG = PEFT_FILES
 Version = Annotated[int, PathParameter(ge=0, le=99_999_999)]
 Number = Annotated[int, PathParameter(ge=0, lt=2**53)]
 BYTES_A_TOKEN = 4
@@ -79,37 +75,14 @@ def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
 @router.get(
     "/checkpoints/{version}/content",
     response_class=Response,
-    responses={200: {"content": {"application/zip": {}}, "description": "A zip that PEFT and vLLM load"}},
+    responses={200: ZIP},
 )
 async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
     """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
     row = await JobStore(api).find(tenant.id, job_id)
     if row.deleted or not has_version(row.spec, row.state, version):
         raise NotFound(f"the job has no version {version}")
-    try:
-        files = await api.adapters.read(AdapterRef(tenant.id, job_id, version))
-    except CorruptObject as error:
-        raise ApiError(503, f"version {version} is damaged: {error}", code="corrupt_adapter") from error
-    files[CONFIG] = with_base(files[CONFIG], api.settings.models[row.base.name])
-    name = f"{job_id}-{version}.zip"
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(await asyncio.to_thread(_zipped, files), media_type="application/zip", headers=headers)
-
-
-def with_base(config: bytes, where: str) -> bytes:
-    """An adapter's configuration that names the hub's model, if that is its base: so `AutoPeftModel` finds it. `where`: of the
-    base model, a folder of this machine or a name of the hub."""
-    if Path(where).is_dir():
-        return config
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.decode(config) | {"base_model_name_or_path": where}))
-
-
-def _zipped(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:  # weights do not compress
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return buffer.getvalue()
+    return await zip_of(api, row.base, AdapterRef(tenant.id, job_id, version))
 
 
 @router.get("/ledger")

@@ -14,9 +14,9 @@ import msgspec
 from common.adapters import PEFT_FILES
 from common.errors import CorruptObject, NotFound
 from common.messages import AdapterRef
+from manager_service.api.adapters import with_base
 from manager_service.api.context import Api
 from manager_service.api.errors import ApiError
-from manager_service.api.results import with_base
 from manager_service.records import GLOBAL
 from manager_service.tinker.store.runs import Source
 
