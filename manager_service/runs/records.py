@@ -24,7 +24,9 @@ What an API replica alone writes, `use` but for what a save makes:
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
+    finished-session:<session>      string   its client said that it has ended; in each cell, for SESSION_ALIVE_S
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
+    tenant-samplers:<tenant>        zset     samplers of base models and checkpoints, by their last use
     ended:<sampler>:<clone>         stream   see manager_service.tinker.futures.finished
     clients:<sampler>               string   number of clients that have joined it
     seqs:<run>                      hash     until an hour after the run's end: number of an operation ->
@@ -161,11 +163,6 @@ class Sampler(msgspec.Struct, frozen=True):
     run: str = ""  # whose state says the version; empty: `adapter` does
     adapter: AdapterRef = BASE
     path: str | None = None  # as its user wrote it
-
-
-def session_key(session: str) -> str:
-    """Where its record is."""
-    return f"marlaas:{{@}}:session:{session}"
 
 
 def run_of(public_id: str) -> str | None:

@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,7 +29,7 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
-from manager_service.runs.records import USED_S, Session, session_key
+from manager_service.runs.records import USED_S
 from manager_service.tinker.futures.finished import Finished, Target
 from manager_service.tinker.store.uses import use
 from manager_service.tinker.wire.samples import Sample
@@ -167,9 +167,9 @@ class Samples:
     async def end_silent(self) -> None:
         """Cancels what those clients have under way whose sessions have ended, or show no sign of life."""
         sessions = {request.asker.session for request in self._requests.values() if request.asker}
-        silent, now = await self._silent_of(sessions), self._clock()
+        silent, now = sessions - await self._there(sessions, self._bus.cell.session), self._clock()
         self._silent = {session: self._silent.get(session, now) for session in silent}
-        finished = await self._finished_of(silent)
+        finished = await self._there(silent, self._bus.cell.finished_session)
         over = {session for session, since in self._silent.items() if now - since > GRACE_S or session in finished}
         for request in self._of_sessions(over):
             self.cancel(request)
@@ -179,18 +179,11 @@ class Samples:
         found = (each for each in self._requests.values() if each.asker and each.asker.session in sessions)
         return [request for request in found if not request.done.is_set()]
 
-    async def _silent_of(self, sessions: Collection[str]) -> list[str]:
-        cell, client = self._bus.cell, self._bus.client
-        keys = [cell.session(session) for session in sessions]
-        signs: Any = await self._bus.retrying(lambda: client.mget(keys)) if keys else []
-        return [session for session, sign in zip(sessions, signs, strict=True) if sign is None]
-
-    async def _finished_of(self, sessions: Collection[str]) -> set[str]:
-        """Those whose clients said that they have ended, at any replica."""
-        keys, client = [session_key(session) for session in sessions], self._bus.client
-        records: Any = await self._bus.retrying(lambda: client.mget(keys)) if keys else []
-        found = (msgspec.json.decode(record, type=Session) for record in records if record is not None)
-        return {session.id for session in found if session.finished}
+    async def _there(self, sessions: Iterable[str], key: Callable[[str], str]) -> set[str]:
+        """Those of these sessions that have such a key."""
+        asked, client = list(sessions), self._bus.client
+        found: Any = await self._bus.retrying(lambda: client.mget([key(each) for each in asked])) if asked else []
+        return {session for session, value in zip(asked, found, strict=True) if value is not None}
 
     def cancel(self, request: Request) -> None:
         request.gone = request.gone or not request.done.is_set()

@@ -13,7 +13,7 @@ from common.errors import InvalidInput, NotFound
 from manager_service.api.context import Api
 from manager_service.api.errors import ApiError
 from manager_service.records import GLOBAL, JSON
-from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, Session, session_key
+from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, Session
 from manager_service.tinker.names import is_session
 from manager_service.tinker.requests import SessionAsked
 
@@ -87,12 +87,12 @@ class Sessions:
         alive = await self._api.redis.zmscore(_alive(tenant), oldest_first)
         ended = [session.decode() for session, sign in zip(oldest_first, alive, strict=True) if sign is None]
         if gone := ended[:too_many]:
-            await self._api.redis.delete(*map(session_key, gone))
+            await self._api.redis.delete(*map(_key, gone))
             await self._api.redis.zrem(of, *gone)
 
     async def find(self, tenant: str, session: str) -> Session:
         """Raises NotFound, also for another tenant's."""
-        record = await self._api.redis.get(session_key(session)) if is_session(session) else None
+        record = await self._api.redis.get(_key(session)) if is_session(session) else None
         found = None if record is None else msgspec.json.decode(record, type=Session)
         if found is None or found.tenant != tenant:
             raise NotFound(f"there is no session {session[:64]!r}")
@@ -112,7 +112,7 @@ class Sessions:
 
     async def some(self, tenant: str, sessions: Sequence[str]) -> list[Session]:
         """Those of a tenant that are still kept."""
-        records = await self._api.redis.mget([session_key(session) for session in sessions]) if sessions else []
+        records = await self._api.redis.mget([_key(session) for session in sessions]) if sessions else []
         found = [msgspec.json.decode(record, type=Session) for record in records if record is not None]
         return [session for session in found if session.tenant == tenant]
 
@@ -125,7 +125,7 @@ class Sessions:
     async def refresh(self, session: Session) -> None:
         """Notes a sign of life."""
         await self._api.redis.zadd(_alive(session.tenant), {session.id: time.time()})
-        await self._api.redis.expire(session_key(session.id), SESSION_KEPT_S)
+        await self._api.redis.expire(_key(session.id), SESSION_KEPT_S)
         await self._show_alive(session)
 
     async def finish(self, session: Session, reason: str) -> None:
@@ -133,16 +133,21 @@ class Sessions:
         if not session.finished:
             await self._write(msgspec.structs.replace(session, finished=reason))
         for base in self._api.bases.values():
+            await base.redis.set(base.cell.finished_session(session.id), "", ex=SESSION_ALIVE_S)
             await base.redis.delete(base.cell.session(session.id))
         await self._api.redis.zrem(_alive(session.tenant), session.id)
 
     async def _write(self, session: Session) -> None:
-        await self._api.redis.set(session_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
+        await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
 
     async def _show_alive(self, session: Session) -> None:
         """Tells the owners of each cell."""
         for base in self._api.bases.values():
             await base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)
+
+
+def _key(session: str) -> str:
+    return f"{GLOBAL}session:{session}"
 
 
 def _all(tenant: str) -> str:
