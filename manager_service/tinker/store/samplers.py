@@ -1,5 +1,7 @@
 """What each sampler samples with. The record never changes; it expires some time after its last use."""
 
+import time
+
 import msgspec
 
 from common.errors import NotFound
@@ -12,6 +14,8 @@ from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
 """How long a sampler of the base model or of a checkpoint is kept after its last use."""
+MAX_NAMED = 20_000
+"""Of one tenant in a cell."""
 SAVED_KEPT_S = USED_S
 """The same of one that a save made without a name. As long, nobody deletes its version."""
 
@@ -22,7 +26,25 @@ class Samplers:
         self._runs = runs
 
     async def create(self, base: Base, sampler: Sampler) -> None:
+        """Of the base model or of a checkpoint. Those that were the longest unused are forgotten beyond MAX_NAMED."""
         await base.redis.set(base.cell.sampler(sampler.id), JSON.encode(sampler), ex=sampler.keep_s)
+        await self._note_use(base, sampler)
+        key, now = base.cell.tenant_samplers(sampler.tenant), time.time()
+        await base.redis.zremrangebyscore(key, "-inf", now - NAMED_KEPT_S)
+        too_many = await base.redis.zcard(key) - MAX_NAMED
+        if too_many > 0:
+            oldest = [name.decode() for name in await base.redis.zrange(key, 0, too_many - 1)]
+            await base.redis.delete(*map(base.cell.sampler, oldest), *map(base.cell.clients, oldest))
+            await base.redis.zrem(key, *oldest)
+
+    async def _note_use(self, base: Base, sampler: Sampler) -> None:
+        pipe = base.redis.pipeline(transaction=False)
+        pipe.expire(base.cell.sampler(sampler.id), sampler.keep_s)
+        if not sampler.run:  # a run bounds its own
+            key = base.cell.tenant_samplers(sampler.tenant)
+            pipe.zadd(key, {sampler.id: time.time()})
+            pipe.expire(key, NAMED_KEPT_S)
+        await pipe.execute()
 
     async def find(self, tenant: str, sampler: str) -> tuple[Base, Sampler]:
         """Notes that it is used. Raises NotFound, also for another tenant's."""
@@ -30,7 +52,7 @@ class Samplers:
             record = await base.redis.get(base.cell.sampler(sampler))
             found = None if record is None else msgspec.json.decode(record, type=Sampler)
             if found is not None and found.tenant == tenant:
-                await base.redis.expire(base.cell.sampler(sampler), found.keep_s)
+                await self._note_use(base, found)
                 return base, found
         raise NotFound(
             f"there is no sampler {sampler[:64]!r}; one that was long unused is forgotten: save again, and sample with what it gives"

@@ -17,7 +17,7 @@ from manager_service.runs import samplers as run_samplers
 from manager_service.runs.records import run_of
 from manager_service.tinker import retrieval
 from manager_service.tinker.store import runs as store_runs
-from manager_service.tinker.store import sessions, submission
+from manager_service.tinker.store import samplers, sessions, submission
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, upload
 from tests.support.owned_runs import owned_runs
@@ -329,3 +329,24 @@ async def test_whoever_waits_behind_an_operation_that_never_came_is_told(
         waits = await client.retrieve(sent.json()["request_id"])
         assert waits.status_code == 408
         assert "operation 1 of the run has not come" in waits.json()["queue_state_reason"]
+
+
+async def test_the_samplers_that_were_the_longest_unused_are_forgotten(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "MAX_NAMED", 2)
+    session = await client.session()
+
+    async def create(number: int) -> str:
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
+        return (await client.post("create_sampling_session", **body)).json()["sampling_session_id"]
+
+    first, second = await create(0), await create(1)
+    assert (await client.get(f"samplers/{first}")).status_code == 200  # it is used
+    third = await create(2)
+    found = [(await client.get(f"samplers/{name}")).status_code for name in (first, second, third)]
+    assert found == [200, 404, 200]
+    other = await client_of(server, "acme")
+    theirs = {"session_id": await other.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+    assert (await other.post("create_sampling_session", **theirs)).status_code == 200
+    assert (await client.get(f"samplers/{first}")).status_code == 200
