@@ -179,6 +179,15 @@ class Cell:
     def versions(self, run: str) -> str:
         return self.key(f"versions:{run}")
 
+    def samplers(self, run: str) -> str:
+        return self.key(f"samplers:{run}")
+
+    def tenant_samplers(self, tenant: str) -> str:
+        return self.key(f"tenant-samplers:{tenant}")
+
+    def held(self, tenant: str) -> str:
+        return self.key(f"held:{tenant}")
+
     def use(self, run: str, version: int, *, with_optimizer: bool = False) -> str:
         return self.key(f"use:{run}:{version}{':optimizer' if with_optimizer else ''}")
 
@@ -193,6 +202,9 @@ class Cell:
 
     def session(self, session: str) -> str:
         return self.key(f"session:{session}")
+
+    def finished_session(self, session: str) -> str:
+        return self.key(f"finished-session:{session}")
 
     def ended(self, sampler: str, clone: int) -> str:
         return self.key(f"ended:{sampler}:{clone}")

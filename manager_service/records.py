@@ -19,6 +19,7 @@ tenants                    hash     tenant -> TenantRecord
 keys                       hash     sha256 of the key -> KeyRecord
 file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
 files:<tenant>             zset     file id by creation time
+file-bytes:<tenant>        hash     file id -> bytes
 """
 
 import math

@@ -25,6 +25,8 @@ class ManagerSettings(Settings):
     """The largest uploaded file."""
     max_uploads_bytes: int = Field(default=1 << 30, ge=1)
     """What the uploads of one tenant that are under way have on this manager's disk."""
+    max_stored_bytes: int = Field(default=16 << 30, ge=1)
+    """All files that a tenant keeps."""
     max_line_bytes: int = Field(default=256 << 10, ge=1)
     """The longest line of it: the whole item travels in messages."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)

@@ -30,6 +30,7 @@ Its files:
     results.py           serves what a job has made: checkpoints, metrics, adapters
     files.py             serves /v1/files
     file_store.py        checks files of items, and stores them
+    adapters.py          serves the files of a tuned model, of a job or of a run
     models.py            lists base models and the tenant's tuned ones
     model_names.py       finds the adapter that a model's name means
     graders.py           tries a grader before a job depends on it

@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from manager_service.api import (
+    adapters,
     admin,
     cluster,
     curves,
@@ -30,7 +31,7 @@ from manager_service.api.open_requests import OpenRequests
 from manager_service.api.sampling import chat, completions
 from manager_service.tinker import operations, retrieval, runs, samplers, sessions
 from manager_service.tinker.futures.patience import Patience
-from manager_service.tinker.parts import make_records
+from manager_service.tinker.parts import MAX_PASS_BYTES, PREFIX, make_records
 from manager_service.tinker.rest import absent, billing, checkpoints, listings, search
 
 TITLE = "MARLaaS"
@@ -44,6 +45,7 @@ ROUTERS = (
     results,
     curves,
     models,
+    adapters,
     chat,
     completions,
     graders,
@@ -86,6 +88,7 @@ def create_app(api: Api) -> FastAPI:
     app.add_middleware(
         BodyLimit,
         max_body_bytes=settings.max_body_bytes,
+        larger={f"{PREFIX}/{name}": MAX_PASS_BYTES for name in ("forward", "forward_backward")},
         max_file_bytes=settings.max_file_bytes,
         max_uploads_bytes=settings.max_uploads_bytes,
     )

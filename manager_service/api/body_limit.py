@@ -1,18 +1,21 @@
 """Limits on request bodies: on their size, also of those that do not announce it, on the time in which they come, and on what a
-tenant uploads at once."""
+tenant uploads at once, or sends in large bodies."""
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manager_service.api.errors import ApiError, answer
+from manager_service.api.errors import RETRY_AFTER_S, ApiError, answer
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
+MAX_PASSING_BYTES = 256 << 20
+"""What the bodies of one tenant have together that may be larger than others."""
 PAUSE_S = 30.0
 """The longest wait for more of a body, and for a whole one besides the time that BYTES_PER_S allow it."""
 BYTES_PER_S = 16 << 10
@@ -22,8 +25,19 @@ BYTES_PER_S = 16 << 10
 class BodyLimit:
     """ASGI middleware: answers 413 to bodies above the limit, if possible before it reads them."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_file_bytes: int, max_uploads_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        larger: Mapping[str, int],
+        max_file_bytes: int,
+        max_uploads_bytes: int,
+    ) -> None:
+        """`larger`: path -> the limit of its bodies where that is above `max_body_bytes`."""
         self._app = app
+        self._larger = larger
+        self._passing: Counter[str] = Counter()  # tenant -> bytes in this process's memory
         self._max_body_bytes = max_body_bytes
         self._max_file_bytes = max_file_bytes
         self._max_uploads_bytes = max_uploads_bytes
@@ -34,35 +48,52 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         uploads = scope["path"].rstrip("/") == UPLOADS
-        limit = self._max_file_bytes + FORM_BYTES if uploads else self._max_body_bytes
+        larger = self._larger.get(scope["path"], 0)
+        limit = self._max_file_bytes + FORM_BYTES if uploads else max(self._max_body_bytes, larger)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
             await answer(413, _too_large(limit), code="too_large")(scope, receive, send)
             return
         body = Body(receive, limit)
-        if not uploads:
+        if not uploads and not larger:
             await self._app(scope, body.receive, send)
             return
-        try:
-            await self._app(scope, lambda: self._counted(scope, body), send)
-        finally:
-            self._count(scope, -body.num_bytes)
+        under_way = self._uploading if uploads else self._passing
+        refusal = self._check_uploads if uploads else self._check_passing
 
-    async def _counted(self, scope: Scope, body: "Body") -> Message:
-        """More of an upload. Raises ApiError 507 if the tenant's uploads under way are too large together."""
-        before, message = body.num_bytes, await body.receive()
-        self._count(scope, body.num_bytes - before)
-        if self._uploading[_tenant(scope)] > self._max_uploads_bytes:
+        async def counted() -> Message:
+            before, message = body.num_bytes, await body.receive()
+            under_way[_tenant(scope)] += body.num_bytes - before
+            refusal(_tenant(scope))
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            tenant = _tenant(scope)
+            under_way[tenant] -= body.num_bytes
+            if not under_way[tenant]:
+                del under_way[tenant]
+
+    def _check_uploads(self, tenant: str) -> None:
+        """Raises ApiError 507 if the tenant's uploads under way are too large together."""
+        if self._uploading[tenant] > self._max_uploads_bytes:
             raise ApiError(
                 507,
                 f"your uploads under way have more than {self._max_uploads_bytes} bytes together; wait until some have ended",
                 code="uploads_too_large",
             )
-        return message
 
-    def _count(self, scope: Scope, num_bytes: int) -> None:
-        self._uploading[_tenant(scope)] += num_bytes
-        self._uploading += Counter()  # without the tenants that upload nothing
+    def _check_passing(self, tenant: str) -> None:
+        """Raises ApiError 429 if the tenant's large bodies under way are too large together."""
+        if self._passing[tenant] > MAX_PASSING_BYTES:
+            error = ApiError(
+                429,
+                f"your requests under way have more than {MAX_PASSING_BYTES >> 20} MiB of data: send this again when some are done",
+                code="too_many",
+            )
+            error.headers = {"Retry-After": str(RETRY_AFTER_S)}
+            raise error
 
 
 def _tenant(scope: Scope) -> str:

@@ -1,8 +1,9 @@
 """Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued. No file is in
-memory as a whole.
+memory as a whole. What a tenant keeps is bounded, in number and in bytes.
 
 marlaas:{@}:file:<file>       string   FileRecord
 marlaas:{@}:files:<tenant>    zset     file id by creation time
+marlaas:{@}:file-bytes:<tenant>  hash  file id -> bytes
 files/{tenant}/{file}         object   the content
 """
 
@@ -17,6 +18,7 @@ from fastapi import UploadFile
 from common.errors import InvalidInput, NotFound
 from common.objects import PART_BYTES, Objects
 from common.spelling import quoted
+from manager_service.api.errors import ApiError
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
@@ -24,8 +26,23 @@ from manager_service.records import GLOBAL, JSON, FileRecord, TenantRecord
 
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""
+MAX_FILES = 10_000
+"""Of one tenant."""
 BOM = b"\xef\xbb\xbf"
 """Windows programs write it before UTF-8."""
+
+# KEYS: file, files, file-bytes. ARGV: the file, its record, score, bytes, most files, most bytes of them.
+# If there is no room for one more, it writes nothing, and answers with the number of files and their bytes.
+_KEEP = """
+local total = 0
+for _, each in ipairs(redis.call('HVALS', KEYS[3])) do total = total + each end
+local num = redis.call('ZCARD', KEYS[2])
+if num >= tonumber(ARGV[5]) or total + ARGV[4] > tonumber(ARGV[6]) then return {num, total} end
+redis.call('SET', KEYS[1], ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+return false
+"""
 
 ReadPart = Callable[[int, int], Awaitable[bytes]]
 """(start, number of bytes) -> that part of a content."""
@@ -35,18 +52,28 @@ class Files:
     """Uploaded files of all tenants."""
 
     def __init__(
-        self, redis: Any, objects: Objects, helpers: Helpers, *, bases: Collection[str], max_line_bytes: int
+        self,
+        redis: Any,
+        objects: Objects,
+        helpers: Helpers,
+        *,
+        bases: Collection[str],
+        max_line_bytes: int,
+        max_stored_bytes: int,
     ) -> None:
-        """`bases`: names of the base models."""
+        """`bases`: names of the base models; `max_stored_bytes`: of all files that a tenant keeps."""
         self._redis = redis
         self._objects = objects
         self._helpers = helpers
         self._bases = bases
         self._max_line_bytes = max_line_bytes
+        self._max_stored_bytes = max_stored_bytes
 
     async def check(self, tenant: TenantRecord, file: UploadFile) -> FoundItems:
-        """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number."""
+        """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number, ApiError if there is no
+        room for it."""
         read, num_bytes = await _content(file)
+        await self._check_room(tenant.id, num_bytes)
         all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
             task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
@@ -56,7 +83,7 @@ class Files:
         return all_found
 
     async def create(self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems) -> FileRecord:
-        """Keep a file. `found`: what `check` found in it."""
+        """Keep a file. `found`: what `check` found in it. Raises ApiError if there is no room for it."""
         (read, num_bytes), now = await _content(file), time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
@@ -72,11 +99,28 @@ class Files:
             await self._objects.write_parts(_path(record), _parts(read, num_bytes))
         else:
             await self._objects.write(_path(record), await read(0, num_bytes))
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.set(_key(record.id), JSON.encode(record))
-        pipe.zadd(_index(tenant.id), {record.id: now})
-        await pipe.execute()
+        keys = [_key(record.id), _index(tenant.id), _sizes(tenant.id)]
+        words = [record.id, JSON.encode(record), repr(now), num_bytes, MAX_FILES, self._max_stored_bytes]
+        full: list[int] | None = await self._redis.register_script(_KEEP)(keys=keys, args=words)
+        if full is not None:  # others were faster
+            await self._objects.delete(_path(record))
+            raise self._no_room(num_bytes, *full)
         return record
+
+    async def _check_room(self, tenant: str, num_bytes: int) -> None:
+        num, sizes = await self._redis.zcard(_index(tenant)), await self._redis.hvals(_sizes(tenant))
+        total = sum(map(int, sizes))
+        if num >= MAX_FILES or total + num_bytes > self._max_stored_bytes:
+            raise self._no_room(num_bytes, num, total)
+
+    def _no_room(self, num_bytes: int, num: int, total: int) -> ApiError:
+        return ApiError(
+            429,
+            f"you have {num} files of {total} bytes together; with this one, of {num_bytes}, that is more than {MAX_FILES} files or"
+            f" {self._max_stored_bytes} bytes: delete some first",
+            code="too_many_files",
+            retry=False,
+        )
 
     async def get(self, tenant: str, file: str) -> FileRecord:
         """Raises NotFound, also for another tenant's file."""
@@ -105,6 +149,7 @@ class Files:
         record = await self.get(tenant, file)
         pipe = self._redis.pipeline(transaction=False)
         pipe.zrem(_index(tenant), file)
+        pipe.hdel(_sizes(tenant), file)
         pipe.delete(_key(file))
         await pipe.execute()
         await self._objects.delete(_path(record))
@@ -125,6 +170,10 @@ def _key(file: str) -> str:
 
 def _index(tenant: str) -> str:
     return f"{GLOBAL}files:{tenant}"
+
+
+def _sizes(tenant: str) -> str:
+    return f"{GLOBAL}file-bytes:{tenant}"
 
 
 def _path(record: FileRecord) -> str:

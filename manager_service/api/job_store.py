@@ -231,8 +231,9 @@ class JobStore:
 def _too_many(num_jobs: int, num_bytes: int, settings: ManagerSettings) -> ApiError:
     return ApiError(
         429,
-        f"you have {num_jobs} unfinished jobs, whose records have {num_bytes} bytes; with this one that is more than"
-        f" {settings.max_unfinished_jobs} jobs or {settings.max_unfinished_bytes} bytes: wait until some have finished, or cancel some",
+        f"you have {num_jobs} unfinished jobs and runs, whose records have {num_bytes} bytes; with this one that is more than"
+        f" {settings.max_unfinished_jobs} jobs or {settings.max_unfinished_bytes} bytes: wait until some have finished, cancel jobs,"
+        " or unload models of the Tinker protocol",
         code="too_many_jobs",
         retry=False,
     )

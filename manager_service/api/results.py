@@ -1,22 +1,20 @@
 """The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /usage, /samples."""
 
 import asyncio
-import zipfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from common.adapters import PEFT_FILES
-from common.errors import CorruptObject, InvalidInput, NotFound
+from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef
 from common.spelling import quoted
-from manager_service.api.context import Api, Parts, Tenant
-from manager_service.api.errors import COMMON, ApiError, declared
+from manager_service.api.adapters import ZIP, zip_of
+from manager_service.api.context import Parts, Tenant
+from manager_service.api.errors import COMMON, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.reading.tasks import Spell
@@ -35,7 +33,6 @@ from manager_service.records import CheckpointRecord, SampleRecord, Written
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
-_, CONFIG = PEFT_FILES
 Version = Annotated[int, PathParameter(ge=0, le=99_999_999)]
 Number = Annotated[int, PathParameter(ge=0, lt=2**53)]
 BYTES_A_TOKEN = 4
@@ -78,40 +75,14 @@ def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
 @router.get(
     "/checkpoints/{version}/content",
     response_class=Response,
-    responses={200: {"content": {"application/zip": {}}, "description": "A zip that PEFT and vLLM load"}},
+    responses={200: ZIP},
 )
 async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
     """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
     row = await JobStore(api).find(tenant.id, job_id)
     if row.deleted or not has_version(row.spec, row.state, version):
         raise NotFound(f"the job has no version {version}")
-    headers = {"Content-Disposition": f'attachment; filename="{job_id}-{version}.zip"'}
-    return await api.downloads.answer(
-        tenant.id, lambda: _files_of(api, row, AdapterRef(tenant.id, job_id, version)), _zip, "application/zip", headers
-    )
-
-
-async def _files_of(api: Api, row: JobRow, adapter: AdapterRef) -> dict[str, bytes]:
-    try:
-        files = await api.adapters.read(adapter)
-    except CorruptObject as error:
-        raise ApiError(503, f"version {adapter.version} is damaged: {error}", code="corrupt_adapter") from error
-    files[CONFIG] = with_base(files[CONFIG], api.settings.models[row.base.name])
-    return files
-
-
-def with_base(config: bytes, where: str) -> bytes:
-    """An adapter's configuration that names the hub's model, if that is its base: so `AutoPeftModel` finds it. `where`: of the
-    base model, a folder of this machine or a name of the hub."""
-    if Path(where).is_dir():
-        return config
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.decode(config) | {"base_model_name_or_path": where}))
-
-
-def _zip(files: Mapping[str, bytes], file: IO[bytes]) -> None:
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # weights do not compress
-        for name, content in files.items():
-            archive.writestr(name, content)
+    return await zip_of(api, row.base, AdapterRef(tenant.id, job_id, version))
 
 
 @router.get("/ledger")

@@ -53,7 +53,14 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
         bus = next(iter(bases.values())).bus
         await bus.retrying(lambda: check_format(redis))
         await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
-        files = Files(redis, objects, helpers, bases=bases, max_line_bytes=settings.max_line_bytes)
+        files = Files(
+            redis,
+            objects,
+            helpers,
+            bases=bases,
+            max_line_bytes=settings.max_line_bytes,
+            max_stored_bytes=settings.max_stored_bytes,
+        )
         yield Api(settings, redis, objects, AdapterStore(objects), tenants, helpers, files, bases)
     finally:
         await helpers.close()

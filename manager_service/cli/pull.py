@@ -2,39 +2,67 @@
 
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote, urlencode
 
 import typer
 
 from common.errors import InvalidInput
 from common.settings import parse_base_models
 from manager_service.cli.client import JOBS, Client
-from manager_service.cli.options import CliSettings, Data, JobId, Json, Url, connect
+from manager_service.cli.options import CliSettings, Data, Json, Url, connect
 from manager_service.cli.output import print_json, say
 
 CONFIG = "adapter_config.json"
 
 
+ADAPTERS = "/v1/adapters/content"
+
+
 def pull(
-    job: JobId,
+    job: Annotated[str, typer.Argument(help="A job, ftjob-…; or a model: ft:…, tinker://RUN/weights/NAME.")],
     version: Annotated[int | None, typer.Option("--version", help="The newest if not given.")] = None,
     to: Annotated[Path | None, typer.Option("--to", help="Folder; <job>-<version> if not given.")] = None,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """Download one version of a job's adapter, in the form that PEFT and vLLM load."""
+    """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load."""
     with connect(url, data) as client:
-        chosen = newest_version(client, job) if version is None else version
-        content = client.download(f"{JOBS}/{job}/checkpoints/{chosen}/content")
-    folder = to or Path(f"{job}-{chosen}")
+        chosen, content = (of_model if ":" in job else of_job)(client, job, version)
+    folder = to or Path(f"{folder_name(job)}-{chosen}")
     files = unpack(content, folder)
     name_base(folder / CONFIG, CliSettings().base_models)
     if as_json:
         return print_json({"job": job, "version": chosen, "folder": str(folder), "files": files})
     say(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
+
+
+def of_job(client: Client, job: str, version: int | None) -> tuple[int, bytes]:
+    """(version, zip)."""
+    chosen = newest_version(client, job) if version is None else version
+    return chosen, client.download(f"{JOBS}/{job}/checkpoints/{chosen}/content")
+
+
+def of_model(client: Client, name: str, version: int | None) -> tuple[int, bytes]:
+    """(version, zip) of what a model's name means. Raises InvalidInput if a version is given beside a name that says it."""
+    plain, at, pinned = name.partition("@")
+    says_it = bool(at) or name.startswith("tinker://")
+    if version is not None and says_it:
+        raise InvalidInput(f"{name} says the version: leave --version out")
+    if version is None:
+        known = client.get(f"/v1/models/{quote(name, safe='')}")
+        version = int(pinned if pinned.isdecimal() else known["version"])
+    model = name if says_it else f"{plain}@{version}"
+    return version, client.download(f"{ADAPTERS}?{urlencode({'model': model})}")
+
+
+def folder_name(name: str) -> str:
+    """A model's name as a folder's."""
+    return re.sub(r"[^\w.-]+", "_", name.partition("@")[0])
 
 
 def name_base(config: Path, base_models: str) -> None:

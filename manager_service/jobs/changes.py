@@ -72,11 +72,12 @@ class Changes:
     retire: dict[str, float | None] = field(
         default_factory=dict
     )  # ended run -> when to look at its versions; None: never
+    over: list[Moved] = field(default_factory=list)  # ended runs that leave Redis
     results: dict[str, list[OperationResult]] = field(default_factory=dict)  # run -> of its operations
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
-        parts += (self.moving, self.moved, self.runs, self.retire)
+        parts += (self.moving, self.moved, self.runs, self.retire, self.over)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -167,18 +168,25 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[Command]:
     result.append(["HDEL", cell.unfinished(tenant), job])
     result += [["ZREM", key, job] for key in (cell.tenant_jobs(tenant), cell.jobs_all)]
     result.append(["INCR", cell.num_archived])
+    return result + _used_up(moved, cell)
+
+
+def _used_up(moved: Moved, cell: Cell) -> list[Command]:
+    """Counts what a job or run has used as that of all that have left Redis."""
+    result: list[Command] = []
     for counter, amount in moved.usage.items():
-        result.append(["HDEL", cell.usage(tenant), f"{job}/{counter}"])
-        result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{ARCHIVED}/{counter}", repr(amount)])
+        result.append(["HDEL", cell.usage(moved.tenant), f"{moved.job}/{counter}"])
+        result.append(["HINCRBYFLOAT", cell.usage(moved.tenant), f"{ARCHIVED}/{counter}", repr(amount)])
     return result
 
 
 def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
     result: list[Command] = []
     for run, state in changes.runs.items():
-        result.append(["HSET", cell.run(run), "state", JSON.encode(state)])
+        result.append(["HSET", cell.run(run), *_flat(state.fields())])
         if state.status == "ended":
             result.append(["SREM", cell.active(partition), run])
+            result.append(["EXPIRE", cell.seqs(run), KEEP_RESULTS_S])
     for run, version, sampler in changes.uses:
         result += [["SET", cell.use(run, version), "", "EX", USED_S], ["EXPIRE", cell.sampler(sampler), USED_S]]
     for run, due in changes.retire.items():
@@ -187,8 +195,13 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
     for run, found in changes.results.items():
         pairs = [part for each in found for part in (each.seq, msgspec.msgpack.encode(each))]
         result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]
+    for moved in changes.over:
+        run, tenant = moved.job, moved.tenant
+        result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.samplers, cell.seqs, cell.results))])
+        result += [["ZREM", key, run] for key in (cell.tenant_runs(tenant), cell.retire(partition))]
+        result += _used_up(moved, cell)
     return result
 
 
-def _flat(values: Mapping[str, str]) -> list[str]:
+def _flat(values: Mapping[str, Any]) -> list[Any]:
     return [part for pair in values.items() for part in pair]

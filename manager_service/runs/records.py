@@ -1,4 +1,5 @@
 """What is recorded of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
+Beside them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
 
 A session is one client; it numbers its runs from 0, and its samplers too. The SDK builds their names itself:
 
@@ -10,19 +11,26 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
 What the owner alone writes, beside `state`:
 
     versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
+    samplers:<run>                  hash     sampler -> SamplerState
     retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them
+    unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
+    held:<tenant>                   hash     run -> bytes of its operations that wait, and of its log; a submit writes it too
 
 What an API replica alone writes, `use` but for what a save makes:
 
     marlaas:{@}:session:<session>   string   Session, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
+    marlaas:{@}:alive:<tenant>      zset     those of them that are alive, by their last sign of life
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
+    finished-session:<session>      string   its client said that it has ended; in each cell, for SESSION_ALIVE_S
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
+    tenant-samplers:<tenant>        zset     samplers of base models and checkpoints, by their last use
     ended:<sampler>:<clone>         stream   see manager_service.tinker.futures.finished
     clients:<sampler>               string   number of clients that have joined it
-    seqs:<run>                      hash     number of an operation -> `<sha256 of what was asked> <what was asked> <bytes>`;
+    seqs:<run>                      hash     until an hour after the run's end: number of an operation ->
+                                             `<sha256 of what was asked> <what was asked> <bytes>`;
                                              `last`: the highest number; `unload`: the number of the run's end
 """
 
@@ -111,13 +119,20 @@ class RunState(msgspec.Struct):
     held: int = 0  # that trainer's count of the operations in it
     in_log: int = 0  # how many of the log are in it
     failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
+    failed_why: str = ""  # what became of that operation
     checkpoints: list[Checkpoint] = []
-    samplers: dict[str, SamplerState] = {}
     failure: Failure | None = None  # why it can do nothing more
     leaving: Leaving | None = None
     num_left: int = 0  # messages to trainers that had them delete versions
+    ended_at: int = 0  # seconds since 1970
+
+    def fields(self) -> dict[Any, Any]:
+        """Of the record, as Redis keeps them."""
+        return {"state": msgspec.json.encode(self), "status": self.status, "head": self.head}
 
 
+UNNAMED_KEPT_S = 7 * 86_400
+"""A run without checkpoints is forgotten, with its versions, so long after its end; one that never had a version after an hour."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
 

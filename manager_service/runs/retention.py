@@ -4,12 +4,14 @@
 
 A version stays while the run, a name or a reader needs it:
 
-    the run         its newest two versions: it goes on from them, and a trainer may have to compute them again
+    the run         its newest two versions: it goes on from them, and a trainer may have to compute them again; until UNNAMED_KEPT_S
+                    after its end
     a checkpoint    that has not expired; `weights/…` keep the optimiser's state too
     a use           `use:<run>:<version>`: a turn, a sampler, a request for a copy, for USED_S after it was noted
     a copy          a run or a job that begins with it, or an operation that loads it, until it is made
 
-The optimiser's state goes as soon as no one needs that, the adapter itself later.
+The optimiser's state goes as soon as no one needs that, the adapter itself later. A run that has ended and has no version left
+leaves Redis.
 
 Nothing that is needed is ever deleted, whatever happens at the same time:
 
@@ -29,8 +31,9 @@ from collections.abc import Iterable, Mapping
 from common.messages import AdapterRef
 from common.operations import Forget
 from common.streams import Cell, partition_of
-from manager_service.jobs.changes import Changes
-from manager_service.runs.records import Leaving, RunSpec, RunState
+from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
+from manager_service.runs.records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState, SamplerState
+from manager_service.runs.samplers import RunSamplers
 
 Needs = dict[int, bool]
 """Version -> is its optimiser's state needed too?"""
@@ -44,11 +47,15 @@ LOOK_AGAIN_S = 60.0
 class Retention:
     """The versions of one run that are in the store."""
 
-    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs) -> None:
-        """`versions`: as `versions:<run>` says; the value is whether the optimiser's state is there."""
+    def __init__(
+        self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs, samplers: dict[str, SamplerState]
+    ) -> None:
+        """`versions`: as `versions:<run>` says; the value is whether the optimiser's state is there. `samplers`: as `samplers:<run>`
+        does."""
         self.spec = spec
         self.state = state
         self.versions = versions
+        self.samplers = RunSamplers(cell.samplers(spec.id), samplers)
         self.asked_at = 0.0
         """When a trainer was asked to delete: seconds since 1970."""
         self._cell = cell
@@ -79,7 +86,7 @@ class Retention:
             self._mark(needs, changes)
         elif not leaving.asked:
             self._take_back(leaving, needs, changes)
-            self._forget_samplers(leaving)
+            self.samplers.forget(leaving.versions, changes)
             if leaving.versions or leaving.optimizers:
                 self.ask(now, changes)
             else:
@@ -114,17 +121,34 @@ class Retention:
         """When an ended run is to be looked at: seconds since 1970; None: never again. `wait_s`: until what is used is looked at."""
         if self.state.leaving is not None or self.doubtful({}, now):
             return now + wait_s
-        return min((known.expires_at for known in self.state.checkpoints if known.expires_at is not None), default=None)
+        expiries = (known.expires_at for known in self.state.checkpoints)
+        ends = self._forgotten_at() if not self.state.checkpoints else None
+        return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
+
+    def is_over(self, now: float) -> bool:
+        """May an ended run leave Redis? Nothing of it is in the store any more, and nobody can come to need it."""
+        return self._is_forgotten(now) and not self.versions and self.state.leaving is None
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _needs(self, others: Needs, now: float) -> Needs:
         newest = self.state.version
-        named = {newest: True, newest - 1: True}
+        named = {} if self._is_forgotten(now) else {newest: True, newest - 1: True}
         for known in self.state.checkpoints:
             if known.is_kept(now):
                 named[known.version] = named.get(known.version, False) or known.kind == "weights"
         return _together([named, others])
+
+    def _is_forgotten(self, now: float) -> bool:
+        """Has the run ended so long ago that its newest versions stay no longer without a name?"""
+        ends = self._forgotten_at()
+        return ends is not None and ends <= now and not any(known.is_kept(now) for known in self.state.checkpoints)
+
+    def _forgotten_at(self) -> float | None:
+        """When an ended run without checkpoints is forgotten."""
+        if self.state.status != "ended":
+            return None
+        return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
 
     def _mark(self, needs: Needs, changes: Changes) -> None:
         """Takes what nobody needs off the list."""
@@ -149,11 +173,6 @@ class Retention:
         for version in [version for version in leaving.optimizers if needs.get(version)]:
             leaving.optimizers.remove(version)
             self._list(version, True, changes)
-
-    def _forget_samplers(self, leaving: Leaving) -> None:
-        """Forgets those that sample with what goes: they are long unused."""
-        known = self.state.samplers.items()
-        self.state.samplers = {name: each for name, each in known if each.version not in leaving.versions}
 
     def _forget_expired(self, now: float, changes: Changes) -> None:
         kept = [known for known in self.state.checkpoints if known.is_kept(now)]

@@ -10,26 +10,18 @@ stay pending, so that another trainer or owner can begin the gradient again.
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
-from common.operations import (
-    Action,
-    LoadWeights,
-    Operation,
-    OperationResult,
-    Operations,
-    OperationsDone,
-    RunOperation,
-    Saved,
-    SaveWeights,
-)
+from common.operations import Operation, OperationResult, Operations, OperationsDone, Saved, SaveWeights
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
-from manager_service.runs.records import SAVES, Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.runs.held import HeldOperation, for_trainer, is_trainers, load_of
+from manager_service.runs.names import give_name
+from manager_service.runs.records import SAVES, RunSpec, RunState, SamplerState
 from manager_service.runs.retention import Needs, Retention
 from manager_service.scheduling.members import View
 
@@ -37,33 +29,32 @@ MAX_TOKENS = 16_384
 """Positions in one message to a trainer: what tenants take turns by. One operation may have more."""
 MAX_BYTES = 512 << 10
 """Of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
+HAS_FAILED = "has failed"
+NEVER_CAME = "never came: it was refused, or its client gave it up"
+MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
+"""Operations, and bytes of their payloads, that a gradient is made of: they stay in Redis until its step is done."""
 HOLE_S = 420.0
-"""Time after which a number is given up that others have come behind of: the SDK tries to send one for 5 minutes."""
-
-
-class HeldOperation(NamedTuple):
-    """An operation, with the entry that stays pending for it."""
-
-    entry: str
-    operation: Operation
+"""Time after which numbers are given up that others have come behind of: the SDK tries to send one for 5 minutes."""
 
 
 class Run:
     """One run that has not ended, in the memory of its partition's owner."""
 
-    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs) -> None:
-        """`versions`: those in the store, as `versions:<run>` says."""
+    def __init__(
+        self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs, samplers: dict[str, SamplerState]
+    ) -> None:
+        """`versions`: those in the store, as `versions:<run>` says; `samplers`: as `samplers:<run>` does."""
         self.cell = cell
         self.spec = spec
         self.state = state
         self.partition = partition_of(spec.tenant)
-        self.retention = Retention(cell, spec, state, versions)
+        self.retention = Retention(cell, spec, state, versions, samplers)
         self.changed_at = 0.0
         """When something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
         self._waiting: dict[int, HeldOperation] = {}  # by number: those without a result
         self._log: dict[int, HeldOperation] = {}  # in order
-        self._hole = (0, 0.0)  # a number that others have come behind of, and since when
+        self._waiting_since: dict[int, float] = {}  # number -> when `look` first found it
 
     # ---- what others ask --------------------------------------------------------------------------------------------
 
@@ -84,6 +75,15 @@ class Run:
     def held_entries(self) -> set[str]:
         """Entries that stay pending because this run holds them."""
         return {held.entry for held in (*self._waiting.values(), *self._log.values())}
+
+    @property
+    def log_bytes(self) -> int:
+        return sum(len(held.operation.payload) for held in self._log.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the payloads that stay in Redis because of this run."""
+        return self.log_bytes + sum(len(held.operation.payload) for held in self._waiting.values())
 
     @property
     def trainer_stream(self) -> str:
@@ -108,7 +108,7 @@ class Run:
         begins = self.state.version < 0 and self.state.status in ("queued", "creating")
         found = [(self.spec.source, self.spec.with_optimizer)] if begins and self.spec.source else []
         waiting = (held.operation for held in self._waiting.values())
-        loads = [_load(operation) for operation in waiting if operation.action == "load" and not operation.failure]
+        loads = [load_of(operation) for operation in waiting if operation.action == "load" and not operation.failure]
         return [*found, *((load.source, load.with_optimizer) for load in loads)]
 
     # ---- beginning and end ------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Run:
         state.version, state.failed_at = message.adapter.version, None
         self.retention.committed(state.version, changes)
         self._drop_log(changes)
-        saved = Saved(state.version, _load(operation).path)
+        saved = Saved(state.version, load_of(operation).path)
         self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
 
     def fail(self, error: JobError, _now: float, changes: Changes) -> None:
@@ -175,8 +175,9 @@ class Run:
             self._refuse(self.state.head, failure, changes)
         self._dirty(changes)
 
-    def end(self, reason: str, changes: Changes) -> None:
+    def end(self, reason: str, now: float, changes: Changes) -> None:
         """Ends the run: its versions and their names stay. What is not answered fails."""
+        self.state.ended_at = int(now)
         self._drop_log(changes)
         for number in sorted(self._waiting):
             self._refuse(number, Failure("cancelled", reason), changes)
@@ -213,38 +214,45 @@ class Run:
         state, number = self.state, operation.seq
         failure = state.failure or operation.failure
         if failure is None and operation.action == "optim_step" and state.failed_at is not None:
-            failure = Failure(
-                "invalid", f"the gradient is not whole: operation {state.failed_at} of this step has failed"
-            )
+            told = f"the gradient is not whole: operation {state.failed_at} of this step {state.failed_why}"
+            failure = Failure("invalid", told)
+        if failure is None and operation.action == "forward_backward":
+            failure = self._too_much(operation)
         if failure is not None:
             self._refuse(number, failure, changes)
         elif operation.action in SAVES:
-            saved = self._save(msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.action, now)
-            if saved.sampler:
-                changes.uses.append((self.id, saved.version, saved.sampler))
-            self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
+            self._save(operation, now, changes)
         elif operation.action == "unload":
             self._settle(number, OperationResult(number, msgspec.msgpack.encode(Saved(state.version))), changes)
-            self.end("the model was unloaded", changes)
+            self.end("the model was unloaded", now, changes)
         else:
             return False
         return True
 
-    def _save(self, wanted: SaveWeights, action: Action, now: float) -> Saved:
+    def _too_much(self, operation: Operation) -> Failure | None:
+        """Why the log cannot take one more; None if it can."""
+        if len(self._log) < MAX_LOG and self.log_bytes + len(operation.payload) <= MAX_LOG_BYTES:
+            return None
+        return Failure(
+            "invalid",
+            f"one step has at most {MAX_LOG} operations and {MAX_LOG_BYTES >> 20} MiB of data: call optim_step before this one",
+        )
+
+    def _save(self, operation: Operation, now: float, changes: Changes) -> None:
         """Names the newest version."""
-        state = self.state
-        kind = SAVES[action]
-        if wanted.name:
-            expires = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
-            others = [known for known in state.checkpoints if (known.kind, known.name) != (kind, wanted.name)]
-            kept = [known for known in others if known.is_kept(now)]
-            state.checkpoints = [*kept, Checkpoint(kind, wanted.name, state.version, int(now), expires)]
+        wanted, number = msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.seq
+        fault = give_name(self.state, wanted, SAVES[operation.action], now) if wanted.name else ""
+        if fault:
+            self._refuse(number, Failure("invalid", fault), changes)
+            return
+        samplers, version = self.retention.samplers, self.state.version
         if wanted.inflight:
-            moved = {name: SamplerState(state.version, True) for name, each in state.samplers.items() if each.inflight}
-            state.samplers = state.samplers | moved
+            samplers.follow(version, changes)
         if wanted.sampler:
-            state.samplers = state.samplers | {wanted.sampler: SamplerState(state.version, wanted.inflight)}
-        return Saved(state.version, wanted.name, wanted.sampler)
+            samplers.add(wanted.sampler, SamplerState(version, wanted.inflight), changes)
+            changes.uses.append((self.id, version, wanted.sampler))
+        saved = Saved(version, wanted.name, wanted.sampler)
+        self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
 
     # ---- trainers ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +281,7 @@ class Run:
         """The waiting operations from the head on that trainers carry out."""
         found: list[HeldOperation] = []
         number = self.state.head
-        while (held := self._waiting.get(number)) and _is_trainers(held.operation):
+        while (held := self._waiting.get(number)) and is_trainers(held.operation):
             if held.operation.action == "optim_step" and self.state.failed_at is not None:
                 break
             found.append(held)
@@ -298,14 +306,14 @@ class Run:
             seed=spec.seed,
             lora=spec.lora,
             first=state.held,
-            operations=tuple(_for_trainer(operation, state.head) for operation in operations),
+            operations=tuple(for_trainer(operation, state.head) for operation in operations),
             attempt=state.attempt,
         )
         changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
         self._dirty(changes)
 
     def _publish_load(self, operation: Operation, changes: Changes) -> None:
-        state, spec, load = self.state, self.spec, _load(operation)
+        state, spec, load = self.state, self.spec, load_of(operation)
         state.sent_to = ""
         message = Init(
             id=f"{operation.id}/{state.attempt}",
@@ -363,17 +371,23 @@ class Run:
         a failed operation.
         """
         state = self.state
-        if not self._waiting or state.head in self._waiting or self._hole[0] != state.head:
-            self._hole = state.head, now
-        elif now - self._hole[1] > HOLE_S:
-            self._drop_log(changes)
-            state.failed_at, state.head = state.failed_at or state.head, state.head + 1
-            self._dirty(changes)
+        self._waiting_since = {number: self._waiting_since.get(number, now) for number in self._waiting}
+        if self._waiting and state.head not in self._waiting and now - min(self._waiting_since.values()) > HOLE_S:
+            self._pass_over(changes)
         if state.holder and state.holder not in live_trainers:
             if state.sent_to == state.holder:
                 state.sent = 0
             self._forget_gradient()
             self._dirty(changes)
+
+    def _pass_over(self, changes: Changes) -> None:
+        """Gives up the numbers before the first that is there: others have long come behind them."""
+        state = self.state
+        self._drop_log(changes)
+        if state.failed_at is None:
+            state.failed_at, state.failed_why = state.head, NEVER_CAME
+        state.head = min(self._waiting)
+        self._dirty(changes)
 
     def on_dead_letter(self, letter: DeadLetter, changes: Changes) -> None:
         """Takes in that no trainer can read the message under way: what it asked for has failed."""
@@ -400,7 +414,8 @@ class Run:
         """Answers an operation with a failure. A step with a failed operation comes to nothing: its gradient goes."""
         operation = self._waiting[number].operation
         if operation.action == "forward_backward" and self.state.status == "ready":
-            self.state.failed_at = self.state.failed_at or number
+            if self.state.failed_at is None:
+                self.state.failed_at, self.state.failed_why = number, HAS_FAILED
             self._drop_log(changes)
         elif operation.action == "optim_step":
             self._drop_log(changes)
@@ -431,16 +446,3 @@ class Run:
 
     def _dirty(self, changes: Changes) -> None:
         changes.runs[self.id] = self.state
-
-
-def _load(operation: Operation) -> LoadWeights:
-    return msgspec.msgpack.decode(operation.payload, type=LoadWeights)
-
-
-def _is_trainers(operation: Operation) -> bool:
-    return operation.failure is None and operation.action in ("forward", "forward_backward", "optim_step")
-
-
-def _for_trainer(operation: Operation, head: int) -> RunOperation:
-    assert operation.action in ("forward", "forward_backward", "optim_step")
-    return RunOperation(operation.seq, operation.action, operation.payload, answered=operation.seq < head)

@@ -1,7 +1,7 @@
 """The runs of one partition: the messages that concern them, and what a new owner must know of them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -10,12 +10,13 @@ from common.bus import Bus, Delivery
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
 from common.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
-from manager_service.jobs.changes import Changes
-from manager_service.records import JobError
+from manager_service.jobs.changes import Changes, Moved
+from manager_service.records import USAGE_COUNTERS, JobError
 from manager_service.runs.names import change_name
-from manager_service.runs.records import RunSpec, RunState
+from manager_service.runs.records import RunSpec, RunState, SamplerState
 from manager_service.runs.retention import LOOK_AGAIN_S, Needs, Retention, read_versions
 from manager_service.runs.run import Run
+from manager_service.runs.samplers import read_samplers
 from manager_service.scheduling.members import MemberTable
 
 GRACE_S = 30.0
@@ -27,6 +28,15 @@ LOAD_COUNT = 200
 READ_COUNT = 1000
 """Keys in one command at most."""
 log = structlog.get_logger()
+
+
+class Known(NamedTuple):
+    """What Redis has of a run."""
+
+    spec: RunSpec
+    state: RunState
+    versions: Needs
+    samplers: dict[str, SamplerState]
 
 
 class Runs:
@@ -55,26 +65,25 @@ class Runs:
 
     async def load(self, names: Sequence[str], now: float) -> None:
         """Brings runs into memory; those that have ended, or whose records are gone, are left out."""
-        for spec, state, versions in await self._read(names):
+        for spec, state, versions, samplers in await self._read(names):
             if state.status != "ended":
-                run = Run(self._cell, spec, state, versions)
+                run = Run(self._cell, spec, state, versions, samplers)
                 run.changed_at = run.retention.asked_at = now
                 self.table.add(run)
 
-    async def _read(self, names: Sequence[str]) -> list[tuple[RunSpec, RunState, Needs]]:
-        records = await self._bus.read_hashes(
-            [key(name) for name in names for key in (self._cell.run, self._cell.versions)]
-        )
-        found: list[tuple[RunSpec, RunState, Needs]] = []
+    async def _read(self, names: Sequence[str]) -> list[Known]:
+        of = (self._cell.run, self._cell.versions, self._cell.samplers)
+        records = await self._bus.read_hashes([key(name) for name in names for key in of])
+        found: list[Known] = []
         for number, name in enumerate(names):
-            record, versions = records[2 * number : 2 * number + 2]
+            record, versions, samplers = records[3 * number : 3 * number + 3]
             try:
                 spec = msgspec.json.decode(record[b"spec"], type=RunSpec)
                 state = msgspec.json.decode(record[b"state"], type=RunState)
             except (KeyError, msgspec.MsgspecError) as error:
                 log.error("record_unreadable", run_id=name, reason=str(error))
                 continue
-            found.append((spec, state, read_versions(versions)))
+            found.append(Known(spec, state, read_versions(versions), read_samplers(samplers)))
         return found
 
     def restore(self, delivery: Delivery, changes: Changes) -> bool:
@@ -155,7 +164,7 @@ class Runs:
         self._silent = {session: self._silent.get(session, now) for session in silent}
         for run in list(self.table.values()):
             if now - self._silent.get(run.spec.session, now) > GRACE_S:
-                self._guarded(run, now, changes, lambda run: run.end("its session has ended", changes))
+                self._guarded(run, now, changes, lambda run: run.end("its session has ended", now, changes))
                 continue
             run.look(live_trainers, now, changes)
             if run.id in changes.runs:
@@ -194,12 +203,24 @@ class Runs:
             needs[source.version] = needs.get(source.version, False) or whole
         keeping = {each.spec.id: each for each in self._retentions()}
         used = await self._used({name: each.doubtful(copied.get(name, {}), now) for name, each in keeping.items()})
+        over = {name for name, each in self._ended.items() if each.is_over(now)}
         for name, each in keeping.items():
-            each.look((copied.get(name, {}), used[name]), now, changes)
+            if name not in over:
+                each.look((copied.get(name, {}), used[name]), now, changes)
+        for name in over:
+            changes.over.append(await self._used_up(self._ended.pop(name).spec))
         for name, each in list(self._ended.items()):
             if each.state.leaving is None:
                 changes.retire[name] = each.due_at(now, wait_s=LOOK_AGAIN_S)
                 del self._ended[name]
+
+    async def _used_up(self, spec: RunSpec) -> Moved:
+        """What a run that leaves Redis has used in all."""
+        fields = [f"{spec.id}/{counter}" for counter in USAGE_COUNTERS]
+        key = self._cell.usage(spec.tenant)
+        amounts: Any = await self._bus.retrying(lambda: self._bus.client.hmget(key, fields))
+        found = zip(USAGE_COUNTERS, amounts, strict=True)
+        return Moved(spec.id, spec.tenant, {name: float(amount) for name, amount in found if amount is not None})
 
     def _retentions(self) -> list[Retention]:
         return [*(run.retention for run in self.table.values()), *self._ended.values()]
@@ -218,9 +239,9 @@ class Runs:
 
     async def _load_ended(self, names: Sequence[str], now: float) -> None:
         """Brings the versions of ended runs into memory."""
-        for spec, state, versions in await self._read([name for name in names if name not in self._ended]):
-            if state.status == "ended" and spec.id not in self.table:
-                self._ended[spec.id] = keeping = Retention(self._cell, spec, state, versions)
+        for known in await self._read([name for name in names if name not in self._ended]):
+            if known.state.status == "ended" and known.spec.id not in self.table:
+                self._ended[known.spec.id] = keeping = Retention(self._cell, *known)
                 keeping.asked_at = now
 
     async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, Needs]:
@@ -244,11 +265,23 @@ class Runs:
         for name in changes.runs:
             if run := self.table.get(name):
                 run.changed_at = now
+                self._count(run, changes)
                 if run.settled:
                     self.table.remove(name)
                     if run.retention.under_way:
                         self._ended[name] = run.retention
                     changes.retire[name] = run.retention.due_at(now, wait_s=0)
+
+    def _count(self, run: Run, changes: Changes) -> None:
+        """Says what of a run counts towards its tenant's limits."""
+        held, num_bytes = self._cell.held(run.spec.tenant), run.held_bytes
+        changes.open(self._cell.run(run.id), "log", str(run.log_bytes))
+        if num_bytes and not run.settled:
+            changes.open(held, run.id, str(num_bytes))
+        else:
+            changes.close(held, run.id)
+        if run.settled:
+            changes.close(self._cell.unfinished(run.spec.tenant), run.id)
 
     def _tell(self, run: str, seqs: Sequence[int], changes: Changes) -> None:
         answered = OperationsAnswered(

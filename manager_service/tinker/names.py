@@ -36,6 +36,11 @@ class Path:
     kind: Kind
     name: str
 
+    @property
+    def is_jobs(self) -> bool:
+        """Is it of a managed job, not of a run?"""
+        return self.run.startswith("ftjob-")
+
     def __str__(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 

@@ -18,7 +18,7 @@ from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.reading.tasks import ReadPass
 from manager_service.runs.records import Sampler
 from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name, ttl_fault
-from manager_service.tinker.parts import PREFIX, Known, answer
+from manager_service.tinker.parts import MAX_PASS_BYTES, PREFIX, Known, answer
 from manager_service.tinker.requests import SaveAsked, StepAsked, read
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.samplers import SAVED_KEPT_S
@@ -43,7 +43,7 @@ ADAM = {
 async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     """A pass over data; `forward` is how older clients ask for one without a gradient."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
-    most = api.settings.max_body_bytes
+    most = max(api.settings.max_body_bytes, MAX_PASS_BYTES)
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, most)
     found = await api.helpers.do(tenant, task, num_bytes=most if encoding else len(body))
     given = msgspec.convert(found, CheckedPass)
@@ -61,8 +61,14 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: 
     )
 
 
+MAX_POSITIONS = 262_144
+"""Of one operation: a trainer does nothing else meanwhile. The largest that any version of the SDK makes by itself has 250,000."""
+
+
 def _misfit(base: Base, given: CheckedPass) -> str:
     """Why a model cannot read the data; empty if it can."""
+    if given.num_tokens > max(MAX_POSITIONS, base.tokenizer.context):
+        return f"{given.num_tokens:,} positions in one operation are too many: at most {MAX_POSITIONS:,}; send the data in several calls"
     if given.longest > base.tokenizer.context:
         return f"a datum has {given.longest} tokens, and the context of {base.name!r} is {base.tokenizer.context}"
     if given.largest >= base.tokenizer.vocab_size:

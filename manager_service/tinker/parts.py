@@ -14,6 +14,8 @@ from manager_service.tinker.store.samplers import Samplers
 from manager_service.tinker.store.sessions import Sessions
 
 PREFIX = "/api/v1"
+MAX_PASS_BYTES = 16 << 20
+"""Of the body of a pass over data: as JSON, what older versions of the SDK send at once has up to 12 MB."""
 
 
 @dataclass(frozen=True, slots=True)

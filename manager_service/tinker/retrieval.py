@@ -4,7 +4,6 @@ A client that hears 408 asks again at once, and is told what the result waits fo
 """
 
 import asyncio
-import contextlib
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -15,6 +14,7 @@ from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import ApiError
 from manager_service.api.quota import tokens_today
 from manager_service.records import TenantRecord
+from manager_service.runs.run import HOLE_S
 from manager_service.tinker.futures.finished import Target
 from manager_service.tinker.futures.results import Answer, Expired, Pending, failed, look
 from manager_service.tinker.futures.samples import GONE, Gone, place_of
@@ -70,9 +70,9 @@ async def retrieve_futures(request: Request, tenant: Tenant, known: Known) -> Re
 async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Response:
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
     future = (await read(request, FutureNamed)).request_id
-    for base in api.bases.values():
-        with contextlib.suppress(Gone):
-            base.samples.cancel(base.samples.find(tenant.id, future))
+    replica, name = place_of(future) or ("", "")
+    if base := api.bases.get(name):
+        await base.peers.give_up(replica, tenant.id, future)
     return answer({})
 
 
@@ -97,9 +97,15 @@ async def _operation(tenant: TenantRecord, known: Records, future: str, *, wants
 
 async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """What an operation waits for."""
-    if pending.state is None:
+    if pending.status is None:
         return "paused_capacity", "the service's memory is away for a moment"
-    if pending.state.status == "queued":
+    if pending.missing is not None:
+        return (
+            "paused_capacity",
+            f"operation {pending.missing} of the run has not come: if it was refused, it is given up after {HOLE_S // 60:g} minutes,"
+            " and the step fails",
+        )
+    if pending.status == "queued":
         return (
             "paused_capacity",
             f"your {tenant.max_jobs} jobs and runs at once are there: it begins when one has ended",

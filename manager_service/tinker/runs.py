@@ -18,6 +18,7 @@ from manager_service.tinker.names import find_base, numbered, parse_path, run_na
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import CreateAsked, LoadAsked, LoraAsked, ModelNamed, OptimizerAsked, read
 from manager_service.tinker.store.runs import RunRow, Source
+from manager_service.tinker.store.sessions import check_told
 from manager_service.tinker.store.submission import Asked, submit, submit_unload, wrong
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -31,7 +32,7 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 @router.post("/create_model")
 async def create_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, CreateAsked)
-    await known.sessions.find(tenant.id, asked.session_id)
+    await _check_session(tenant, known, asked)
     base = find_base(api, asked.base_model)
     _check_optimizer(asked.optimizer_config)
     lora = asked.lora_config or LoraAsked()
@@ -45,7 +46,7 @@ async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Know
     asked = await read(request, LoadAsked)
     if asked.session_id is None:
         return await _load_into(tenant, known, asked)
-    await known.sessions.find(tenant.id, asked.session_id)
+    await _check_session(tenant, known, asked)
     source = await _source(tenant, known, asked)
     _check_optimizer(asked.optimizer_config or OptimizerAsked())
     if asked.base_model is not None and find_base(api, asked.base_model) is not source.base:
@@ -55,6 +56,14 @@ async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Know
     spec = msgspec.structs.replace(spec, with_optimizer=asked.optimizer)
     await known.runs.create(source.base, spec, asked=asked, kind="load_weights")
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
+
+
+async def _check_session(tenant: TenantRecord, known: Records, asked: CreateAsked | LoadAsked) -> None:
+    """Raises NotFound, InvalidInput unless a run can begin in the session that is asked for."""
+    session = await known.sessions.find(tenant.id, asked.session_id or "")
+    if session.finished:
+        raise InvalidInput(f"the session {session.id} has finished: create another", param="session_id")
+    check_told(user_metadata=asked.user_metadata)
 
 
 async def _load_into(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:

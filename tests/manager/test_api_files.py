@@ -1,5 +1,7 @@
 """Files through the real HTTP API and the real `openai` client."""
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
+from manager_service.api import file_store
 from manager_service.api.reading.items import FoundItems, check_lines
 from tests.support.api_server import ITEMS, ApiServer, item, jsonl, running_api, upload
 
@@ -178,3 +181,29 @@ async def send(server: ApiServer, name: str | None) -> httpx.Response:
     purpose = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
     headers = {"content-type": "multipart/form-data; boundary=b"}
     return await server.http.post("/v1/files", content=file + purpose, headers=headers)
+
+
+async def test_the_files_that_a_tenant_keeps_are_bounded_in_number_and_bytes_even_in_a_race(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = jsonl(item("x" * 10)), jsonl(*(item("x" * 1000) for _ in range(30)))
+    async with running_api(redis_url, tmp_path / "data", max_stored_bytes=2 * len(large) + 1000) as server:
+
+        async def send(content: bytes) -> Any:
+            form: dict[str, Any] = {"files": {"file": ("items.jsonl", content)}, "data": {"purpose": "fine-tune"}}
+            return await server.http.post("/v1/files", **form)
+
+        answers = await asyncio.gather(*(send(large) for _ in range(6)))
+        assert Counter(answer.status_code for answer in answers) == {200: 2, 429: 4}
+        refused = next(answer.json()["error"] for answer in answers if answer.status_code == 429)
+        assert (
+            refused["code"] == "too_many_files" and f"you have 2 files of {2 * len(large)} bytes" in refused["message"]
+        )
+        assert len(await server.api.objects.paths("files/default")) == 2, "what was refused is not kept"
+        kept = [answer.json()["id"] for answer in answers if answer.status_code == 200]
+        await server.openai.files.delete(kept[0])
+        assert (await send(large)).status_code == 200
+        monkeypatch.setattr(file_store, "MAX_FILES", 3)
+        assert [(await send(small)).status_code for _ in range(2)] == [200, 429]
+        other = await server.new_tenant("acme")
+        await upload(other, small)

@@ -16,7 +16,7 @@ from openai.types.fine_tuning import FineTuningJob
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, EnvSpec
 from common.streams import partition_of
-from manager_service.api.results import with_base
+from manager_service.api.adapters import with_base
 from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
 

@@ -74,7 +74,7 @@ async def test_a_runs_versions_are_models_like_a_jobs(server: ApiServer) -> None
     session, run = "ses-0123456789abcdef", "run-0123456789abcdef-0"
     spec = RunSpec(run, "default", session, "tiny", "tiny", LoraSpec(32, 32.0, ("q_proj",)), seed=1, created_at=1)
     state = RunState(status="ready", version=2, checkpoints=[Checkpoint("weights", "mine", 1, 1)])
-    record = {"spec": JSON.encode(spec), "state": JSON.encode(state)}
+    record = {"spec": JSON.encode(spec), **state.fields()}
     await server.api.redis.hset(server.bus.cell.run(run), mapping=record)
     await server.api.redis.hset(server.bus.cell.versions(run), mapping={"0": "0", "1": "1", "2": "1"})
     path, name = f"tinker://{session}:train:0/weights/mine", f"ft:tiny:default::{run}"

@@ -14,6 +14,7 @@ from common.objects import Objects
 from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS
 from manager_service.records import JSON, TenantRecord, day_field
+from manager_service.runs import run as run_module
 from manager_service.runs import runs
 from manager_service.runs.records import USED_S, Checkpoint, SamplerState
 from manager_service.tenants import TENANTS
@@ -216,7 +217,7 @@ async def test_saves_name_the_newest_version(world: World) -> None:
         assert await world.bus.client.ttl(sampler) <= USED_S, "it counts from the save on"
         state = await world.state(run)
         snapshot, follower = SamplerState(0), SamplerState(1, inflight=True)
-        assert state.samplers == {"s:0": follower, "s:1": snapshot, "s:2": follower}
+        assert await world.samplers(run) == {"s:0": follower, "s:1": snapshot, "s:2": follower}
         (found,) = state.checkpoints
         assert found.expires_at == found.created_at + 3600
         assert found == Checkpoint("weights", "begin", 0, found.created_at, found.expires_at)
@@ -417,3 +418,27 @@ async def test_an_expired_name_goes_with_the_next_save(world: World) -> None:
         await until(lambda: is_named(world, run, [("one", 1), ("two", None)]))
         await world.save(run, 3, SaveWeights("three"), "save_weights")
         assert [name for name, _ in await names(world, run)] == ["two", "three"]
+
+
+async def test_numbers_that_never_come_fail_the_step_by_name_and_the_run_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "HOLE_S", 1e9)
+    async with world.trainer():
+        run = await world.create()
+        await world.send(run, (8, "optim_step"), (5, "optim_step"), (4, "forward_backward"), (4, "forward_backward"))
+        await world.send(run, (7, "forward_backward"))
+        other = await world.create(1)
+        await world.send(other, (1, "forward"))
+        await world.result(other, 1)  # all of the others were read before
+        assert (await world.state(run)).head == 1, "they may come yet"
+        monkeypatch.setattr(run_module, "HOLE_S", 0.0)
+        assert "operation 1 of this step never came" in await world.failure(run, 5)
+        assert (await world.result(run, 4)).failure is None
+        assert "operation 6 of this step never came" in await world.failure(run, 8)
+        await world.send(run, (3, "forward_backward"), (6, "forward_backward"))  # too late
+        await world.send(run, (9, "forward_backward"), (10, "optim_step"))
+        assert (await world.result(run, 10)).failure is None
+        assert (await world.state(run)).version == 1
+        assert not await world.has(run, 3) and not await world.has(run, 6)
+        await until(lambda: world.open_operations(0))

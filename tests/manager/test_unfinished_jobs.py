@@ -29,7 +29,7 @@ async def test_one_job_more_than_a_tenant_may_have_is_refused_even_in_a_race(red
         assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 5}
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert refused.json()["error"]["code"] == "too_many_jobs"
-        assert "3 unfinished jobs" in refused.json()["error"]["message"]
+        assert "3 unfinished jobs and runs" in refused.json()["error"]["message"]
         again = [await create(server, file, key=str(i)) for i in range(8)]
         assert [answer.status_code for answer in again] == [answer.status_code for answer in answers]
         other = await server.new_tenant("acme")

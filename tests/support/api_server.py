@@ -15,6 +15,7 @@ from common.adapters import AdapterStore
 from common.bus import Bus, Out, Settlement
 from common.messages import (
     Array,
+    Failure,
     GradeRequest,
     GradeResult,
     TurnDelta,
@@ -151,6 +152,7 @@ class Script:
     bus: Bus
     text: str = "95"
     stop_reason: str = "stop"
+    failure: Failure | None = None  # of every turn
     chunk: int = 1
     dies_after: int | None = None  # tokens of the first attempt, after which nothing more is heard of it
     seen: list[TurnRequest] = field(default_factory=list)
@@ -198,7 +200,8 @@ class Script:
             adapter=request.adapter,
             tokens=i32(tokens),
             logprobs=_logprobs(len(tokens)),
-            stop_reason=self.stop_reason,  # type: ignore[arg-type]
+            stop_reason="failed" if self.failure else self.stop_reason,  # type: ignore[arg-type]
+            failure=self.failure,
             top_logprobs=tops if request.sampling.num_top_logprobs else [],
             usage=Usage(prompt_tokens=request.num_prompt, sampled_tokens=len(tokens), rollout_s=0.25),
         )

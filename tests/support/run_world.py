@@ -16,7 +16,8 @@ from common.streams import partition_of
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
 from manager_service.records import JSON
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, run_of
+from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState, run_of
+from manager_service.runs.samplers import read_samplers
 from manager_service.tenants import Tenants
 from tests.common.test_worker import length, until
 from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
@@ -81,7 +82,7 @@ class World:
         spec = RunSpec(run, TENANT, session, "tiny", "tiny", LoraSpec(), seed=5, created_at=number, **changes)
         cell = self.bus.cell
         await self.bus.client.set(cell.session(session), "{}")
-        await self.bus.client.hset(cell.run(run), mapping={"spec": JSON.encode(spec), "state": JSON.encode(RunState())})
+        await self.bus.client.hset(cell.run(run), mapping={"spec": JSON.encode(spec), **RunState().fields()})
         await self.bus.client.sadd(cell.active(PARTITION), run)
         command = JobCommand(id=f"{run}:0", tenant=TENANT, job=run, partition=PARTITION, action="create")
         await self.bus.publish([(cell.jobs(PARTITION), command)])
@@ -122,11 +123,11 @@ class World:
         await self.bus.publish([(self.bus.cell.jobs(PARTITION), message)])
 
     async def result(self, run: str, seq: int) -> OperationResult:
-        await until(lambda: self._has(run, seq))
+        await until(lambda: self.has(run, seq))
         found: Any = await self.bus.client.hget(self.bus.cell.results(run), str(seq))
         return msgspec.msgpack.decode(found, type=OperationResult)
 
-    async def _has(self, run: str, seq: int) -> bool:
+    async def has(self, run: str, seq: int) -> bool:
         return bool(await self.bus.client.hexists(self.bus.cell.results(run), str(seq)))
 
     async def failure(self, run: str, seq: int) -> str:
@@ -136,6 +137,10 @@ class World:
 
     async def state(self, run: str) -> RunState:
         return msgspec.json.decode(await self.bus.client.hget(self.bus.cell.run(run), "state") or b"", type=RunState)
+
+    async def samplers(self, run: str) -> dict[str, SamplerState]:
+        record: Any = await self.bus.client.hgetall(self.bus.cell.samplers(run))
+        return read_samplers(record)
 
     async def weights(self, run: str, version: int) -> bytes:
         return (await self.store.read(AdapterRef(TENANT, run, version), (WEIGHTS,)))[WEIGHTS]

@@ -37,6 +37,7 @@ class HeldRun:
     state: RunState
     spec: RunSpec
     waiting: dict[int, Operation] = field(default_factory=dict[int, Operation])
+    samplers: dict[str, SamplerState] = field(default_factory=dict[str, SamplerState])
 
 
 @dataclass
@@ -97,7 +98,10 @@ class StandInRuns:
 
     async def _write(self, held: HeldRun) -> None:
         cell, run = self.bus.cell, held.spec.id
-        await self.bus.client.hset(cell.run(run), "state", JSON.encode(held.state))
+        await self.bus.client.hset(cell.run(run), mapping=held.state.fields())
+        if held.samplers:
+            samplers: Any = {name: JSON.encode(each) for name, each in held.samplers.items()}
+            await self.bus.client.hset(cell.samplers(run), mapping=samplers)
         if held.state.version >= 0:
             await self.bus.client.hset(cell.versions(run), str(held.state.version), "1")
 
@@ -141,7 +145,7 @@ def _outputs(seq: int, outputs: Outputs) -> OperationResult:
 def _saved(held: HeldRun, operation: Operation) -> OperationResult:
     asked, state = msgspec.msgpack.decode(operation.payload, type=SaveWeights), held.state
     if asked.sampler:
-        state.samplers[asked.sampler] = SamplerState(state.version, asked.inflight)
+        held.samplers[asked.sampler] = SamplerState(state.version, asked.inflight)
     else:
         state.checkpoints.append(Checkpoint(SAVES[operation.action], asked.name, state.version, created_at=0))
     saved = Saved(state.version, asked.name, asked.sampler)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from common.errors import InvalidInput, Unavailable
+from common.errors import CorruptObject, InvalidInput, Unavailable
 from common.messages import (
     AdapterRef,
     GradeResult,
@@ -112,7 +112,7 @@ def choice_key(message: Message) -> tuple[int, int] | None:
 
 
 def take(choice: Choice, message: Reply, index: int) -> Fresh | None:
-    """The news in a message. Raises Unavailable or InvalidInput for a failed turn."""
+    """The news in a message. Raises Unavailable, InvalidInput or CorruptObject for a failed turn."""
     if isinstance(message, TurnDelta):
         return _take_delta(choice, message, index)
     if not isinstance(message, TurnResult):
@@ -153,6 +153,8 @@ def _refused(result: TurnResult) -> Exception:
         return Unavailable("the completion was cancelled")
     if failure.kind == "invalid":
         return InvalidInput(failure.reason, code="invalid_request")
+    if failure.kind == "corrupt_adapter":
+        return CorruptObject(f"the version is damaged: {failure.reason}")
     return Unavailable(f"the completion failed ({failure.kind}): {failure.reason}")
 
 

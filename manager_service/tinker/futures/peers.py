@@ -1,6 +1,7 @@
 """Replicas of the API ask each other for samples: a request's result is where it was made, and its client may ask anywhere.
 
     a replica ─ Question ─► peers:<the other> ─► it waits for the result ─ Answer ─► peers:<the replica>
+    a replica ─ GivenUp ─► peers:<the other> ─► it cancels the request
 
 reads: its own stream   writes: the others'   holds: questions under way
 when a replica dies: its stream ends after TTL_S, and whoever asks hears that the request is gone
@@ -36,7 +37,14 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     outcome: Outcome
 
 
-_decoder = msgspec.msgpack.Decoder(Question | Answer)
+class GivenUp(msgspec.Struct, frozen=True, tag=True):
+    """Its client does not want it any more."""
+
+    tenant: str
+    request: str
+
+
+_decoder = msgspec.msgpack.Decoder(Question | Answer | GivenUp)
 
 
 class Peers:
@@ -66,6 +74,13 @@ class Peers:
         finally:
             del self._waiting[question.number]
 
+    async def give_up(self, replica: str, tenant: str, request: str) -> None:
+        """Cancels a request, wherever it was made."""
+        if replica == self._api_id:
+            self._samples.give_up(tenant, request)
+        else:
+            await self._send(replica, GivenUp(tenant, request))
+
     async def run(self) -> None:
         """Reads until cancelled."""
         cursor, refreshed_s = "0", float("-inf")
@@ -78,6 +93,8 @@ class Peers:
                     cursor = entry
                     if isinstance(message, Question):
                         answering.create_task(self._answer(message))
+                    elif isinstance(message, GivenUp):
+                        self._samples.give_up(message.tenant, message.request)
                     elif (waiting := self._waiting.get(message.number)) is not None and not waiting.done():
                         waiting.set_result(message.outcome)
 
@@ -85,7 +102,7 @@ class Peers:
         outcome = await self._samples.outcome(question.tenant, question.request, question.timeout_s)
         await self._send(question.asker, Answer(question.number, outcome))
 
-    async def _send(self, replica: str, message: Question | Answer) -> bool:
+    async def _send(self, replica: str, message: Question | Answer | GivenUp) -> bool:
         """False if that replica is not there."""
         stream, content = self._bus.cell.peers(replica), msgspec.msgpack.encode(message)
         client = self._bus.client
@@ -99,7 +116,7 @@ class Peers:
             await self._bus.ensure_group(stream, "alive")  # the one command that makes an empty stream
             await self._bus.retrying(lambda: client.expire(stream, TTL_S))
 
-    async def _read(self, after: str) -> list[tuple[str, Question | Answer]]:
+    async def _read(self, after: str) -> list[tuple[str, Question | Answer | GivenUp]]:
         """Entries behind an id. What was read is deleted."""
         stream, client = self._bus.cell.peers(self._api_id), self._bus.client
         found: Any = await self._bus.retrying(

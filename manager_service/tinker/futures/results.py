@@ -37,7 +37,8 @@ class Answer:
 class Pending:
     """No result yet."""
 
-    state: RunState | None
+    status: str | None  # of the run; None: Redis has lost it
+    missing: int | None = None  # number of an operation before it that has not come
 
 
 class Expired(NotFound):
@@ -52,27 +53,40 @@ async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> Answer | Pendi
         pipe = bus.client.pipeline(transaction=False)
         pipe.hget(cell.seqs(run.id), str(seq))
         pipe.hget(cell.results(run.id), str(seq))
-        pipe.hget(cell.run(run.id), "state")
+        pipe.hmget(cell.run(run.id), "status", "head")
         return await pipe.execute()
 
-    asked, result, record = await bus.retrying(call)
+    asked, result, (status, head) = await bus.retrying(call)
     if asked is None:
         raise NotFound(f"there is no request {run.id}:{seq}")
     action = asked.decode().split()[1]
-    state = None if record is None else msgspec.json.decode(record, type=RunState)
     if action in CREATIONS:
-        return _creation(run, action, state)
+        return await _creation(run, action)
     if result is not None:
         found = msgspec.msgpack.decode(result, type=OperationResult)
         return await asyncio.to_thread(_encoded, run, action, found, wants_protobuf=wants_protobuf)
-    if state is None or seq < state.head:
+    if status is None or seq < int(head):
         raise Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
-    return Pending(state)
+    return Pending(status.decode(), await _missing(run, head, seq))
 
 
-def _creation(run: RunRow, action: str, state: RunState | None) -> Answer | Pending:
-    if state is None or (state.status in ("queued", "creating") and state.version < 0):
-        return Pending(state)
+async def _missing(run: RunRow, head: bytes, seq: int) -> int | None:
+    """The number of the run's first operation without a result if nobody sent it, and it is before this one."""
+    if int(head) >= seq:
+        return None
+    bus, key = run.base.bus, run.base.cell.seqs(run.id)
+    there: Any = await bus.retrying(lambda: bus.client.hmget(key, head))
+    return int(head) if there[0] is None else None
+
+
+async def _creation(run: RunRow, action: str) -> Answer | Pending:
+    bus, key = run.base.bus, run.base.cell.run(run.id)
+    record: Any = await bus.retrying(lambda: bus.client.hget(key, "state"))
+    if record is None:
+        return Pending(None)
+    state = msgspec.json.decode(record, type=RunState)
+    if state.status in ("queued", "creating") and state.version < 0:
+        return Pending(state.status)
     if state.version < 0:
         return failed(state.failure or Failure("cancelled", "the run was ended before it was created"))
     return _plain({"model_id": run.spec.public_id, "type": action})

@@ -7,20 +7,22 @@ waits for: places, turns   unblocked by: rollout
 """
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 import structlog
 from redis.exceptions import RedisError
 
 from common.bus import Bus
-from common.errors import InvalidInput, MarlaasError, NotFound
+from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound
 from common.messages import TurnResult, Usage
 from common.tasks import cancel_all
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
@@ -42,6 +44,8 @@ KEPT_S, RETRIEVED_S = 600.0, 30.0
 """How long a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 SILENT_S = 300.0
 """A request that nobody asked about for so long is given up."""
+GRACE_S = 30.0
+"""Time in which a silent session may show a sign of life again: after a Redis that was away, none has shown one yet."""
 LOOK_EVERY_S = 10.0
 USE_EVERY_S = USED_S / 4
 """How often a version is noted as used that requests wait for."""
@@ -105,6 +109,7 @@ class Samples:
         self._ids: dict[tuple[str, str], str] = {}  # by `key`
         self._open: Counter[str] = Counter()  # by tenant
         self._num_samples: Counter[str] = Counter()  # by tenant, of those requests
+        self._silent: dict[str, float] = {}  # session without a sign of life -> since when, as the clock says
         self.finished = Finished(bus)
 
     def start(self, ask: InferenceRequest, once: str = "", asker: Target | None = None) -> str:
@@ -149,7 +154,39 @@ class Samples:
         found.asked_s = self._clock()
         return found
 
+    def give_up(self, tenant: str, request: str) -> None:
+        """Cancels a request that its client does not want any more. What is not here is passed over."""
+        with contextlib.suppress(Gone):
+            self.cancel(self.find(tenant, request))
+
+    def end_session(self, session: str) -> None:
+        """Cancels what a client has under way that is no more."""
+        for request in self._of_sessions({session}):
+            self.cancel(request)
+
+    async def end_silent(self) -> None:
+        """Cancels what those clients have under way whose sessions have ended, or show no sign of life."""
+        sessions = {request.asker.session for request in self._requests.values() if request.asker}
+        silent, now = sessions - await self._there(sessions, self._bus.cell.session), self._clock()
+        self._silent = {session: self._silent.get(session, now) for session in silent}
+        finished = await self._there(silent, self._bus.cell.finished_session)
+        over = {session for session, since in self._silent.items() if now - since > GRACE_S or session in finished}
+        for request in self._of_sessions(over):
+            self.cancel(request)
+
+    def _of_sessions(self, sessions: Container[str]) -> list[Request]:
+        """Requests that have no result."""
+        found = (each for each in self._requests.values() if each.asker and each.asker.session in sessions)
+        return [request for request in found if not request.done.is_set()]
+
+    async def _there(self, sessions: Iterable[str], key: Callable[[str], str]) -> set[str]:
+        """Those of these sessions that have such a key."""
+        asked, client = list(sessions), self._bus.client
+        found: Any = await self._bus.retrying(lambda: client.mget([key(each) for each in asked])) if asked else []
+        return {session for session, value in zip(asked, found, strict=True) if value is not None}
+
     def cancel(self, request: Request) -> None:
+        request.gone = request.gone or not request.done.is_set()
         self._forget(request)
         if request.task is not None:
             request.task.cancel()
@@ -167,6 +204,7 @@ class Samples:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
                 self.look()
+                await self.end_silent()
                 if self._clock() - used_at >= USE_EVERY_S:
                     used_at = self._clock()
                     await self.use_versions()
@@ -194,7 +232,7 @@ class Samples:
         try:
             await self._within_quota(request)
             await self._sample(request)
-        except InvalidInput as error:
+        except (InvalidInput, CorruptObject) as error:
             request.error = str(error)
         except (MarlaasError, RedisError, ApiError) as error:
             log.warning("samples_given_up", request=request.id, reason=str(error))

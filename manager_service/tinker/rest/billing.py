@@ -115,9 +115,10 @@ async def storage(api: Parts, tenant: Tenant, known: Known, project_id: str | No
 
 async def _stored(api: Api, tenant: TenantRecord, known: Records) -> tuple[int, int]:
     """(checkpoints, bytes)."""
-    runs, _ = await known.runs.newest_first(tenant.id, limit=None, offset=0)
     free, now = asyncio.Semaphore(NUM_READ), datetime.now(UTC).timestamp()
-    sizes = await asyncio.gather(*(_size(api, free, run, state, now) for run, state in runs))
+    sizes: list[tuple[int, int]] = []
+    async for page in known.runs.pages(tenant.id):
+        sizes += await asyncio.gather(*(_size(api, free, run, state, now) for run, state in page))
     return sum(num for num, _ in sizes), sum(num_bytes for _, num_bytes in sizes)
 
 

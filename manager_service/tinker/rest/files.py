@@ -14,11 +14,10 @@ import msgspec
 from starlette.responses import Response
 
 from common.adapters import PEFT_FILES
-from common.errors import CorruptObject, NotFound
+from common.errors import NotFound
 from common.messages import AdapterRef
+from manager_service.api.adapters import files_of
 from manager_service.api.context import Api
-from manager_service.api.errors import ApiError
-from manager_service.api.results import with_base
 from manager_service.records import GLOBAL
 from manager_service.tinker.store.runs import Source
 
@@ -29,7 +28,6 @@ ARCHIVE = "archive.tar"
 COMPLETE = "checkpoint_complete"
 """An empty file that clients look for in an archive."""
 MAX_TOKEN = 2048
-_, CONFIG = PEFT_FILES
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -88,20 +86,10 @@ async def file_names(api: Api, adapter: AdapterRef) -> list[str]:
 
 async def download(api: Api, source: Source, name: str) -> Response:
     """The answer with a file. Raises NotFound, ApiError."""
+    names = await file_names(api, source.adapter) if name == ARCHIVE else [name]
+    read = functools.partial(files_of, api, source.base, source.adapter, names)
     pack = _tar if name == ARCHIVE else _alone
-    read = functools.partial(_read, api, source, name)
     return await api.downloads.answer(source.adapter.tenant, read, pack, "application/octet-stream", {})
-
-
-async def _read(api: Api, source: Source, name: str) -> dict[str, bytes]:
-    wanted = await file_names(api, source.adapter) if name == ARCHIVE else [name]
-    try:
-        files = await api.adapters.read(source.adapter, wanted)
-    except CorruptObject as error:
-        raise ApiError(503, f"the version is damaged: {error}", code="corrupt_adapter") from error
-    if CONFIG in files:
-        files[CONFIG] = with_base(files[CONFIG], api.settings.models[source.base.name])
-    return files
 
 
 def _alone(files: Mapping[str, bytes], file: IO[bytes]) -> None:

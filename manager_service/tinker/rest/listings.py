@@ -47,10 +47,12 @@ async def list_checkpoints(run_id: str, tenant: Tenant, known: Known) -> Respons
 @router.get("/checkpoints")
 async def list_all_checkpoints(tenant: Tenant, known: Known, limit: Limit = 100, offset: Offset = 0) -> Response:
     """Newest runs first."""
-    runs, _ = await known.runs.newest_first(tenant.id, limit=None, offset=0)
-    rows = [row for run, state in runs for row in _checkpoints(run, state)]
-    shown = rows[offset : offset + limit]
-    return answer({"checkpoints": shown, "cursor": _cursor(limit, offset, len(rows))})
+    shown, num = list[dict[str, Any]](), 0
+    async for page in known.runs.pages(tenant.id):
+        rows = [row for run, state in page for row in _checkpoints(run, state)]
+        shown += rows[max(0, offset - num) : max(0, offset + limit - num)]
+        num += len(rows)
+    return answer({"checkpoints": shown, "cursor": _cursor(limit, offset, num)})
 
 
 @router.post("/weights_info")
@@ -79,12 +81,11 @@ async def list_sessions(tenant: Tenant, known: Known, limit: Limit = 20, offset:
 @router.get("/sessions/{session_id}")
 async def get_session(session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
     session = await known.sessions.find(tenant.id, session_id)
-    runs, _ = await known.runs.newest_first(tenant.id, limit=None, offset=0)
-    mine = [(run, state) for run, state in runs if run.spec.session == session.id]
+    mine = [run async for page in known.runs.pages(tenant.id, {session.id}) for run, _ in page]
     return answer(
         {
-            "training_run_ids": [run.spec.public_id for run, _ in mine],
-            "sampler_ids": [sampler for _, state in mine for sampler in state.samplers],
+            "training_run_ids": [run.spec.public_id for run in mine],
+            "sampler_ids": [sampler for run in mine for sampler in await known.runs.samplers(run)],
             "user_metadata": session.user_metadata or None,
             "display_name": session.display_name,
         }

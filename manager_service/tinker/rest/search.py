@@ -36,8 +36,8 @@ async def search_sessions(request: Request, tenant: Tenant, known: Known) -> Res
         if len(found) > asked.limit:
             break
     shown, more = found[: asked.limit], len(found) > asked.limit
-    nums = await _num_checkpoints(known, tenant.id) if shown else {}
-    rows = [_summary(session, alive=alive, num_checkpoints=nums.get(session.id, 0)) for session, alive in shown]
+    nums = await _num_checkpoints(known, tenant.id, {session.id for session, _ in shown})
+    rows = [_summary(session, alive=alive, num_checkpoints=nums[session.id]) for session, alive in shown]
     return answer({"sessions": rows, "next_cursor": _cursor(shown[-1][0]) if more else None})
 
 
@@ -99,12 +99,12 @@ def _summary(session: Session, *, alive: bool, num_checkpoints: int) -> dict[str
     }
 
 
-async def _num_checkpoints(known: Records, tenant: str) -> Counter[str]:
+async def _num_checkpoints(known: Records, tenant: str, sessions: set[str]) -> Counter[str]:
     """By session."""
-    runs, _ = await known.runs.newest_first(tenant, limit=None, offset=0)
     now, nums = time.time(), Counter[str]()
-    for run, state in runs:
-        nums[run.spec.session] += sum(one.is_kept(now) for one in state.checkpoints)
+    async for page in known.runs.pages(tenant, sessions):
+        for run, state in page:
+            nums[run.spec.session] += sum(one.is_kept(now) for one in state.checkpoints)
     return nums
 
 

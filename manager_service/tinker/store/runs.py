@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,26 +13,40 @@ from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, JobCommand, LoraSpec
 from common.streams import partition_of
 from manager_service.api.context import Api, Base
+from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
 from manager_service.jobs.retention import has_version
 from manager_service.records import JSON
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, run_of
+from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, run_of, session_of
 from manager_service.tinker.names import Path, parse_path
 from manager_service.tinker.store.uses import use
 
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
 
-# KEYS: run, seqs, tenant-runs, jobs stream, active. ARGV: sha256 of what was asked, run id, score, spec, state, what was asked, then the
-# fields of the stream entry. Answers `new`, `known`, or `other` if something else was asked under the same id.
+MAX_KEPT = 10_000
+"""Runs of one tenant in a cell that Redis keeps, ended ones too."""
+
+PAGE = 100
+"""Runs that are read together: their states have up to a thousand checkpoints each."""
+
+# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished. ARGV: sha256 of what was asked, run id, score, spec, state, its status,
+# its head, what was asked, most unfinished jobs and runs, most bytes of their records, most runs that are kept, then the fields of the
+# stream entry. Answers `new`, `known`, `other` if something else was asked under the same id, or why there is no room for one more.
 _CREATE = """
 local known = redis.call('HGET', KEYS[2], '0')
 if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 7))
-redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5])
+if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then return 'kept' end
+local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[4] + #ARGV[5], 0
+for _, each in ipairs(sizes) do total = total + each end
+if #sizes >= tonumber(ARGV[9]) or total + size > tonumber(ARGV[10]) then return 'unfinished ' .. #sizes end
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 12))
+redis.call('HSET', KEYS[6], ARGV[2], size)
+redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5], 'status', ARGV[6], 'head', ARGV[7])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
 redis.call('SADD', KEYS[5], ARGV[2])
-redis.call('HSET', KEYS[2], '0', ARGV[1] .. ' ' .. ARGV[6] .. ' 0')
+redis.call('HSET', KEYS[2], '0', ARGV[1] .. ' ' .. ARGV[8] .. ' 0')
 return 'new'
 """
 
@@ -95,17 +109,31 @@ class RunStore:
                 return found
         return None
 
-    async def newest_first(
-        self, tenant: str, *, limit: int | None, offset: int
-    ) -> tuple[list[tuple[RunRow, RunState]], int]:
+    async def newest_first(self, tenant: str, *, limit: int, offset: int) -> tuple[list[tuple[RunRow, RunState]], int]:
         """A tenant's runs with their states, and how many it has in all."""
+        rows = await self._newest_first(tenant)
+        return await self._with_states(rows[offset : offset + limit]), len(rows)
+
+    async def pages(
+        self, tenant: str, sessions: Collection[str] | None = None
+    ) -> AsyncIterator[list[tuple[RunRow, RunState]]]:
+        """All of a tenant's runs with their states, newest first, some at a time; with `sessions`, those of these sessions."""
+        rows = await self._newest_first(tenant)
+        chosen = [row for row in rows if sessions is None or session_of(row[0]) in sessions]
+        for start in range(0, len(chosen), PAGE):
+            yield await self._with_states(chosen[start : start + PAGE])
+
+    async def _newest_first(self, tenant: str) -> list[tuple[str, Base]]:
         rows: list[tuple[float, str, Base]] = []
         for base in self._api.bases.values():
             found = await base.redis.zrange(base.cell.tenant_runs(tenant), 0, -1, withscores=True)
             rows += [(score, run.decode(), base) for run, score in found]
         rows.sort(key=lambda row: row[:2], reverse=True)
-        chosen = rows[offset:] if limit is None else rows[offset : offset + limit]
-        return await self._with_states([(run, base) for _, run, base in chosen]), len(rows)
+        return [(run, base) for _, run, base in rows]
+
+    async def samplers(self, run: RunRow) -> list[str]:
+        """Ids of those that the run's saves made."""
+        return [name.decode() for name in await run.base.redis.hkeys(run.base.cell.samplers(run.id))]
 
     async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
         """One round trip for each base model."""
@@ -124,30 +152,39 @@ class RunStore:
     async def create(self, base: Base, spec: RunSpec, *, asked: msgspec.Struct, kind: str) -> None:
         """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: which request asked.
 
-        Raises InvalidInput if something else was asked under the same id.
+        Raises InvalidInput if something else was asked under the same id, ApiError if the tenant has too many.
         """
         cell, partition = base.cell, partition_of(spec.tenant)
         command = JobCommand(
             id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
         )
         keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
-        keys.append(cell.active(partition))
+        keys += [cell.active(partition), cell.unfinished(spec.tenant)]
         digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
-        words = [digest, spec.id, repr(time.time()), JSON.encode(spec), JSON.encode(RunState()), kind]
+        words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
+        settings = self._api.settings
+        words += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, MAX_KEPT]
         fields = await base.bus.fields(command)
-        answer = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
+        answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
         if answer == b"other":
             raise InvalidInput(f"{spec.public_id} was created before, with other arguments", code="conflict")
+        if answer not in (b"new", b"known"):
+            raise _no_room(answer.decode())
 
     async def source(self, tenant: str, path: str, *, with_optimizer: bool = False) -> Source:
         """The version that a path names: a run's checkpoint, or a version of a managed job. It is noted as used. Raises
         InvalidInput, NotFound.
         """
         named = parse_path(path)
-        found = await (self._of_job(tenant, named) if named.run.startswith("ftjob-") else self._of_run(tenant, named))
+        found = await (self._of_job(tenant, named) if named.is_jobs else self._of_run(tenant, named))
         if not await use(found.base.bus, found.adapter, with_optimizer=with_optimizer):
             raise NotFound(f"there is no checkpoint {path} any more")
         return found
+
+    async def check(self, tenant: str, path: str) -> None:
+        """Raises NotFound if a path names nothing any more."""
+        named = parse_path(path)
+        await (self._of_job(tenant, named) if named.is_jobs else self.checkpoint(tenant, named))
 
     async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
         """What a run's user saved under a name. Raises NotFound, also for another tenant's."""
@@ -168,6 +205,23 @@ class RunStore:
         version = int(path.name) if known else -1
         if row.deleted or not 0 <= version <= row.state.version or not has_version(row.spec, row.state, version):
             raise NotFound(
-                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {row.state.version}"
+                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {row.state.version}; versions that"
+                " `keep_versions` leaves out are deleted, and so are those of a model that was"
             )
         return Source(row.base, AdapterRef(tenant, row.spec.id, version), row.spec.hyper.lora, row.base.name)
+
+
+def _no_room(answer: str) -> ApiError:
+    """`answer`: the script's."""
+    why, _, num = answer.partition(" ")
+    if why == "kept":
+        told = (
+            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more, for a run without any"
+            f" is forgotten {UNNAMED_KEPT_S // 86_400} days after its end"
+        )
+        return ApiError(400, told, code="too_many_runs", retry=False)
+    told = (
+        f"you have {num} unfinished jobs and runs, and their records have a limit too: unload models, finish sessions, or wait until"
+        " some jobs have finished"
+    )
+    return ApiError(400, told, code="too_many_jobs", retry=False)  # after a 429, the SDK would repeat for minutes

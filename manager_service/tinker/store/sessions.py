@@ -1,17 +1,49 @@
-"""Sessions: one client each. A session is alive while its client sends a sign of life every few seconds."""
+"""Sessions: one client each. A session is alive while its client sends a sign of life every few seconds. What a tenant has is bounded:
+its sessions alive, what each says of itself, and the sessions that are kept.
+"""
 
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from common.errors import NotFound
+from common.errors import InvalidInput, NotFound
 from manager_service.api.context import Api
+from manager_service.api.errors import ApiError
 from manager_service.records import GLOBAL, JSON
 from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, Session
 from manager_service.tinker.names import is_session
 from manager_service.tinker.requests import SessionAsked
+
+MAX_ALIVE = 1024
+"""Sessions of one tenant that are alive at once."""
+MAX_KEPT = 4096
+"""Sessions of one tenant that are kept, alive or not: the oldest that are not alive go first."""
+MAX_TOLD_BYTES = 4 << 10
+"""What a client may tell of a session or of a run: its metadata, name and tags."""
+
+# KEYS: those alive by their last sign of life. ARGV: the session, now, the moment until which silence ends one, most of them.
+# Answers 0 if there is no room.
+_BEGIN = """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', ARGV[3])
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[4]) then return 0 end
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+return 1
+"""
+
+
+def check_told(**told: Any) -> None:
+    """Raises InvalidInput if what a client tells of a session or a run is too much to keep. Names are those of the request."""
+    num_bytes = len(JSON.encode([each for each in told.values() if each]))
+    if num_bytes > MAX_TOLD_BYTES:
+        names = ", ".join(told)
+        raise InvalidInput(
+            f"{names}: {num_bytes} bytes as JSON, and together they have at most {MAX_TOLD_BYTES}: keep what is longer yourself",
+            param=next(iter(told)),
+            code="too_large",
+        )
 
 
 class Sessions:
@@ -19,6 +51,8 @@ class Sessions:
         self._api = api
 
     async def create(self, tenant: str, asked: SessionAsked) -> Session:
+        """Raises InvalidInput, and ApiError if too many are alive."""
+        check_told(user_metadata=asked.user_metadata, display_name=asked.display_name, tags=asked.tags)
         session = Session(
             id=f"ses-{secrets.token_hex(8)}",
             tenant=tenant,
@@ -27,13 +61,34 @@ class Sessions:
             display_name=asked.display_name,
             user_metadata=asked.user_metadata or {},
         )
+        await self._begin(session)
         await self._write(session)
         await self._show_alive(session)
         of = _all(tenant)
         await self._api.redis.zadd(of, {session.id: session.created_at})
         await self._api.redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await self._api.redis.expire(of, SESSION_KEPT_S)
+        await self._forget_oldest(tenant)
         return session
+
+    async def _begin(self, session: Session) -> None:
+        """Raises ApiError if too many are alive."""
+        begin, now = self._api.redis.register_script(_BEGIN), time.time()
+        words = [session.id, repr(now), repr(now - SESSION_ALIVE_S), MAX_ALIVE]
+        if not await begin(keys=[_alive(session.tenant)], args=words):
+            raise _too_many()
+
+    async def _forget_oldest(self, tenant: str) -> None:
+        of = _all(tenant)
+        too_many = await self._api.redis.zcard(of) - MAX_KEPT
+        if too_many <= 0:
+            return
+        oldest_first = await self._api.redis.zrange(of, 0, -1)
+        alive = await self._api.redis.zmscore(_alive(tenant), oldest_first)
+        ended = [session.decode() for session, sign in zip(oldest_first, alive, strict=True) if sign is None]
+        if gone := ended[:too_many]:
+            await self._api.redis.delete(*map(_key, gone))
+            await self._api.redis.zrem(of, *gone)
 
     async def find(self, tenant: str, session: str) -> Session:
         """Raises NotFound, also for another tenant's."""
@@ -69,6 +124,7 @@ class Sessions:
 
     async def refresh(self, session: Session) -> None:
         """Notes a sign of life."""
+        await self._api.redis.zadd(_alive(session.tenant), {session.id: time.time()})
         await self._api.redis.expire(_key(session.id), SESSION_KEPT_S)
         await self._show_alive(session)
 
@@ -77,7 +133,9 @@ class Sessions:
         if not session.finished:
             await self._write(msgspec.structs.replace(session, finished=reason))
         for base in self._api.bases.values():
+            await base.redis.set(base.cell.finished_session(session.id), "", ex=SESSION_ALIVE_S)
             await base.redis.delete(base.cell.session(session.id))
+        await self._api.redis.zrem(_alive(session.tenant), session.id)
 
     async def _write(self, session: Session) -> None:
         await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
@@ -94,3 +152,17 @@ def _key(session: str) -> str:
 
 def _all(tenant: str) -> str:
     return f"{GLOBAL}sessions:{tenant}"
+
+
+def _alive(tenant: str) -> str:
+    return f"{GLOBAL}alive:{tenant}"
+
+
+def _too_many() -> ApiError:
+    return ApiError(  # the SDK would repeat after a 429 for minutes, and say nothing
+        400,
+        f"{MAX_ALIVE:,} of your sessions are alive: end some (close their clients, or POST /api/v1/sessions/ID/finish); one whose"
+        f" client is silent ends after {SESSION_ALIVE_S // 60} minutes",
+        code="too_many_sessions",
+        retry=False,
+    )

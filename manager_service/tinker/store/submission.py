@@ -16,36 +16,41 @@ MAX_OPEN = 256
 """Operations of a run from its first without a result on: what comes behind them is told to come again."""
 MAX_OPEN_BYTES = 64 << 20
 """Of their payloads."""
+MAX_HELD_BYTES = 256 << 20
+"""Of the payloads of all operations of a tenant that wait, or whose gradient waits for its step."""
 NUM_KEPT = 4096
 """Numbers that are remembered, so that an operation which is sent again is known."""
 UNSAVED_KEPT_S = 2 * 86_400
 """How long a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
 
-# KEYS: seqs, run, ops, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, most open
-# operations, most bytes of them, numbers to remember, the sampler, seconds to keep it, then the entry's fields.
-# Answers with what came of it. The first open operation is taken in any case: the others wait for it.
+# KEYS: seqs, run, ops, held, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most
+# open operations, most bytes of them, most bytes of all of the tenant's, numbers to remember, the sampler, seconds to keep it, then the
+# entry's fields. Answers with what came of it. The first open operation is taken in any case, for the others wait for it, unless the
+# tenant's runs hold too much: what has no data is taken then too, an optim_step above all.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
-local state = redis.call('HGET', KEYS[2], 'state')
-if not state then return 'ended' end
-local run = cjson.decode(state)
-if run.status == 'ended' or run.status == 'failed' then return run.status end
-if seq < run.head then return 'past' end
-if seq > run.head then
-  local numbers, bytes = {}, tonumber(ARGV[4])
-  for number = run.head, run.head + tonumber(ARGV[5]) - 1 do numbers[#numbers + 1] = number end
-  for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
-    if asked then bytes = bytes + tonumber(string.match(asked, '%d+$')) end
-  end
-  if seq > numbers[#numbers] or bytes > tonumber(ARGV[6]) then return 'full' end
+local status, head, log = unpack(redis.call('HMGET', KEYS[2], 'status', 'head', 'log'))
+if not status or status == 'ended' or status == 'failed' then return status or 'ended' end
+head = tonumber(head)
+if seq < head then return 'past' end
+local numbers, bytes = {}, tonumber(ARGV[4])
+for number = head, head + tonumber(ARGV[6]) - 1 do numbers[#numbers + 1] = number end
+for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
+  if asked then bytes = bytes + tonumber(string.match(asked, '%d+$')) end
 end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 10))
+if seq > head and (seq > numbers[#numbers] or bytes > tonumber(ARGV[7])) then return 'full' end
+bytes = bytes + tonumber(log or 0)
+local held = bytes - tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0)
+for _, each in ipairs(redis.call('HVALS', KEYS[4])) do held = held + tonumber(each) end
+if string.sub(ARGV[3], 1, 7) == 'forward' and held > tonumber(ARGV[8]) then return 'holds' end
+if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 12))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
 redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
-if seq > tonumber(ARGV[7]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[7])) end
+if seq > tonumber(ARGV[9]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[9])) end
 if ARGV[3] == 'unload' then redis.call('HSET', KEYS[1], 'unload', seq) end
-if KEYS[4] ~= KEYS[1] then redis.call('SET', KEYS[4], ARGV[8], 'EX', ARGV[9]) end
+if KEYS[5] ~= KEYS[1] then redis.call('SET', KEYS[5], ARGV[10], 'EX', ARGV[11]) end
 return 'new'
 """
 
@@ -118,23 +123,25 @@ async def _submit(run: RunRow, asked: Asked) -> str:
         failure=asked.failure,
     )
     seqs = cell.seqs(run.id)
-    keys = [seqs, cell.run(run.id), cell.ops(partition), cell.sampler(sampler.id) if sampler else seqs]
-    limits = [MAX_OPEN, MAX_OPEN_BYTES, NUM_KEPT]
+    keys = [seqs, cell.run(run.id), cell.ops(partition), cell.held(run.spec.tenant)]
+    keys.append(cell.sampler(sampler.id) if sampler else seqs)
+    limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_KEPT]
     kept = [JSON.encode(sampler), UNSAVED_KEPT_S] if sampler else ["", 0]
     fields = await run.base.bus.fields(operation)
-    words: list[Any] = [asked.seq, asked.digest, asked.action, len(asked.payload), *limits, *kept, *fields]
+    words: list[Any] = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, *kept, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
     return answer.decode()
 
 
 def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
     name = run.spec.public_id
-    if answer == "full":
-        error = ApiError(
-            429,
-            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done",
-            code="too_many",
+    if answer in ("full", "holds"):
+        mine = f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"
+        all_mine = (
+            f"your runs hold {MAX_HELD_BYTES >> 20} MiB of data that wait, or whose step is not done: send this again when some are"
+            " done, call optim_step, or unload models"
         )
+        error = ApiError(429, mine if answer == "full" else all_mine, code="too_many")
         error.headers = {"Retry-After": str(RETRY_AFTER_S)}
         return error
     if answer in ("ended", "failed"):

@@ -13,7 +13,6 @@ import pytest
 
 from common.adapters import PEFT_FILES, AdapterStore
 from common.messages import AdapterRef
-from manager_service.records import JSON
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker.rest.files import VALID_S, Grant, sign, verified
 from tests.common.test_worker import until
@@ -107,7 +106,7 @@ async def test_an_expired_checkpoint_is_gone_everywhere(server: ApiServer, clien
     assert await listed(client, run) == ["weights/first"]
     state = await state_of(server, run)
     state.checkpoints = [msgspec.structs.replace(one, expires_at=int(time.time())) for one in state.checkpoints]
-    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(state))
+    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), mapping=state.fields())
     assert await listed(client, run) == []
     assert await uses(client, path, session) == [404, 404, 400, 404, 404]
     assert (await client.put(f"{about(path)}/ttl", ttl_seconds=None)).status_code == 404

@@ -11,7 +11,6 @@ import pytest
 from common.messages import f32
 from common.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
-from manager_service.records import JSON
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker import retrieval
 from manager_service.tinker.futures import patience
@@ -63,7 +62,7 @@ async def test_a_result_that_takes_long_is_asked_for_again(
     told = {"type": "try_again", "request_id": future(run, 1), "queue_state": "paused_capacity"}
     assert (waits.status_code, waits.json()["queue_state"]) == (408, "paused_capacity")
     state = RunState(status="ready", version=0)
-    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(state))
+    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), mapping=state.fields())
     assert (await client.retrieve(future(run, 1))).json() == told | {"queue_state_reason": "no trainer worker is there"}
     await tell(server.bus, report("t", "trainer"))
     await until(server, 1)
@@ -79,7 +78,7 @@ async def test_a_tenant_whose_tokens_of_the_day_are_used_up_is_told_so(
     client = TinkerClient(server.http, other.api_key)
     run = await client.run(await client.session())
     await server.bus.client.hset(
-        server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(RunState(status="ready", version=0))
+        server.bus.cell.run(run_of(run) or ""), mapping=RunState(status="ready", version=0).fields()
     )
     await tell(server.bus, report("t", "trainer"))
     await until(server, 1)
@@ -209,7 +208,7 @@ async def test_the_same_operation_is_taken_once_and_another_not_under_its_number
 
 async def test_a_number_that_was_passed_over_is_refused(server: ApiServer, client: TinkerClient, run: str) -> None:
     state = RunState(status="ready", version=0, head=5)
-    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), "state", JSON.encode(state))
+    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), mapping=state.fields())
     late = await client.send(pass_over(run, 4))
     assert (late.status_code, late.headers["x-should-retry"]) == (400, "false")
     assert "it came too late" in late.json()["error"]["message"]

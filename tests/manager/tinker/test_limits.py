@@ -1,0 +1,352 @@
+"""What a tenant may have of the Tinker protocol: sessions and what they say of themselves, runs, what they hold in Redis."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from manager_service.api import body_limit
+from manager_service.runs import names, retention, runs
+from manager_service.runs import run as run_module
+from manager_service.runs import samplers as run_samplers
+from manager_service.runs.records import run_of
+from manager_service.tinker import retrieval
+from manager_service.tinker.store import runs as store_runs
+from manager_service.tinker.store import samplers, sessions, submission
+from tests.common.test_worker import until
+from tests.support.api_server import ApiServer, method, running_api, upload
+from tests.support.owned_runs import owned_runs
+from tests.support.standin_runs import standing_in
+from tests.support.tinker_client import TinkerClient, client_of, pass_over
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> TinkerClient:
+    return await client_of(server)
+
+
+# ---- sessions -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_session_or_a_run_says_of_itself_has_a_limit(client: TinkerClient) -> None:
+    for told in (
+        {"user_metadata": {"note": "x" * 4100}},
+        {"display_name": "x" * 4100},
+        {"user_metadata": {"note": "x" * 2100}, "display_name": "y" * 2100},
+        {"tags": ["x" * 100] * 50},
+    ):
+        refused = await client.post("create_session", **({"tags": []} | told))
+        assert refused.status_code == 400 and "at most 4096" in refused.json()["error"]["message"]
+    session = (await client.post("create_session", tags=["a"], user_metadata={"note": "x" * 4000})).json()["session_id"]
+    body: dict[str, Any] = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    refused = await client.post("create_model", **body, user_metadata={"note": "x" * 4100})
+    assert refused.status_code == 400 and "user_metadata" in refused.json()["error"]["message"]
+    assert (await client.post("create_model", **body, user_metadata={"note": "x" * 4000})).status_code == 200
+
+
+async def test_a_tenant_has_so_many_sessions_alive_and_no_more_even_in_a_race(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_ALIVE", 5)
+    answers = await asyncio.gather(*(client.post("create_session", tags=[]) for _ in range(12)))
+    assert Counter(answer.status_code for answer in answers) == {200: 5, 400: 7}
+    refused = next(answer for answer in answers if answer.status_code == 400)
+    assert "5 of your sessions are alive: end some" in refused.json()["error"]["message"]
+    assert refused.headers["x-should-retry"] == "false"  # the SDK says it at once
+    mine = [answer.json()["session_id"] for answer in answers if answer.status_code == 200]
+    assert (await client.post("session_heartbeat", session_id=mine[0])).status_code == 200
+    assert (await client.post(f"sessions/{mine[0]}/finish", reason={"type": "success"})).status_code == 200
+    assert (await client.post("create_session", tags=[])).status_code == 200
+    other = await client_of(server, "acme")
+    assert (await other.post("create_session", tags=[])).status_code == 200
+
+
+async def test_a_silent_session_makes_room(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_ALIVE", 1)
+    assert (await client.post("create_session", tags=[])).status_code == 200
+    assert (await client.post("create_session", tags=[])).status_code == 400
+    monkeypatch.setattr(sessions, "SESSION_ALIVE_S", 1)
+    while (answer := await client.post("create_session", tags=[])).status_code == 400:
+        await asyncio.sleep(0.05)
+    assert answer.status_code == 200
+
+
+async def test_the_oldest_sessions_that_have_ended_are_forgotten(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_KEPT", 4)
+    alive = await client.session()
+    ended = [await client.session() for _ in range(3)]
+    for session in ended:
+        await client.post(f"sessions/{session}/finish", reason={"type": "success"})
+    newest = [await client.session() for _ in range(3)]
+    kept = (await client.get("sessions?limit=100")).json()["sessions"]
+    assert set(kept) == {alive, *newest}
+    for session in ended:
+        assert (await client.get(f"sessions/{session}")).status_code == 404
+    assert (await client.get(f"sessions/{alive}")).status_code == 200
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+async def keys_of(server: ApiServer, run: str) -> set[str]:
+    """Kinds of records that Redis has of a run."""
+    found = [name.decode() async for name in server.bus.client.scan_iter(f"marlaas:*{run_of(run)}*")]
+    return {name.split(":")[2] for name in found}
+
+
+async def test_a_tenant_has_so_many_runs_that_have_not_ended(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path / "data", max_unfinished_jobs=3) as server, owned_runs(server):
+        client = await client_of(server)
+        session = await client.session()
+        body = {"session_id": session, "base_model": "tiny"}
+        answers = await asyncio.gather(*(client.post("create_model", **body, model_seq_id=i) for i in range(8)))
+        assert Counter(answer.status_code for answer in answers) == {200: 3, 400: 5}
+        refused = next(answer for answer in answers if answer.status_code == 400)
+        assert "3 unfinished jobs and runs" in refused.json()["error"]["message"]
+        assert refused.headers["x-should-retry"] == "false"
+        again = await asyncio.gather(*(client.post("create_model", **body, model_seq_id=i) for i in range(8)))
+        assert [answer.status_code for answer in again] == [answer.status_code for answer in answers]
+        job = await server.http.post(
+            "/v1/fine_tuning/jobs",
+            json={"model": "tiny", "method": method()} | {"training_file": await upload(server.openai)},
+        )
+        assert job.status_code == 429 and job.json()["error"]["code"] == "too_many_jobs"
+        mine = next(answer.json()["model_id"] for answer in answers if answer.status_code == 200)
+        ended = await client.post("unload_model", model_id=mine)
+        assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
+        assert (await client.post("create_model", **body, model_seq_id=9)).status_code == 200
+        other = await client_of(server, "acme")
+        await other.run(await other.session())
+
+
+async def test_a_run_that_ended_long_ago_without_a_checkpoint_leaves_redis_and_the_store(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
+    monkeypatch.setattr(runs, "LOOK_AGAIN_S", 0.1)
+    monkeypatch.setattr(retention, "UNNAMED_KEPT_S", 1)
+    session = await client.session()
+    async with owned_runs(server):
+        bare, named = await client.run(session, 0), await client.run(session, 1)
+        saved = await client.post("save_weights", model_id=named, seq_id=1, path="mine")
+        assert (await client.retrieve(saved.json()["request_id"])).status_code == 200
+        for run in (bare, named):
+            ended = await client.post("unload_model", model_id=run)
+            assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
+            assert 0 < await server.bus.client.ttl(server.bus.cell.seqs(run_of(run) or "")) <= 3600
+
+        async def has_left() -> bool:
+            return not await keys_of(server, bare)
+
+        await until(has_left)
+        adapters = server.api.objects
+        tenant = "default"
+        assert not [path for path in await adapters.paths(f"adapters/{tenant}/{run_of(bare)}") if "safetensors" in path]
+        listed = (await client.get("training_runs")).json()["training_runs"]
+        assert [run["training_run_id"] for run in listed] == [named]
+        assert (await client.get(f"training_runs/{bare}")).status_code == 404
+        assert (await client.post("weights_info", tinker_path=f"tinker://{named}/weights/mine")).status_code == 200
+        deleted = await client.delete(f"training_runs/{named}/checkpoints/weights/mine")
+        assert deleted.status_code in (200, 204)
+        for whole in (False, True):  # an hour later
+            await server.bus.client.delete(server.bus.cell.use(run_of(named) or "", 0, with_optimizer=whole))
+
+        async def has_left_too() -> bool:
+            return not await keys_of(server, named)
+
+        await until(has_left_too)
+
+
+async def test_a_tenant_keeps_so_many_runs(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_runs, "MAX_KEPT", 2)
+    session = await client.session()
+    await client.run(session, 0)
+    await client.run(session, 1)
+    refused = await client.post("create_model", session_id=session, model_seq_id=2, base_model="tiny")
+    assert refused.status_code == 400 and "delete checkpoints" in refused.json()["error"]["message"]
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "MAX_HELD_BYTES", 20_000)
+    session = await client.session()
+    async with owned_runs(server):
+        first, second = await client.run(session, 0), await client.run(session, 1)
+        seq = 0
+        while (answer := await client.send(pass_over(first, seq + 1, num_tokens=200))).status_code == 200:
+            seq += 1  # answered, and yet held: their gradient waits for its step
+            assert (await client.retrieve(answer.json()["request_id"])).status_code == 200
+        assert seq > 2 and answer.status_code == 429 and "call optim_step" in answer.json()["error"]["message"]
+        assert (await client.send(pass_over(second, 1, num_tokens=200))).status_code == 429
+        other = await client_of(server, "acme")
+        theirs = await other.run(await other.session())
+        assert (await other.send(pass_over(theirs, 1, num_tokens=200))).status_code == 200
+        step = await client.post("optim_step", model_id=first, seq_id=seq + 1, adam_params={})
+        assert (await client.retrieve(step.json()["request_id"])).status_code == 200
+        assert (await client.send(pass_over(second, 1, num_tokens=200))).status_code == 200
+        for run in (first, second):
+            ended = await client.post("unload_model", model_id=run)
+            assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
+        assert await server.bus.client.hgetall(server.bus.cell.held("default")) == {}
+
+
+@pytest.mark.parametrize("limit,most", [("MAX_LOG", 3), ("MAX_LOG_BYTES", 6000)])
+async def test_one_step_has_so_many_operations_and_bytes(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(run_module, limit, most)
+    async with owned_runs(server):
+        run = await client.run(await client.session())
+        told: list[Any] = []
+        for seq in range(1, 8):
+            sent = await client.send(pass_over(run, seq, num_tokens=200))
+            told.append((await client.retrieve(sent.json()["request_id"])).json())
+        faults = [each["error"] for each in told if "error" in each]
+        assert faults and "call optim_step before this one" in faults[0] and "error" not in told[0]
+        for seq in (8, 9):
+            step = await client.post("optim_step", model_id=run, seq_id=seq, adam_params={})
+            told.append((await client.retrieve(step.json()["request_id"])).json())
+        assert "not whole" in told[-2]["error"] and "error" not in told[-1]
+
+
+async def test_a_run_has_so_many_checkpoints(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "MAX_CHECKPOINTS", 2)
+    async with owned_runs(server):
+        run = await client.run(await client.session())
+
+        async def save(seq: int, name: str) -> dict[str, Any]:
+            sent = await client.post("save_weights", model_id=run, seq_id=seq, path=name)
+            return (await client.retrieve(sent.json()["request_id"])).json()
+
+        assert [("error" in await save(seq, name)) for seq, name in enumerate("abb", 1)] == [False] * 3
+        refused = await save(4, "c")
+        assert "tinker checkpoint delete" in refused["error"] and "ttl" in refused["error"]
+        assert (await client.delete(f"training_runs/{run}/checkpoints/weights/a")).status_code in (200, 204)
+        assert "error" not in await save(5, "c")
+
+
+async def test_a_runs_samplers_are_bounded_and_outside_of_its_state(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_samplers, "MAX_SAMPLERS", 3)
+    monkeypatch.setattr(run_samplers, "MAX_INFLIGHT", 1)
+    session = await client.session()
+    async with owned_runs(server):
+        run = await client.run(session)
+        for seq in range(1, 7):
+            body = {"sampling_session_seq_id": seq, "kind": "inflight" if seq < 3 else "snapshot"}
+            sent = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq, **body)
+            assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+        kept = (await client.get(f"sessions/{session}")).json()["sampler_ids"]
+        assert set(kept) == {f"{session}:sample:{seq}" for seq in (4, 5, 6)}
+        state: Any = await server.bus.client.hget(server.bus.cell.run(run_of(run) or ""), "state")
+        assert b":sample:" not in state
+        gone = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [104]}]}, "sampling_params": {"max_tokens": 1}}
+        asked = await client.post("asample", **gone, sampling_session_id=f"{session}:sample:1", seq_id=0)
+        assert asked.status_code == 404 and "save again" in asked.json()["error"]["message"]
+
+
+async def test_an_operation_of_too_many_positions_fails_and_says_how_to_send_them(
+    server: ApiServer, client: TinkerClient
+) -> None:
+    async with standing_in(server.bus):
+        run = await client.run(await client.session())
+        sent = await client.send(pass_over(run, 1, num_tokens=2048, num_data=129))
+        failed = (await client.retrieve(sent.json()["request_id"])).json()
+        assert "264,192 positions in one operation are too many: at most 262,144" in failed["error"]
+        assert failed["category"] == "user"
+        sent = await client.send(pass_over(run, 2, num_tokens=2048, num_data=100))
+        assert "error" not in (await client.retrieve(sent.json()["request_id"])).json()
+
+
+def as_json(run: str, seq: int, num_data: int) -> bytes:
+    """A pass as SDK 0.16 sends it, about 60 KB a datum."""
+    numbers = {"data": [0.12345678901234567] * 1000, "dtype": "float32"}
+    inputs = {"target_tokens": {"data": [101] * 1000, "dtype": "int64"}, "logprobs": numbers, "advantages": numbers}
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [100] * 1000}]},
+        "loss_fn_inputs": inputs,
+    }
+    asked = {"data": [datum] * num_data, "loss_fn": "importance_sampling"}
+    return msgspec.json.encode({"model_id": run, "seq_id": seq, "forward_backward_input": asked})
+
+
+async def test_a_pass_as_json_may_be_larger_than_other_bodies(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"X-API-Key": f"tml-{client.key}", "Content-Type": "application/json"}
+
+    async def send(name: str, body: bytes) -> httpx.Response:
+        return await server.http.post(f"/api/v1/{name}", content=body, headers=headers, timeout=60)
+
+    async with standing_in(server.bus):
+        run = await client.run(await client.session())
+        large = as_json(run, 1, 240)
+        assert (12 << 20) > len(large) > (10 << 20)
+        sent = await send("forward_backward", large)
+        assert sent.status_code == 200, sent.text
+        assert "error" not in (await client.retrieve(sent.json()["request_id"])).json()
+        assert (await send("forward_backward", as_json(run, 2, 400))).status_code == 413
+        assert (await send("asample", large)).status_code == 413
+        monkeypatch.setattr(body_limit, "MAX_PASSING_BYTES", 1 << 20)
+        refused = await send("forward_backward", as_json(run, 2, 100))
+        assert refused.status_code == 429 and "under way" in refused.json()["error"]["message"]
+        assert (await client.send(pass_over(run, 2))).status_code == 200
+
+
+async def test_whoever_waits_behind_an_operation_that_never_came_is_told(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", 0.5)
+    async with standing_in(server.bus):
+        run = await client.run(await client.session())
+        sent = await client.send(pass_over(run, 2))
+        waits = await client.retrieve(sent.json()["request_id"])
+        assert waits.status_code == 408
+        assert "operation 1 of the run has not come" in waits.json()["queue_state_reason"]
+
+
+async def test_the_samplers_that_were_the_longest_unused_are_forgotten(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "MAX_NAMED", 2)
+    session = await client.session()
+
+    async def create(number: int) -> str:
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
+        return (await client.post("create_sampling_session", **body)).json()["sampling_session_id"]
+
+    first, second = await create(0), await create(1)
+    assert (await client.get(f"samplers/{first}")).status_code == 200  # it is used
+    third = await create(2)
+    found = [(await client.get(f"samplers/{name}")).status_code for name in (first, second, third)]
+    assert found == [200, 404, 200]
+    other = await client_of(server, "acme")
+    theirs = {"session_id": await other.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+    assert (await other.post("create_sampling_session", **theirs)).status_code == 200
+    assert (await client.get(f"samplers/{first}")).status_code == 200

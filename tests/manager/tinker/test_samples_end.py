@@ -1,0 +1,136 @@
+"""How requests for samples end that cannot be served, or that nobody wants any more."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages import Cancel, Failure
+from manager_service.records import JSON, JobState
+from manager_service.tinker import retrieval
+from manager_service.tinker.futures import samples as samples_module
+from manager_service.tinker.futures.samples import Gone
+from tests.support.api_server import ApiServer, Script, method, played, running_api, upload
+from tests.support.tinker_client import TinkerClient, client_of
+
+pytestmark = pytest.mark.timeout(120)
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
+SAMPLE: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}}
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> TinkerClient:
+    return await client_of(server)
+
+
+async def sampler_of(client: TinkerClient, **of: Any) -> str:
+    body = {"session_id": await client.session(), "sampling_session_seq_id": 0} | of
+    made = await client.post("create_sampling_session", **body)
+    assert made.status_code == 200, made.text
+    return made.json()["sampling_session_id"]
+
+
+async def test_a_sampler_of_a_jobs_version_that_was_deleted_says_so(server: ApiServer, client: TinkerClient) -> None:
+    given: Any = method()
+    job = (
+        await server.openai.fine_tuning.jobs.create(
+            model="tiny", training_file=await upload(server.openai), extra_body={"method": given}
+        )
+    ).id
+    state = JSON.encode(JobState(status="succeeded", version=3))
+    await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+    sampler = await sampler_of(client, model_path=f"tinker://{job}/sampler_weights/2")
+    async with played(Script(server.bus, inbox=server.bus.cell.rollout)):
+        asked = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=0)
+        assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
+    await server.openai.models.delete(f"ft:tiny:default::{job}")
+    refused = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=1)
+    assert refused.status_code == 404, refused.text
+    assert "there is no checkpoint" in refused.json()["error"]["message"]
+
+
+async def test_a_damaged_version_is_an_error_and_not_a_request_to_ask_again(
+    server: ApiServer, client: TinkerClient
+) -> None:
+    sampler = await sampler_of(client, base_model="tiny")
+    damaged = Failure("corrupt_adapter", "adapter_model.safetensors does not match its manifest")
+    async with played(Script(server.bus, failure=damaged, inbox=server.bus.cell.rollout)):
+        asked = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=0)
+        found = await client.retrieve(asked.json()["request_id"])
+    assert found.status_code == 200 and "the version is damaged" in found.json()["error"]
+
+
+async def test_a_request_is_given_up_at_whichever_manager(
+    server: ApiServer, client: TinkerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
+    async with running_api(server.api.settings.redis_url, tmp_path / "data") as second:
+        there = TinkerClient(second.http, client.key)
+        request = (await client.post("asample", **SAMPLE, base_model="tiny")).json()["request_id"]
+        stranger = await client_of(server, "stranger")
+        refused = await TinkerClient(second.http, stranger.key).post("cancel_future", request_id=request)
+        assert refused.status_code == 200
+        for asker in (there, client):  # by now, the other manager has read the stranger's wish
+            assert (await asker.retrieve(request)).status_code == 408
+        assert (await there.post("cancel_future", request_id=request)).status_code == 200
+        while (found := await client.retrieve(request)).status_code == 408:
+            pass
+        assert found.status_code == 410
+
+
+async def asked_of(client: TinkerClient, sampler: str, num: int) -> list[str]:
+    return [
+        (await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=seq)).json()["request_id"]
+        for seq in range(num)
+    ]
+
+
+async def test_what_a_client_has_under_way_ends_with_its_session(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
+    mine, others = await sampler_of(client, base_model="tiny"), await sampler_of(client, base_model="tiny")
+    requests, kept = await asked_of(client, mine, 2), await asked_of(client, others, 1)
+    waiting = asyncio.create_task(server.api.bases["tiny"].samples.outcome("default", requests[0], 60))
+    assert (await client.retrieve(requests[1])).status_code == 408
+    session = mine.partition(":")[0]
+    assert (await client.post(f"sessions/{session}/finish", reason={"type": "success"})).status_code == 200
+    assert (await waiting).gone, "whoever waits hears of it"
+    assert [(await client.retrieve(request)).status_code for request in requests] == [410, 410]
+    assert (await client.retrieve(kept[0])).status_code == 408
+    cancelled: set[str] = set()
+    while len(cancelled) < 2:  # its turns end at the workers
+        told = await server.bus.follow(server.bus.cell.control, "0", block_ms=None)
+        cancelled = {message.job for _, message in told if isinstance(message, Cancel)}
+
+
+@pytest.mark.parametrize("how", ["finished elsewhere", "silent"])
+async def test_a_session_that_is_over_ends_its_samples_at_every_manager(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    samples, cell = server.api.bases["tiny"].samples, server.bus.cell
+    mine, others = await sampler_of(client, base_model="tiny"), await sampler_of(client, base_model="tiny")
+    (request,), (kept,) = await asked_of(client, mine, 1), await asked_of(client, others, 1)
+    session = mine.partition(":")[0]
+    await samples.end_silent()
+    samples.find("default", request)
+    if how == "silent":
+        await server.bus.client.delete(cell.session(session))
+        await samples.end_silent()
+        samples.find("default", request)  # it may be back in time
+        monkeypatch.setattr(samples_module, "GRACE_S", -1.0)
+    else:
+        monkeypatch.setattr(samples, "end_session", str)  # another manager was told
+        await client.post(f"sessions/{session}/finish", reason={"type": "success"})
+    await samples.end_silent()
+    with pytest.raises(Gone):
+        samples.find("default", request)
+    samples.find("default", kept)
