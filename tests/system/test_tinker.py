@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from common.adapters import PEFT_FILES, AdapterStore
-from common.messages import AdapterRef
 from common.objects import Objects
 from harness.live import Api, adapter_hashes, running
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
 from tests.common.test_worker import until
 from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python
+from tests.system.tinker_kills import disturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 LOOP = Path(__file__).resolve().parents[2] / "examples" / "tinker_loop.py"
 TENANT = "default"
+LONG_S = 1200
+"""For two clusters and processes that start again, on a slow machine."""
+NUM_KILLS, SEED = 6, 9
+"""The manager, each trainer, the rollout worker, a trainer again, Redis."""
 DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
 
 HEAD = """
@@ -49,14 +52,6 @@ print(json.dumps(kept))
 )
 
 
-async def final_adapter(cluster: LocalCluster, path: str) -> dict[str, bytes]:
-    """Files of the version that a path of a run's last checkpoint names."""
-    run = run_of(path.removeprefix("tinker://").partition("/")[0])
-    assert run is not None
-    store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
-    return await store.read(AdapterRef(TENANT, run, STEPS), PEFT_FILES)
-
-
 async def versions_are(cluster: LocalCluster, path: str, expected: set[int]) -> bool:
     """Are the files of these versions of a run there, and no others? `path`: of one of its checkpoints."""
     run = run_of(path.removeprefix("tinker://").partition("/")[0])
@@ -80,24 +75,16 @@ async def test_the_loop_that_ships_raises_the_reward(tmp_path: Path) -> None:
 
 
 @pytest.mark.exact
+@pytest.mark.timeout(LONG_S)
 async def test_kills_between_operations_change_no_bit(tmp_path: Path) -> None:
-    async with running(tmp_path / "alone", environment=DETERMINISTIC) as (cluster, _):
-        alone = await final_adapter(cluster, await sdk(cluster, TRAIN))
-    async with running(tmp_path / "killed", environment=DETERMINISTIC, trainer=2) as (cluster, _):
-        killing = asyncio.create_task(keep_killing(cluster, ["trainer-0", "manager", "trainer-1"]))
-        try:
-            killed = await final_adapter(cluster, await sdk(cluster, TRAIN))
-        finally:
-            killing.cancel()
-    assert killed == alone
+    verdict = await disturbed("deterministic", NUM_KILLS, SEED, tmp_path)
+    assert verdict.faults == []
 
 
-async def keep_killing(cluster: LocalCluster, names: list[str]) -> None:
-    """The processes in turn; each is started again."""
-    while True:
-        for name in names:
-            await asyncio.sleep(6)  # a trainer is up again by then
-            cluster.kill(name)
+@pytest.mark.timeout(LONG_S)
+async def test_kills_between_operations_lose_and_double_nothing(tmp_path: Path) -> None:
+    verdict = await disturbed("default", NUM_KILLS, SEED, tmp_path)
+    assert verdict.faults == []
 
 
 @pytest.mark.exact

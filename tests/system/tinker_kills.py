@@ -1,46 +1,69 @@
-"""Kills trainers and the manager between the operations of a run, many times, and compares the adapter's bytes with those of an
-undisturbed run: `python -m tests.system.tinker_kills [--kills 200]`.
+"""Kills every kind of process between the operations of a run, many times, and compares what came of it with an undisturbed run:
+`python -m tests.system.tinker_kills [--mode default] [--kills 200]`.
 
-Deterministic mode, two trainers, the unmodified SDK. Each kill is a SIGKILL of a process drawn by a seed, at a moment drawn by it; the
-next comes once the run has got an answer since. Exit status: 0 if both runs end in the same bytes and no version is missing.
+The unmodified SDK; two trainers, and one of everything else, Redis too, which starts again from its file. Each kill is a SIGKILL of a
+process drawn by a seed, at a moment drawn by it; the next comes once the client has got an answer since. In both modes every operation
+is answered, once and with success; the versions have no gap, and each sample is of the version that was saved; trained tokens are
+charged once; no work and no dead letter is left. Beside that:
+
+    deterministic    the adapter's bytes and the samples are those of the undisturbed run
+    default          losses and gradients' norms are those of the undisturbed run, but for the last digits, and the loss falls
+
+Exit status: 0 if all this holds.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+import redis.asyncio as aioredis
 
 from common.adapters import PEFT_FILES, AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
-from harness.live import running
+from common.operations import OperationResult
+from common.streams import Cell
+from harness.live import Api, running
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
 from tests.support.tinker_sdk import run_sdk
 
 TENANT = "default"
-DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
-VICTIMS = ("trainer-0", "trainer-1", "manager")
+CELL = Cell("tiny")
+Mode = Literal["deterministic", "default"]
+ENVIRONMENT: dict[Mode, dict[str, str]] = {
+    "deterministic": {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"},
+    "default": {"MARLAAS_LEASE_S": "2"},
+}
+VICTIMS = ("trainer-0", "trainer-1", "manager", "rollout-0", "redis", "env-0")
 BETWEEN_S = (0.0, 0.4)
 """From the answer that the run got after the kill of before, to the next kill: several operations may be answered in this time."""
 LIMIT_S = 3600.0
+PARTS, TOKENS = 3, 12
+"""Passes of a step, each over one datum of so many tokens."""
+CLOSE = 0.02
+"""Of a loss or a norm: what the order of sums may change in default mode. A pass lost or taken twice changes a norm by a third."""
 
 TRAIN = """
 import json, os, tinker
 from tinker import types
 def datum(n):
-    tokens = [(7 * n + i) % 200 for i in range(12)]
-    inputs = {{"target_tokens": tokens[1:] + [0], "weights": [1.0] * 12}}
+    tokens = [(7 * n + i) % 200 for i in range({tokens})]
+    inputs = {{"target_tokens": tokens[1:] + [0], "weights": [1.0] * {tokens}}}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 client = tinker.ServiceClient().create_lora_training_client("tiny", rank=8, seed=3).result()
-done, versions, answers = 0, [], 0
+prompt, done, steps, samples, answers = types.ModelInput.from_ints([259, *b"add 37+58", 256, 260]), 0, [], [], 0
 def answered(future):
     global answers
     result, answers = future.result(), answers + 1
@@ -48,27 +71,82 @@ def answered(future):
         file.write(str(answers))
     return result
 while done < {steps} and not os.path.exists({stop!r}):
-    for part in range(3):
-        answered(client.forward_backward([datum(3 * done + part)], "cross_entropy"))
-    versions.append(int(answered(client.optim_step(types.AdamParams(learning_rate=1e-4))).metrics["version"]))
+    losses = [answered(client.forward_backward([datum({parts} * done + part)], "cross_entropy")).metrics["loss:sum"]
+              for part in range({parts})]
+    metrics = answered(client.optim_step(types.AdamParams(learning_rate=1e-4))).metrics
+    steps.append([int(metrics["version"]), metrics["grad_norm"], losses])
     done += 1
+    sampler = answered(client.save_weights_and_get_sampling_client())
+    found = answered(sampler.sample(prompt, 2, types.SamplingParams(max_tokens=8, seed=done))).sequences
+    samples.append([[int(s.sequence_id.rpartition("@")[2]), list(s.tokens)] for s in found])
     if done % 10 == 0:
         answered(client.save_state(f"at-{{done}}"))
-print(json.dumps([client.save_state("end").result().path, versions]))
+print(json.dumps([client.save_state("end").result().path, steps, samples]))
 """
 
 
-async def train(cluster: LocalCluster, steps: int, stop: Path, told_in: Path) -> tuple[dict[str, bytes], int]:
-    """The files of the last version, and how many steps were made: at most `steps`, fewer if the file `stop` appears. The number
-    of operations that were answered so far stands in the file `told_in`."""
-    program = TRAIN.format(steps=steps, stop=str(stop), told=str(told_in))
-    told: Any = await run_sdk(program, url=cluster.base_url, key=cluster.api_key, timeout_s=LIMIT_S)
-    path, versions = told
-    assert versions == list(range(1, len(versions) + 1)), "a version is missing, or there twice"
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run led to."""
+
+    steps: list[tuple[int, float, list[float]]]  # version, norm of the gradient, losses of the passes
+    samples: list[list[tuple[int, list[int]]]]  # by step: version and tokens of each
+    adapter: dict[str, bytes]  # files of the last version
+    faults: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    mode: Mode
+    kills: int
+    of: dict[str, int]
+    seed: int
+    steps: int
+    seconds: int
+    seconds_alone: int
+    faults: list[str]
+
+
+async def train(cluster: LocalCluster, api: Api, steps: int, stop: Path, told_in: Path) -> Trained:
+    """Makes at most `steps` steps, fewer if the file `stop` appears. The number of answers that the client got so far stands in the
+    file `told_in`."""
+    program = TRAIN.format(steps=steps, stop=str(stop), told=str(told_in), parts=PARTS, tokens=TOKENS)
+    path, *told = await run_sdk(program, url=cluster.base_url, key=cluster.api_key, timeout_s=LIMIT_S)
     run = run_of(path.removeprefix("tinker://").partition("/")[0])
     assert run is not None
+    made, samples = msgspec.convert(
+        told, tuple[list[tuple[int, float, list[float]]], list[list[tuple[int, list[int]]]]]
+    )
     store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
-    return await store.read(AdapterRef(TENANT, run, len(versions)), PEFT_FILES), len(versions)
+    adapter = await store.read(AdapterRef(TENANT, run, len(made)), PEFT_FILES)
+    trained = (await api.get("/usage"))["total"]["trained_tokens"]
+    faults = [*numbering(made, samples), *await left(cluster.redis_url, run)]
+    if trained != (due := len(made) * PARTS * TOKENS):
+        faults.append(f"{trained} trained tokens were charged instead of {due}")
+    return Trained(made, samples, adapter, faults)
+
+
+def numbering(steps: list[tuple[int, float, list[float]]], samples: list[list[tuple[int, list[int]]]]) -> list[str]:
+    """What is wrong with the versions' numbers."""
+    expected = list(range(1, len(steps) + 1))
+    faults = [] if [step[0] for step in steps] == expected else ["a version is missing, or there twice"]
+    sampled = [[version for version, _ in found] for found in samples]
+    return faults if sampled == [[version] * 2 for version in expected] else [*faults, "a sample is of another version"]
+
+
+async def left(redis_url: str, run: str) -> list[str]:
+    """What of a run has no result or a failure, and which work is left in the cell's streams."""
+    client: Any = aioredis.from_url(redis_url)  # pyright: ignore[reportUnknownMemberType]
+    async with client:
+        found: dict[bytes, bytes] = await client.hgetall(CELL.results(run))
+        submitted = int(await client.hget(CELL.seqs(run), "last"))
+        kinds = [await client.keys(CELL.key(f"{kind}:[0-9]*")) for kind in ("ops", "adapters")]
+        inboxes = [key.decode() for keys in kinds for key in keys]
+        work = [CELL.train, CELL.rollout, CELL.rollout_first, CELL.dead, *inboxes]
+        faults = [f"{key} holds {num} entries" for key in work if (num := await client.xlen(key))]
+    results = {int(number): msgspec.msgpack.decode(body, type=OperationResult) for number, body in found.items()}
+    faults += [f"operation {number} has no result" for number in range(submitted + 1) if number not in results]
+    return faults + [f"operation {number}: {each.failure}" for number, each in results.items() if each.failure]
 
 
 async def kill(cluster: LocalCluster, num: int, rng: random.Random, told_in: Path) -> Counter[str]:
@@ -101,28 +179,51 @@ def read_number(file: Path) -> int:
     return int((file.read_text() if file.exists() else "") or 0)
 
 
-async def main(num: int, seed: int) -> bool:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        stop, began = folder / "stop", time.monotonic()
-        async with running(folder / "killed", environment=DETERMINISTIC, trainer=2) as (cluster, _):
-            training = asyncio.create_task(train(cluster, 10**9, stop, folder / "told"))
-            killed = await either(kill(cluster, num, random.Random(seed), folder / "told"), training)
-            stop.touch()
-            disturbed, steps = await training
-        killed_s, began = time.monotonic() - began, time.monotonic()
-        async with running(folder / "alone", environment=DETERMINISTIC) as (cluster, _):
-            alone, _ = await train(cluster, steps, folder / "none", folder / "told-alone")
-        same = alone == disturbed
-        told = {"kills": killed.total(), "of": dict(killed), "seed": seed, "steps": steps, "operations": 4 * steps}
-        seconds = {"seconds": round(killed_s), "seconds_alone": round(time.monotonic() - began)}
-        print(json.dumps(told | seconds | {"same_bytes": same}))
-        return same
+def differences(mode: Mode, killed: Trained, alone: Trained) -> list[str]:
+    """Where a run that was disturbed came to something else than one that was not."""
+    if mode == "deterministic":
+        same = {"bytes": killed.adapter == alone.adapter, "samples": killed.samples == alone.samples}
+        return [f"other {what} than undisturbed" for what, equal in same.items() if not equal]
+    faults = [
+        f"step {version}: norm {norm:g} and losses {losses} instead of {due_norm:g} and {due}"
+        for (version, norm, losses), (_, due_norm, due) in zip(killed.steps, alone.steps, strict=True)
+        if not all(math.isclose(a, b, rel_tol=CLOSE) for a, b in zip([norm, *losses], [due_norm, *due], strict=True))
+    ]
+    first, last = (sum(killed.steps[n][2]) for n in (0, -1))
+    return faults if last < first else [*faults, f"the loss went from {first:g} to {last:g}"]
+
+
+async def disturbed(mode: Mode, num: int, seed: int, folder: Path) -> Verdict:
+    """Trains under so many kills, and as many steps without any."""
+    stop, began = folder / "stop", time.monotonic()
+    async with running(folder / "killed", environment=ENVIRONMENT[mode], trainer=2) as (cluster, api):
+        training = asyncio.create_task(train(cluster, api, 10**9, stop, folder / "told"))
+        of = await either(kill(cluster, num, random.Random(seed), folder / "told"), training)
+        stop.touch()
+        killed = await training
+    killed_s, began = time.monotonic() - began, time.monotonic()
+    async with running(folder / "alone", environment=ENVIRONMENT[mode]) as (cluster, api):
+        alone = await train(cluster, api, len(killed.steps), folder / "none", folder / "told-alone")
+    alone_s = time.monotonic() - began
+    return Verdict(
+        mode=mode,
+        kills=of.total(),
+        of=dict(of),
+        seed=seed,
+        steps=len(killed.steps),
+        seconds=round(killed_s),
+        seconds_alone=round(alone_s),
+        faults=[*killed.faults, *alone.faults, *differences(mode, killed, alone)],
+    )
 
 
 if __name__ == "__main__":
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("--mode", choices=list(ENVIRONMENT), default="deterministic")
     given.add_argument("--kills", type=int, default=200)
     given.add_argument("--seed", type=int, default=1)
     options = given.parse_args()
-    sys.exit(0 if asyncio.run(main(options.kills, options.seed)) else 1)
+    with tempfile.TemporaryDirectory() as temporary:
+        verdict = asyncio.run(disturbed(options.mode, options.kills, options.seed, Path(temporary)))
+    print(json.dumps(asdict(verdict)))
+    sys.exit(1 if verdict.faults else 0)
