@@ -21,6 +21,7 @@ from manager_service.api import (
     models,
     page,
     results,
+    samples,
     usage,
 )
 from manager_service.api.body_limit import BodyLimit
@@ -42,6 +43,7 @@ ROUTERS = (
     jobs,
     events,
     results,
+    samples,
     curves,
     models,
     chat,
