@@ -11,12 +11,16 @@ NUM_RUNS = 16
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bytes that are kept."""
+    """How much is kept."""
 
-    events: int = 8 << 20  # of one job
-    samples: int = 8 << 20  # of one job
-    dead: int = 64 << 20  # of a cell's dead letters
-    telemetry: int = 64 << 20  # of a cell's reports
+    events: int = 8 << 20  # bytes of one job
+    samples: int = 8 << 20  # bytes of one job
+    dead: int = 64 << 20  # bytes of a cell's dead letters
+    telemetry: int = 64 << 20  # bytes of a cell's reports
+    sample_groups: int = 2  # groups of each step that are kept whole
+    other_samples: int = (
+        4  # trajectories of each step that are kept as its best, its worst and its failed: so many of each
+    )
 
 
 LIMITS = Limits()

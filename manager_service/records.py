@@ -205,6 +205,10 @@ class Written(msgspec.Struct, frozen=True):
     num_dropped: int = 0  # tokens at the end that are not kept
 
 
+KeptAs = Literal["first", "best", "worst", "failed"]
+"""Why a sample is kept: it is of a step's first groups, or one of the others."""
+
+
 class SampleRecord(msgspec.Struct, frozen=True):
     """A trajectory shown to the job's owner; as JSON it is the API's answer."""
 
@@ -218,6 +222,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     reward_parts: dict[str, float] = {}
     failure: Failure | None = None  # why it has no reward, and was left out
     written: Written | None = None  # None: not kept
+    kept: KeptAs = "first"
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 
 

@@ -60,6 +60,10 @@ class ManagerSettings(Settings):
     """What is kept of a job's events; the oldest go first. The job says how many were dropped."""
     max_samples_bytes: int = Field(default=Limits().samples, ge=1 << 16)
     """What is kept of a job's samples; the oldest versions go first. The job says how many were dropped."""
+    sample_groups: int = Field(default=Limits().sample_groups, ge=0, le=1024)
+    """Groups of each step whose samples are kept, the first ones."""
+    other_samples: int = Field(default=Limits().other_samples, ge=0, le=1024)
+    """Samples of each step that are kept as its best, its worst and its failed: so many of each."""
     max_dead_bytes: int = Field(default=Limits().dead, ge=1 << 16)
     """What is kept of a base model's dead letters; the oldest go first. `/metrics` says how many were dropped."""
     max_telemetry_bytes: int = Field(default=Limits().telemetry, ge=1 << 16)
@@ -74,7 +78,12 @@ class ManagerSettings(Settings):
     @property
     def limits(self) -> Limits:
         return Limits(
-            self.max_events_bytes, self.max_samples_bytes, dead=self.max_dead_bytes, telemetry=self.max_telemetry_bytes
+            self.max_events_bytes,
+            self.max_samples_bytes,
+            dead=self.max_dead_bytes,
+            telemetry=self.max_telemetry_bytes,
+            sample_groups=self.sample_groups,
+            other_samples=self.other_samples,
         )
 
     @property

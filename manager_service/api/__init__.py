@@ -28,6 +28,7 @@ Its files:
     events.py            serves a job's events, also as a stream
     event_stream.py      sends server-sent events
     results.py           serves what a job has made: checkpoints, metrics, adapters
+    samples.py           serves what a job's steps were trained on, to read
     files.py             serves /v1/files
     file_store.py        checks files of items, and stores them
     adapters.py          serves the files of a tuned model, of a job or of a run

@@ -52,11 +52,11 @@ async def files_of(api: Api, base: Base, adapter: AdapterRef, names: Sequence[st
     except CorruptObject as error:
         raise ApiError(503, f"version {adapter.version} is damaged: {error}", code="corrupt_adapter") from error
     if CONFIG in files:
-        files[CONFIG] = _with_base(files[CONFIG], api.settings.models[base.name])
+        files[CONFIG] = with_base(files[CONFIG], api.settings.models[base.name])
     return files
 
 
-def _with_base(config: bytes, where: str) -> bytes:
+def with_base(config: bytes, where: str) -> bytes:
     """An adapter's configuration that names the hub's model, if that is its base: so `AutoPeftModel` finds it. `where`: of the
     base model, a folder of this machine or a name of the hub."""
     if Path(where).is_dir():

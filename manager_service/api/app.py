@@ -22,6 +22,7 @@ from manager_service.api import (
     models,
     page,
     results,
+    samples,
     usage,
 )
 from manager_service.api.body_limit import BodyLimit
@@ -43,6 +44,7 @@ ROUTERS = (
     jobs,
     events,
     results,
+    samples,
     curves,
     models,
     adapters,

@@ -36,6 +36,10 @@ class JobRecords(Protocol):
         """
         ...
 
+    async def sample_versions(self) -> list[int]:
+        """Those of which samples are kept, ascending."""
+        ...
+
     async def ledger(self) -> dict[str, int]:
         """Its counts and `in_flight`, of one moment."""
         ...
@@ -78,10 +82,12 @@ class LiveRecords:
         return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
 
     async def samples(self, version: int | None) -> bytes:
-        key = self.base.cell.samples(self.job)
         if version is None:
-            version = max((int(v) for v in await self.base.redis.hkeys(key)), default=0)
-        return await self.base.redis.hget(key, str(version)) or b"[]"
+            version = max(await self.sample_versions(), default=0)
+        return await self.base.redis.hget(self.base.cell.samples(self.job), str(version)) or b"[]"
+
+    async def sample_versions(self) -> list[int]:
+        return sorted(int(v) for v in await self.base.redis.hkeys(self.base.cell.samples(self.job)))
 
     async def ledger(self) -> dict[str, int]:
         pipe = self.base.redis.pipeline(transaction=True)
@@ -119,6 +125,9 @@ class ArchivedRecords:
 
     async def samples(self, version: int | None) -> bytes:
         return await self.base.archive.samples(self.archived, version)
+
+    async def sample_versions(self) -> list[int]:
+        return self.base.archive.sample_versions(self.archived)
 
     async def ledger(self) -> dict[str, int]:
         return dict.fromkeys(LEDGER, 0) | self.archived.ledger

@@ -140,6 +140,7 @@ class SampleObject(BaseModel):
     reward_parts: dict[str, float] = {}
     failure: FailureObject | None = None
     written: WrittenObject | None = None
+    kept: Literal["first", "best", "worst", "failed"] = "first"  # of the step's first groups, or one of the others
 
 
 class TurnObject(BaseModel):

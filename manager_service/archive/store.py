@@ -140,8 +140,12 @@ class Archive:
 
     async def samples(self, job: Archived, version: int | None) -> bytes:
         """Those of a version; without one, of the newest that has some: a list of SampleRecord as JSON."""
-        found = max(_starts(job, "samples"), default=0) if version is None else version
+        found = max(self.sample_versions(job), default=0) if version is None else version
         return await self._part(job, f"samples/{found}")
+
+    def sample_versions(self, job: Archived) -> list[int]:
+        """Those that have samples, ascending."""
+        return _starts(job, "samples")
 
     async def _newest(
         self,

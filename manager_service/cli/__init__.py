@@ -9,12 +9,13 @@ Its files:
     client.py     calls the HTTP API
     output.py     prints JSON for scripts, tables for people
     submit.py     `submit`: uploads the files, and creates a job
-    jobs.py       `jobs`, `events`, `cancel`, `pause`, `resume`
+    jobs.py       `jobs`, `events`, `logs`, `cancel`, `pause`, `resume`
     watch.py      `watch`: shows jobs and workers, live
     view.py       draws the live tables, and lines of events
     progress.py   gathers what is known of a running job from its events
     pull.py       `pull`: downloads an adapter
-    account.py    `usage`, `ledger`, `samples`
+    account.py    `usage`, `ledger`
+    samples.py    `samples`: shows whole conversations
     chat.py       `chat`: talks to a model
     talk.py       holds a conversation through the `openai` client
     operate.py    `workers`, `dead`: for operators

@@ -1,4 +1,4 @@
-"""`usage`, `ledger`, `samples`: what a tenant used, and what became of a job's trajectories."""
+"""`usage`, `ledger`: what a tenant used, and what became of a job's trajectories."""
 
 from typing import Annotated
 
@@ -41,23 +41,3 @@ def ledger(job: JobId, url: Url = None, data: Data = None, as_json: Json = False
     shown = table(*FATES, right=FATES)
     shown.add_row(*cells(*(counts[fate] for fate in FATES)))
     print_table(shown)
-
-
-def samples(
-    job: JobId,
-    version: Annotated[int | None, typer.Option(help="That sampled them; the newest if not given.")] = None,
-    url: Url = None,
-    data: Data = None,
-    as_json: Json = False,
-) -> None:
-    """Answers of two groups of a step, with their rewards."""
-    with connect(url, data) as client:
-        found = client.get(f"{JOBS}/{job}/samples", **({} if version is None else {"version": version}))["data"]
-    for sample in found:
-        if as_json:
-            print_json(sample)
-        else:
-            reward = "-" if sample["reward"] is None else f"{sample['reward']:.3g}"
-            say(
-                f"reward {reward}  group {sample['group']}  {sample['stop_reason']}  {sample['prompt']!r} → {sample['text']!r}"
-            )

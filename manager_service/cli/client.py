@@ -66,6 +66,17 @@ class Client:
                 return
             after = {"after": page["data"][-1]["id"]}
 
+    def lines(self, path: str, **params: Any) -> Iterator[Record]:
+        """The objects of an answer in JSONL, as they come."""
+        try:
+            with self._http.stream("GET", path, params=params) as response:
+                if response.is_error:
+                    response.read()
+                _raise_for(response)
+                yield from map(json.loads, _lines(response.iter_bytes()))
+        except httpx.TransportError as error:
+            raise self._unavailable(error) from error
+
     def follow(self, job: str) -> Iterator[Record]:
         """A job's events, oldest first, until the job has ended. A broken connection is resumed where it broke."""
         last, num_failures = "", 0
@@ -110,6 +121,16 @@ class Client:
     def _unavailable(self, error: Exception) -> Unavailable:
         what = str(error) or type(error).__name__
         return Unavailable(f"no answer from {self.base_url} ({what}); is `marlaas up` running?")
+
+
+def _lines(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines that a line feed alone ends: JSON has other line ends of Unicode within texts."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from filter(None, lines)
+    if rest:
+        yield rest
 
 
 def server_sent_events(lines: Iterator[str]) -> Iterator[tuple[str, Record]]:

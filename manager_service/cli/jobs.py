@@ -1,6 +1,6 @@
-"""`jobs, events, cancel, pause, resume`."""
+"""`jobs, events, logs, cancel, pause, resume`."""
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -10,6 +10,9 @@ from manager_service.cli.output import cells, clock, console, cut, print_json, p
 from manager_service.cli.view import event_line
 
 MAX_REASON = 200
+Level = Literal["info", "warn", "error"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""From the least to the most severe."""
 
 
 def jobs(
@@ -45,6 +48,24 @@ def events(
                 print_json(event)
             else:
                 say(event_line(event))
+
+
+def logs(
+    job: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the job has ended.")] = False,
+    level: Annotated[Level, typer.Option(help="The least that is shown.")] = "info",
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """What a job said of itself, oldest first, each message whole; the figures of steps are left to `events`."""
+    with connect(url, data) as client:
+        found = client.follow(job) if follow else reversed(list(client.items(f"{JOBS}/{job}/events")))
+        for event in found:
+            severe = LEVELS.index(event["level"]) >= LEVELS.index(level)
+            if severe and (event["type"] == "message" or event["level"] != "info"):
+                line = f"{clock(event['created_at'])}  {event['level']:<5}  {event['message']}"
+                print_json(event) if as_json else say(line)
 
 
 def cancel(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:

@@ -6,7 +6,7 @@ import typer
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.cli import account, chat, jobs, operate, pull, submit, up, watch
+from manager_service.cli import account, chat, jobs, operate, pull, samples, submit, up, watch
 from manager_service.cli.output import visible
 
 LINE_END = "\n"
@@ -22,11 +22,12 @@ app.command("submit")(submit.submit)
 app.command("jobs")(jobs.jobs)
 app.command("watch")(watch.watch)
 app.command("events")(jobs.events)
+app.command("logs")(jobs.logs)
 app.command("cancel")(jobs.cancel)
 app.command("pause")(jobs.pause)
 app.command("resume")(jobs.resume)
 app.command("pull")(pull.pull)
-app.command("samples")(account.samples)
+app.command("samples")(samples.samples)
 app.command("ledger")(account.ledger)
 app.command("usage")(account.usage)
 app.command("chat")(chat.chat)

@@ -8,16 +8,12 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
-from manager_service.jobs.samples import MAX_TEXT, record_of
+from manager_service.jobs.samples import MAX_TEXT, chosen, record_of
 from manager_service.kept import Kept, Limits
 from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Training
 
-SAMPLED_GROUPS = 2
-"""Groups of each step whose texts are kept."""
 WHOLE_SAMPLES = 8
-"""Trajectories of such a group that are kept token by token."""
-FAILED_SAMPLES = 4
-"""Trajectories of each step that are kept although they failed."""
+"""Trajectories of a step's first groups that are kept token by token; of the others all that are kept."""
 METRICS = (
     *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
     *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
@@ -113,15 +109,16 @@ class Journal:
 
     def note_failed(self, message: ScoredTrajectory, item: dict[str, Any] | None) -> None:
         """Takes a trajectory that failed to the samples of the coming step, the first few of a step."""
-        if len(self._failed) < FAILED_SAMPLES:
-            self._failed.append(record_of(message, item, whole=True))
+        if len(self._failed) < self._limits.other_samples:
+            self._failed.append(record_of(message, item, "failed"))
 
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
-        """Keeps what the batch's first groups wrote, and what failed since the batch before."""
+        """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
         records = [
-            record_of(scored.message, orders.item(number), whole=place < WHOLE_SAMPLES)
-            for number, group in batch[:SAMPLED_GROUPS]
-            for place, scored in enumerate(group.rows())
+            record_of(scored.message, orders.item(number), kept, whole=kept != "first" or place < WHOLE_SAMPLES)
+            for number, place, scored, kept in chosen(
+                batch, groups=self._limits.sample_groups, others=self._limits.other_samples
+            )
         ]
         self._keep(self._state.version + 1, records, changes)
 

@@ -1,11 +1,14 @@
-"""Makes of a trajectory what is kept for its job's owner to read."""
+"""Chooses the trajectories that are kept for their job's owner to read, and makes of each what is kept."""
 
+import heapq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from common.messages import ScoredTrajectory
-from manager_service.records import SampleRecord, Written
+from manager_service.jobs.groups import Group, Scored
+from manager_service.records import KeptAs, SampleRecord, Written
 
 MAX_TEXT = 4000
 """Characters that are kept of a text."""
@@ -15,7 +18,31 @@ DECIMALS = 3
 """Of a log-prob, in nats."""
 
 
-def record_of(message: ScoredTrajectory, item: dict[str, Any] | None, *, whole: bool) -> SampleRecord:
+Chosen = tuple[int, int, Scored, KeptAs]
+"""A trajectory with the number of its group, its place in it, and why it is kept."""
+
+
+def chosen(batch: Sequence[tuple[int, Group]], *, groups: int, others: int) -> list[Chosen]:
+    """All of the first `groups` groups, then `others` of the largest reward and as many of the smallest among the rest.
+
+    Sorted by group and sample, none twice; of equal rewards the first are chosen.
+    """
+    rows = [(number, place, scored) for number, group in batch for place, scored in enumerate(group.rows())]
+    first = {number for number, _ in batch[:groups]}
+    rest = [row for row in rows if row[0] not in first]
+    kept: dict[tuple[int, int], KeptAs] = {row[:2]: "first" for row in rows if row[0] in first}
+    kept |= {row[:2]: "worst" for row in heapq.nsmallest(others, rest, key=_reward)}
+    kept |= {row[:2]: "best" for row in heapq.nlargest(others, rest, key=_reward)}
+    return [(*row, kept[row[:2]]) for row in rows if row[:2] in kept]
+
+
+def _reward(row: tuple[int, int, Scored]) -> float:
+    return row[2].message.reward or 0.0
+
+
+def record_of(
+    message: ScoredTrajectory, item: dict[str, Any] | None, kept: KeptAs, *, whole: bool = True
+) -> SampleRecord:
     """`whole`: token by token too."""
     return SampleRecord(
         version=message.adapter.version,
@@ -28,6 +55,7 @@ def record_of(message: ScoredTrajectory, item: dict[str, Any] | None, *, whole: 
         reward_parts=message.reward_parts,
         failure=message.failure,
         written=written_of(message) if whole else None,
+        kept=kept,
     )
 
 

@@ -91,9 +91,9 @@ function conversation(view, {sample, turns, num_dropped: dropped}, samples) {
   const mean = group.reduce((sum, value) => sum + value, 0) / Math.max(1, group.length);
   const facts = [
     ["reward", sample.reward === null ? "none" : number(sample.reward)],
-    sample.reward !== null && ["less the group's mean", number(sample.reward - mean)],
+    sample.reward !== null && sample.kept === "first" && ["less the group's mean", number(sample.reward - mean)],
     ...Object.entries(sample.reward_parts).map(([part, value]) => [part, number(value)]),
-    ["written by", `version ${sample.version}`], ["ended by", sample.stop_reason],
+    ["written by", `version ${sample.version}`], ["ended by", sample.stop_reason], sample.kept !== "first" && ["kept as", `one of the step's ${sample.kept}`],
   ].filter(Boolean);
   const tuned = view.job.fine_tuned_model;
   const again = tuned && sample.prompt && h("a", {class: "tenant-only", href: `#/chat?${new URLSearchParams({a: `${tuned}@${Math.max(1, view.job.version)}`, b: view.job.version > 1 ? `${tuned}@1` : view.job.model, say: sample.prompt})}`}, "Ask two versions the same");

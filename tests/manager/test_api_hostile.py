@@ -27,7 +27,8 @@ from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.values import MAX_VALUES
 from manager_service.api.sampling import requests
 from manager_service.api.schemas import Page, SampleObject
-from manager_service.jobs.journal import MAX_TEXT, SAMPLED_GROUPS
+from manager_service.jobs.journal import MAX_TEXT
+from manager_service.kept import LIMITS
 from manager_service.records import JSON, SampleRecord
 from tests.support.api_server import (
     GRADER,
@@ -298,7 +299,7 @@ async def large_samples(server: ApiServer) -> tuple[str, list[SampleRecord]]:
     )
     text = "\1" * MAX_TEXT  # six bytes each in JSON
     samples = [
-        SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(SAMPLED_GROUPS) for n in range(256)
+        SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(LIMITS.sample_groups) for n in range(256)
     ]
     await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
     return f"/v1/fine_tuning/jobs/{job.id}/samples", samples

@@ -14,10 +14,10 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
-from common.messages import AdapterRef, EnvSpec
+from common.messages import AdapterRef, EnvSpec, Failure
 from common.streams import partition_of
 from manager_service.api.adapters import with_base
-from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord
+from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Written
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
 
@@ -455,6 +455,48 @@ async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer
     (sample,) = (await server.http.get(url, params={"version": 0})).json()["data"]
     assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 0)
     assert (await server.http.get(url, params={"version": 7})).json()["data"] == []
+
+
+async def with_samples(server: ApiServer) -> str:
+    """A job of two steps: one kept sample of each reward, and one that failed."""
+    job = (await create(server)).id
+    written = Written([1, 2, 3, 4], [2, 2], [-0.5, -0.1])
+    failure = Failure("grader", "it raised")
+    for version in (1, 2):
+        rows = [SampleRecord(version, 0, n, "95", n / 4, "stop", "add 37+58", written=written) for n in range(4)]
+        rows.append(SampleRecord(version, 0, 4, "", None, "failed", "add 37+58", failure=failure, kept="failed"))
+        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(rows))
+    return job
+
+
+async def test_samples_are_found_by_reward_and_by_failure(server: ApiServer) -> None:
+    url = f"/v1/fine_tuning/jobs/{await with_samples(server)}/samples"
+
+    async def found(**params: Any) -> list[int]:
+        return [one["sample"] for one in (await server.http.get(url, params=params)).json()["data"]]
+
+    assert await found() == [0, 1, 2, 3, 4]
+    assert await found(min_reward=0.25, max_reward=0.5) == [1, 2]
+    assert await found(failed=True) == [4] and await found(failed=False) == [0, 1, 2, 3]
+    assert await found(failed=True, min_reward=0) == []
+    for refused in ({"min_reward": "nan"}, {"failed": "perhaps"}, {"format": "csv"}, {"newest": 0}):
+        assert (await server.http.get(url, params=refused)).status_code == 400
+
+
+async def test_samples_are_exported_step_by_step_as_jsonl(server: ApiServer) -> None:
+    url = f"/v1/fine_tuning/jobs/{await with_samples(server)}/samples"
+
+    async def exported(**params: Any) -> list[tuple[int, int]]:
+        answer = await server.http.get(url, params={"format": "jsonl", **params})
+        assert answer.headers["content-type"].startswith("application/jsonl")
+        rows = [json.loads(line) for line in answer.content.splitlines()]
+        assert all([turn["by"] for turn in row["turns"]] == ["prompt", "model"] for row in rows if row["written"])
+        return [(row["step"], row["sample"]) for row in rows]
+
+    assert await exported() == [(step, n) for step in (1, 2) for n in range(5)]
+    assert await exported(version=1, max_reward=0.25) == [(1, 0), (1, 1)]
+    assert await exported(newest=1, failed=True) == [(2, 4)]
+    assert await exported(from_step=2) == [(2, n) for n in range(5)] and await exported(to_step=0) == []
 
 
 def test_an_adapter_of_a_hubs_model_names_it(tmp_path: Path) -> None:

@@ -294,27 +294,79 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path: Path) -> None:
         unpack(b"no zip", tmp_path / "adapter")
 
 
-def test_usage_ledger_and_samples(api: type[FakeApi]) -> None:
+def test_usage_and_ledger(api: type[FakeApi]) -> None:
     counters = dict.fromkeys(account.COUNTERS, 7)
     row = {"job": "ftjob-1", **counters}
     report = {"data": [row], "total": {"job": None, **counters}}
     report |= {"tokens_today": 12_345, "max_tokens_per_day": 20_000}
-    sample = {"version": 3, "group": 1, "sample": 0, "prompt": "add 1+2", "text": "3\x1b[2J", "reward": None}
     api.answers = {
         ("GET", "/v1/usage"): report,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/usage"): row,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/ledger"): dict.fromkeys(account.FATES, 5) | {"issued": 30},
-        ("GET", "/v1/fine_tuning/jobs/ftjob-1/samples"): [sample | {"id": "s", "stop_reason": "failed"}],
     }
     assert "12,345 tokens today of 20,000" in (printed := run("usage"))
     assert "ftjob-1" in printed and "total" in printed
     assert json.loads(run("usage", "--json")) == report
     assert "ftjob-1" in (printed := run("usage", "ftjob-1")) and "today" not in printed
     assert run("ledger", "ftjob-1").split()[-7:] == ["30", *["5"] * 6]
-    assert run("samples", "ftjob-1").split() == [
-        *("reward", "-", "group", "1", "failed", "'add", "1+2'", "→", r"'3\x1b[2J'")
+
+
+def kept(step: int, sample: int, reward: float | None, said: str) -> dict[str, Any]:
+    turns = [{"by": "prompt", "text": "add 1+2"}, {"by": "model", "text": said}]
+    failure = None if reward is not None else {"kind": "grader", "reason": "it raised"}
+    about: dict[str, Any] = {"stop_reason": "stop", "reward_parts": {}, "failure": failure, "written": None}
+    return {
+        "step": step,
+        "group": 1,
+        "sample": sample,
+        "prompt": "",
+        "text": said,
+        "reward": reward,
+        "turns": turns,
+        **about,
+    }
+
+
+def as_lines(*samples: dict[str, Any]) -> bytes:
+    return b"".join(json.dumps(sample, ensure_ascii=False).encode() + b"\n" for sample in samples)
+
+
+def test_samples_are_whole_conversations_in_80_columns(api: type[FakeApi]) -> None:
+    hostile = "3\x1b[2J\u2028\x85\u202e" + 30 * "word " + "\nlast"
+    path = "/v1/fine_tuning/jobs/ftjob-1/samples"
+    api.answers = {
+        ("GET", path): (200, as_lines(kept(12, 0, 0.5, hostile), kept(12, 1, 0.25, "4"), kept(12, 2, None, "x")))
+    }
+    printed = run("samples", "ftjob-1", "--step", "12")
+    assert "step 12  group 1  sample 0  reward 0.5  stop" in printed and "grader: it raised" in printed
+    assert "add 1+2" in printed and printed.count("word") == 30 and "  last" in printed.splitlines()
+    assert r"3\u001b[2J\u2028\u0085\u202e" in printed and max(map(len, printed.splitlines())) <= 80
+    assert all(c == "\n" or unicodedata.category(c) not in output.UNSEEN for c in printed)
+    assert len(run("samples", "ftjob-1", "--jsonl").splitlines()) == 3
+    assert json.loads(run("samples", "ftjob-1", "--json", "--limit", "1"))["text"] == hostile
+    with pytest.raises(InvalidInput, match="one of"):
+        run("samples", "ftjob-1", "--best", "--worst")
+
+
+def test_the_best_and_the_worst_samples_come_first(api: type[FakeApi]) -> None:
+    rows = [kept(2, sample, reward, "") for sample, reward in enumerate((0.5, 0.9, 0.1))]
+    api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/samples"): (200, as_lines(*rows))}
+    for option, expected in (("--best", [1, 0]), ("--worst", [2, 0])):
+        lines = run("samples", "ftjob-1", option, "--limit", "2", "--json").splitlines()
+        assert [json.loads(line)["sample"] for line in lines] == expected
+    api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/samples"): (200, b"")}
+    assert "No such samples" in run("samples", "ftjob-1", "--failed")
+
+
+def test_logs_are_whole_messages_by_level(api: type[FakeApi]) -> None:
+    events = [
+        metrics(2, step=1) | {"level": "warn", "message": 500 * "w"},
+        metrics(1) | {"type": "message", "message": "Job started"},
     ]
-    assert json.loads(run("samples", "ftjob-1", "--version", "3", "--json"))["text"] == "3\x1b[2J"
+    api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/events"): [*events, metrics(0, step=0)]}
+    printed = run("logs", "ftjob-1").splitlines()
+    assert [line.split()[-1][:7] for line in printed] == ["started", 7 * "w"] and 500 * "w" in printed[1]
+    assert len(run("logs", "ftjob-1", "--level", "warn").splitlines()) == 1
 
 
 def test_chat_answers_once(api: type[FakeApi]) -> None:

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.bus import Bus
+from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.objects import Objects
 from harness.standin import create_job, job_spec, state_of, until_status
+from manager_service.jobs.groups import Group, Scored
+from manager_service.jobs.samples import chosen
 from manager_service.kept import Kept, Limits
 from manager_service.owner.memory import bound
 from manager_service.owner.owner import Owner
@@ -69,3 +72,22 @@ async def test_dead_letters_beyond_their_bytes_are_dropped_and_counted(bus: Bus)
     assert await bus.client.hgetall(bus.cell.dropped) == {b"dead": str(200 - left).encode()}
     await bound(bus, bus.cell.dead, 100 * 4096)
     assert await bus.client.xlen(bus.cell.dead) == left
+
+
+def scored_group(number: int, rewards: list[float]) -> tuple[int, Group]:
+    about: dict[str, Any] = {"id": "m", "tenant": "a", "job": "j", "partition": 0, "adapter": AdapterRef("a", "j", 0)}
+    refs = [TrajectoryRef("train", 0, number, sample) for sample in range(len(rewards))]
+    messages = [
+        ScoredTrajectory(**about, trajectory=ref, reward=reward, stop_reason="stop")
+        for ref, reward in zip(refs, rewards, strict=True)
+    ]
+    return number, Group(0, scored={n: Scored(f"0-{n}", message) for n, message in enumerate(messages)})
+
+
+def test_a_steps_first_groups_are_kept_and_the_best_and_worst_of_the_others() -> None:
+    batch = [scored_group(3, [0.0, 1.0]), scored_group(5, [0.5, 0.9]), scored_group(6, [0.1, 0.9, 0.2])]
+    found = [(number, place, kept) for number, place, _, kept in chosen(batch, groups=1, others=1)]
+    assert found == [(3, 0, "first"), (3, 1, "first"), (5, 1, "best"), (6, 0, "worst")]
+    assert chosen(batch, groups=0, others=0) == []
+    both = [(number, place, kept) for number, place, _, kept in chosen(batch[:1], groups=0, others=4)]
+    assert both == [(3, 0, "best"), (3, 1, "best")], "none is kept twice"

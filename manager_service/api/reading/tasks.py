@@ -46,6 +46,13 @@ class Spell(msgspec.Struct, tag=True, frozen=True):
     ids: list[int]
 
 
+class Decode(msgspec.Struct, tag=True, frozen=True):
+    """Gives the text of each piece, special tokens included."""
+
+    base: str
+    pieces: list[list[int]]
+
+
 class CheckLines(msgspec.Struct, tag=True, frozen=True):
     """Gives FoundItems, of lines of a new file."""
 
@@ -110,6 +117,7 @@ Task = (
     | Render
     | Encode
     | Spell
+    | Decode
     | CheckLines
     | CheckRows
     | CheckLengths
@@ -145,6 +153,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             return [_encode(text, tokenizers[task.base]) for text in task.texts]
         case Spell():
             return _spelt(task.ids, tokenizers[task.base])
+        case Decode():
+            return [tokenizers[task.base].decode(ids, skip_special=False) for ids in task.pieces]
         case CheckLines():
             return check_lines(
                 task.lines, before=task.before, max_line_bytes=task.max_line_bytes, tokenizers=tokenizers

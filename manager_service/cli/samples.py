@@ -1,0 +1,86 @@
+"""`samples`: the conversations that a job's steps were trained on, to read or as JSONL."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from common.errors import InvalidInput
+from manager_service.cli.client import JOBS, Record
+from manager_service.cli.options import Data, JobId, Json, Url, connect
+from manager_service.cli.output import console, print_json, say, visible
+
+INDENT = 2
+TITLES = {"prompt": "prompt", "model": "model", "environment": "environment or tool"}
+LINE_ENDS = "\n\t"
+
+
+def samples(
+    job: JobId,
+    step: Annotated[
+        int | None, typer.Option("--step", "--version", help="That was trained on them. Default: the newest.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those of the largest reward.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those of the smallest reward.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Those that failed, and have no reward.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 4,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="All that are kept, a line each; of all steps without --step.")
+    ] = False,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Whole conversations of a step, with their rewards."""
+    if best + worst + failed > 1:
+        raise InvalidInput("give one of --best, --worst and --failed")
+    asked: Record = {"format": "jsonl", **({"failed": failed} if failed or best or worst else {})}
+    asked |= {"version": step} if step is not None else {} if jsonl else {"newest": 1}
+    with connect(url, data) as client:
+        found = client.lines(f"{JOBS}/{job}/samples", **asked)
+        if jsonl:
+            for sample in found:
+                print_json(sample)
+            return
+        shown = chosen(found, best=best, worst=worst)[:limit]
+    if not shown and not as_json:
+        say("No such samples are kept.")
+    for sample in shown:
+        print_json(sample) if as_json else show(sample)
+
+
+def chosen(found: Iterable[Record], *, best: bool, worst: bool) -> list[Record]:
+    """In the order in which they are shown."""
+    return sorted(found, key=lambda sample: sample["reward"], reverse=best) if best or worst else list(found)
+
+
+def show(sample: Record) -> None:
+    """Prints a conversation, its turns indented, as wide as the terminal."""
+    reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
+    place = f"step {sample['step']}  group {sample['group']}  sample {sample['sample']}"
+    console.print(Text(visible(f"{place}  reward {reward}  {sample['stop_reason']}"), "bold"))
+    for name, part in sample.get("reward_parts", {}).items():
+        _block(f"{name}: {part:.3g}")
+    if failure := sample.get("failure"):
+        _block(f"{failure['kind']}: {failure['reason']}", style="red")
+    for turn in sample.get("turns") or _texts(sample):
+        _block(f"[{TITLES.get(turn['by'], turn['by'])}]", style="dim")
+        _block(turn["text"])
+    dropped: int = (sample.get("written") or {}).get("num_dropped", 0)
+    if dropped:
+        _block(f"({dropped:,} more tokens are not kept)", style="dim")
+    say("")
+
+
+def _texts(sample: Record) -> list[dict[str, Any]]:
+    """Of a sample whose tokens are not kept: its last message and its last turn."""
+    return [{"by": by, "text": text} for by, text in (("prompt", sample["prompt"]), ("model", sample["text"])) if text]
+
+
+def _block(text: str, style: str = "") -> None:
+    shown = Text(visible(text, keep=LINE_ENDS), style)
+    for line in shown.wrap(console, console.width - INDENT, overflow="fold"):
+        line.rstrip()
+        line.pad_left(INDENT)
+        console.print(line)
