@@ -25,6 +25,9 @@ from common.spelling import cut, did_you_mean, quoted
 
 ENTRY_POINTS = "marlaas.environments"
 
+SUPERVISED = "supervised"
+"""Stands for the environment in a supervised job, whose rows nobody samples. No job can name it, and none can be installed so."""
+
 MAX_INLINE_CHARACTERS = 64 * 1024
 """Documents given in the arguments travel in every message; larger collections belong into a folder."""
 
@@ -125,26 +128,26 @@ def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
 
 
 def is_multi_turn(spec: EnvSpec) -> bool:
-    return spec.name != "single_turn"
+    return spec.name not in ("single_turn", SUPERVISED)
 
 
 def wants_tools(spec: EnvSpec) -> bool:
     """True if the model must be told of tools. Of an installed environment its class says so, by an attribute `tools`."""
-    if spec.name in BUILT_IN:
+    if spec.name in (*BUILT_IN, SUPERVISED):
         return spec.name in WITH_TOOLS
     return bool(getattr(load_installed(spec.name), "tools", ()))
 
 
 def makes_items(spec: EnvSpec) -> bool:
     """True if the environment can make its own items, so that the job needs no training file."""
-    if spec.name in BUILT_IN:
+    if spec.name in (*BUILT_IN, SUPERVISED):
         return spec.name in MAKES_ITEMS
     return hasattr(load_installed(spec.name), "make_item")
 
 
 def installed() -> dict[str, EntryPoint]:
     """The environments that operators installed, by name; none can have a built-in name."""
-    return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in BUILT_IN}
+    return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}
 
 
 def load_installed(name: str) -> Any:

@@ -19,6 +19,8 @@ from common.arrays import Array, f32, i32, u8
 
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
+JobLoss = LossName | Literal["cross_entropy"]
+"""Of a TrainStep: the last is that of rows which nobody sampled, a supervised job's."""
 StopReason = Literal["stop", "length", "context", "max_turns", "tool_error", "failed", "cancelled"]
 FailureKind = Literal[
     "grader",  # the grader raised, hung, or gave something that is not a number
@@ -121,7 +123,7 @@ class LoraSpec(msgspec.Struct, frozen=True, gc=False):
 class LossSpec(msgspec.Struct, frozen=True, gc=False):
     """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
 
-    name: LossName = "grpo"
+    name: JobLoss = "grpo"
     clip_low: float | None = None
     clip_high: float | None = None
     is_clip: float = 2.0  # truncated importance sampling: the largest importance weight, for losses without a ratio

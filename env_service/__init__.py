@@ -11,6 +11,7 @@ Its files:
     __main__.py      starts one env worker
     settings.py      reads the settings of one env worker
     handler.py       turns a message into messages; makes each failure a value
+    examples.py      shows the examples of supervised jobs, which nobody samples
     requests.py      makes the parts of the handler's messages
     trajectory.py    packs what is remembered of a trajectory between its turns
     environment.py   declares what an environment is; installed environments import it

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from common.environments import BUILT_IN, is_multi_turn
+from common.environments import BUILT_IN, SUPERVISED, is_multi_turn
 from common.errors import InvalidInput, Permanent, Retryable
 from common.messages import (
     Failure,
@@ -43,6 +43,7 @@ from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.environment import Environment, Step, Turn
 from env_service.environments.catalogue import Catalogue
+from env_service.examples import example_of, log_prob, measured_by, trained_on
 from env_service.failures import EnvironmentFailed, TrajectoryFailed
 from env_service.graders.runner import as_reward
 from env_service.requests import Written, first_request, made_item, seed_of
@@ -153,6 +154,8 @@ class EnvHandler:
     # ------------------------------------------------------------------------------------------------ beginning
 
     async def _start(self, start: Start, doing: work.Work) -> list[Out]:
+        if start.env.name == SUPERVISED:
+            return await self._show(start, doing)
         prepared = await self._guarded(self._prepare(start))
         if isinstance(prepared, Failure):
             return self._failed_start(start, prepared)
@@ -162,6 +165,18 @@ class EnvHandler:
         self._counters["start_s"] += doing.busy_s
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
         return [(self._cell.rollout, first_request(start, s, tokens, context, usage)) for s in start.samples]
+
+    async def _show(self, start: Start, doing: work.Work) -> list[Out]:
+        """Renders an example: it is learned as it stands, or measured."""
+        example = await self._guarded(asyncio.to_thread(example_of, start, self._tokenizer))
+        if isinstance(example, Failure):
+            return self._failed_start(start, example)
+        doing.beat()
+        usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
+        if start.purpose != "train":
+            return [(self._cell.rollout, request) for request in measured_by(start, example, usage)]
+        text = self._tokenizer.decode([t for t, learned in zip(*example, strict=True) if learned])
+        return [(self._cell.scored(start.partition), scored) for scored in trained_on(start, example, text, usage)]
 
     async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
@@ -229,6 +244,8 @@ class EnvHandler:
     async def _advance(self, result: TurnResult, doing: work.Work) -> tuple[Context, Ending | None, list[int]]:
         """Takes one step of the environment. Returns the trajectory's ending, or the tokens that follow the turn."""
         context = decode_context(result.request.context)
+        if context.env.name == SUPERVISED:
+            return context, _ending("stop", None, log_prob(result, context)), []
         environment = self._environments.get(context.env)
         turn = self._read_turn(result, context, environment)
         step = await environment.step(decode_state(context.state), turn)

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.environments import SUPERVISED
 from common.messages import (
     MAX_TOKENS,
     TEMPERATURE,
@@ -100,6 +101,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
 
     @property
+    def is_supervised(self) -> bool:
+        """Is it trained on its file's own answers, which nobody samples?"""
+        return self.env.name == SUPERVISED
+
+    @property
     def tuned_model(self) -> str:
         return tuned_model(self.base_model, self.tenant, self.suffix, self.id)
 
@@ -125,7 +131,7 @@ class Training(msgspec.Struct, frozen=True):
 class EvalTally(msgspec.Struct):
     """A running evaluation of one version: sampled answers, and one greedy answer an item."""
 
-    units: int  # Start messages in all: two an item
+    units: int  # Start messages in all: two an item, of a supervised job one
     issued: int = 0  # Start messages sent
     expected: int = 0  # trajectories in all
     settled: int = 0
@@ -135,6 +141,7 @@ class EvalTally(msgspec.Struct):
     squares: float = 0.0
     greedy_num: int = 0
     greedy_total: float = 0.0
+    tokens: int = 0  # of a supervised job: learned ones, over which `total` adds up log-probs
 
     @property
     def done(self) -> bool:
@@ -171,10 +178,12 @@ class JobState(msgspec.Struct, kw_only=True):
     error: JobError | None = None
     first_eval: float | None = None  # eval_reward_mean at version 0, and the newest
     last_eval: float | None = None
-    best_eval: float | None = None  # the largest eval_reward_mean, and the version that had it first
+    best_eval: float | None = None  # the largest eval_reward_mean, or -eval_loss, and the version that had it first
     best_version: int | None = None
     stored: list[int] = []  # versions in the store, of a job that does not keep all
     last_reward: float | None = None  # reward_mean of the newest step
+    last_loss: float | None = None  # of the newest step
+    last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
     sampling_gap: float | None = None  # of the newest step that measured one
     truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
 
@@ -254,6 +263,9 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_items: int
     longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
+    num_examples: int = (
+        0  # of the items: those with an answer to learn, for supervised jobs; of these `longest` counts it too
+    )
 
 
 DELETED, MOVING = "deleted", "moving"

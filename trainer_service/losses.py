@@ -11,6 +11,8 @@
     gspo     (R - mean) / std  geometric mean over the row         3e-4 / 4e-4    as grpo             arXiv 2507.18071, eq. 5
     ppo      (R - mean) / std  token                               .2 / .2        tokens of the batch arXiv 1707.06347, eq. 7
 
+Rows that nobody sampled, a supervised job's, have `cross_entropy`: advantage 1, weight 1, the mean over the tokens of the batch.
+
 `clip_low`, `clip_high` are distances from 1 (r in [1 - low, 1 + high]); for `cispo` they are the bounds of the weight.
 `is_clip` bounds the weight of a loss without a ratio (truncated importance sampling: Espeholt et al. 2018, arXiv 1802.01561)
 and, with `truncate_ratios`, the ratio of the others.
@@ -40,7 +42,7 @@ MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as exp(20) without gradient: ex
 class Rule:
     """The properties in which the losses differ."""
 
-    advantage: Literal["standardised", "centred", "leave_one_out"]
+    advantage: Literal["standardised", "centred", "leave_one_out", "one"]
     ratio: Literal["token", "sequence", "weight", "none"]
     clip_low: float
     clip_high: float
@@ -56,6 +58,13 @@ RULES: dict[LossName, Rule] = {
     "gspo": Rule("standardised", "sequence", 3e-4, 4e-4, "rows"),
     "ppo": Rule("standardised", "token", 0.2, 0.2, "tokens"),
 }
+
+
+CROSS_ENTROPY = Rule("one", "weight", 1.0, 1.0, "tokens")
+
+
+def rule_of(spec: LossSpec) -> Rule:
+    return CROSS_ENTROPY if spec.name == "cross_entropy" else RULES[spec.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,7 @@ def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -
 
 def row_terms(batch: SampledRows, spec: LossSpec) -> RowTerms:
     """Computes the terms of each row of a batch."""
-    rule = RULES[spec.name]
+    rule = rule_of(spec)
     advantages_R = advantages(batch.rewards_R, batch.groups_R, rule.advantage)
     kept_R = batch.num_written_R() > 0
     if spec.mask_truncated:
@@ -184,7 +193,7 @@ def _bounds(rule: Rule, spec: LossSpec) -> tuple[float, float]:
 
 
 def advantages(rewards_R: Floats, groups_R: Ints, kind: str) -> Floats:
-    """Compares each row's reward with those of its group, [R]."""
+    """Compares each row's reward with those of its group, [R]; `one`: 1 whatever the rewards."""
     advantages_R = np.zeros(len(rewards_R))
     for group in np.unique(groups_R):
         member_R = groups_R == group
@@ -194,6 +203,8 @@ def advantages(rewards_R: Floats, groups_R: Ints, kind: str) -> Floats:
 
 def _group_advantages(rewards: Floats, kind: str) -> Floats:
     n = len(rewards)
+    if kind == "one":
+        return np.ones(n)
     if n < 2 or rewards.min() == rewards.max():
         return np.zeros(n)
     centred = rewards - rewards.mean()
@@ -206,7 +217,7 @@ def _group_advantages(rewards: Floats, kind: str) -> Floats:
 
 def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
     """The factor of each token's loss by row, [R]; denominators count kept rows of the whole batch."""
-    mean = RULES[spec.name].mean
+    mean = rule_of(spec).mean
     if mean == "tokens":
         denominator_R = np.full(len(kept_R), num_written_R[kept_R].sum(), np.float64)
     elif mean == "max_tokens":

@@ -130,9 +130,21 @@ def check_rate(optim: OptimSpec) -> None:
 
 
 def batch_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
-    """Metrics that need no forward. `entropy`: of the sampling policy for a token, estimated by its own samples."""
+    """Metrics that need no forward."""
     if not len(batch):
         return {"no_signal": 1.0, "num_rows": 0.0, "num_groups": 0.0}
+    about: dict[str, float | None] = {
+        "num_rows": float(len(batch)),
+        "num_groups": float(len(np.unique(batch.groups_R))),
+        "trained_tokens": float(batch.num_tokens()),
+        "written_tokens": float(batch.num_written_R().sum()),
+        "learning_rate": message.optim.learning_rate,
+    }
+    return about if message.loss.name == "cross_entropy" else about | _sampled_metrics(batch, terms, message)
+
+
+def _sampled_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
+    """Those of rows that a policy sampled. `entropy`: of that policy for a token, estimated by its own samples."""
     sampled = np.concatenate([values[mask] for values, mask in zip(batch.logprobs, batch.written, strict=True)])
     return {
         "reward_mean": float(batch.rewards_R.mean()),
@@ -140,13 +152,8 @@ def batch_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> di
         "advantage_std": float(terms.advantages_R.std()),
         "entropy": -float(sampled.mean()) if len(sampled) else None,
         "staleness": float((message.adapter.version - batch.versions_R).mean()),
-        "num_rows": float(len(batch)),
-        "num_groups": float(len(np.unique(batch.groups_R))),
         "num_signal_rows": float(terms.active_R.sum()),
         "truncated_share": float(batch.truncated_R.mean()),
-        "trained_tokens": float(batch.num_tokens()),
-        "written_tokens": float(batch.num_written_R().sum()),
-        "learning_rate": message.optim.learning_rate,
     }
 
 
@@ -158,14 +165,18 @@ def _step_metrics(sums: Sums, message: TrainStep, grad_norm: float) -> dict[str,
     """
     sum_of = dict(zip(FIGURES, sums.figures_K.tolist(), strict=True))
     trained, forward = max(sum_of["num_trained"], 1), max(sums.num_forward, 1)
-    return {
+    about: dict[str, float | None] = {
         "loss": sum_of["loss"],
+        "forward_tokens": float(sums.num_forward),
+        "padding_share": sums.num_padding / forward,
+        "grad_norm": grad_norm,
+    }
+    if message.loss.name == "cross_entropy":
+        return about
+    return about | {
         "kl": sum_of["kl"] / trained if message.loss.kl_coef else None,
         "clip_fraction": sum_of["clipped"] / trained,
         "sampling_gap": sum_of["gap"] / sum_of["num_gap"] if sum_of["num_gap"] else None,
         "sampling_kl": sum_of["sampling_kl"] / trained if sum_of["num_trained"] else None,
         "ess_share": sum_of["ratio"] ** 2 / (trained * sum_of["ratio_square"]) if sum_of["ratio_square"] else None,
-        "forward_tokens": float(sums.num_forward),
-        "padding_share": sums.num_padding / forward,
-        "grad_norm": grad_norm,
     }

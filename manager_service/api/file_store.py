@@ -94,6 +94,7 @@ class Files:
             num_bytes=num_bytes,
             num_items=found.num_items,
             longest=found.longest,
+            num_examples=found.num_examples,
         )
         if num_bytes > PART_BYTES:
             await self._objects.write_parts(_path(record), _parts(read, num_bytes))

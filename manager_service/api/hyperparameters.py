@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import InvalidInput
@@ -16,7 +17,12 @@ from common.spelling import cut, did_you_mean, quoted
 from manager_service.records import Hyper
 from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
 
-PARAM = "method.reinforcement.hyperparameters"
+PARAM, SUPERVISED_PARAM = "method.reinforcement.hyperparameters", "method.supervised.hyperparameters"
+SUPERVISED_NAMES = (
+    *("batch_size", "n_epochs", "learning_rate_multiplier", "max_steps", "eval_interval", "learning_rate"),
+    *("lora_rank", "lora_alpha", "lora_targets", "grad_clip", "weight_decay", "keep_versions", "priority", "deadline"),
+)
+"""The hyperparameters of supervised jobs, which mean what they mean in others; `batch_size` is examples in a step."""
 MAX_STEPS = 1_000_000
 
 SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maximum", "maxItems", "minimum", "type")
@@ -87,39 +93,43 @@ class Hyperparameters(BaseModel):
         return value
 
 
-def described() -> list[dict[str, Any]]:
+def described(*, supervised: bool = False) -> list[dict[str, Any]]:
     """Name, default and JSON Schema of each."""
     rows = Hyperparameters.model_json_schema()["properties"]
     return [
         {"id": name, "default": row.get("default"), "schema_": {key: row[key] for key in row if key in SHOWN}}
         for name, row in rows.items()
+        if not supervised or name in SUPERVISED_NAMES
     ]
 
 
-def parse_hyperparameters(given: Mapping[str, Any]) -> Hyperparameters:
+def parse_hyperparameters(given: Mapping[str, Any], *, supervised: bool = False) -> Hyperparameters:
     """Raises InvalidInput naming the parameter."""
+    param, names = (SUPERVISED_PARAM, SUPERVISED_NAMES) if supervised else (PARAM, tuple(Hyperparameters.model_fields))
     for name in given:
-        if name not in Hyperparameters.model_fields:
-            hint = did_you_mean(name, Hyperparameters.model_fields)
-            raise InvalidInput(f"unknown hyperparameter {quoted(name)}{hint}", param=f"{PARAM}.{cut(name)}")
+        if name not in names:
+            of = " of a supervised job" if supervised else ""
+            raise InvalidInput(
+                f"unknown hyperparameter {quoted(name)}{of}{did_you_mean(name, names)}", param=f"{param}.{cut(name)}"
+            )
     plain = {name: value for name, value in given.items() if value is not None and value != "auto"}
     try:
         parsed = Hyperparameters.model_validate(plain)
     except ValidationError as error:
-        raise _translated(error) from error
+        raise _translated(error, param) from error
     if parsed.learning_rate is not None and parsed.learning_rate_multiplier is not None:
         raise InvalidInput(
-            "give learning_rate or learning_rate_multiplier, not both", param=f"{PARAM}.learning_rate_multiplier"
+            "give learning_rate or learning_rate_multiplier, not both", param=f"{param}.learning_rate_multiplier"
         )
     return parsed
 
 
-def _translated(error: ValidationError) -> InvalidInput:
+def _translated(error: ValidationError, param: str) -> InvalidInput:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
     given = "" if first["type"] == "value_error" else f", not {repr(first['input'])[:80]}"
-    return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{given}", param=f"{PARAM}.{name}")
+    return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{given}", param=f"{param}.{name}")
 
 
 def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float, policy: Policy = MARLAAS) -> Hyper:
@@ -147,6 +157,15 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
     )
 
 
+def resolve_supervised(given: Hyperparameters, *, num_items: int, base_learning_rate: float) -> Hyper:
+    """Fills in all defaults of a supervised job: a group is an example, and nothing is sampled. Its rows do not depend on a version,
+    so those of the next step are made while one is trained.
+    """
+    hyper = resolve(given, num_items=num_items, base_learning_rate=base_learning_rate)
+    loss = LossSpec(name="cross_entropy")
+    return msgspec.structs.replace(hyper, group_size=1, loss=loss, max_tokens=1, max_turns=1, max_staleness=1)
+
+
 def _loss(given: Hyperparameters) -> LossSpec:
     return LossSpec(
         name=given.loss,
@@ -172,6 +191,11 @@ def num_steps(given: Hyperparameters, num_items: int) -> int:
         return given.max_steps
     steps = math.ceil((given.n_epochs or 1) * num_items / given.batch_size)
     return min(steps, given.max_steps or steps)
+
+
+def as_given_supervised(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:
+    """As `as_given`, of a supervised job."""
+    return {name: value for name, value in as_given(hyper, given).items() if name in SUPERVISED_NAMES}
 
 
 def as_given(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:

@@ -40,9 +40,12 @@ ALLOWED: dict[Action, tuple[Status, ...]] = {
 
 
 @hyperparameters.get("")
-async def list_hyperparameters(tenant: Tenant) -> Page[HyperparameterObject]:
-    """All that a job may be given, with defaults and limits."""
-    return page([HyperparameterObject(**each) for each in described()], has_more=False)
+async def list_hyperparameters(
+    tenant: Tenant, method: Literal["reinforcement", "supervised"] = "reinforcement"
+) -> Page[HyperparameterObject]:
+    """All that a job of this method may be given, with defaults and limits."""
+    found = described(supervised=method == "supervised")
+    return page([HyperparameterObject(**each) for each in found], has_more=False)
 
 
 @router.post("", responses=declared(409, 429))
@@ -183,7 +186,7 @@ def shown(row: JobRow) -> JobObject:
         status=state.status,
         training_file=spec.training_file,
         validation_file=spec.validation_file,
-        hyperparameters=spec.method["reinforcement"]["hyperparameters"],
+        hyperparameters=spec.method[spec.method["type"]]["hyperparameters"],
         method=spec.method,
         trained_tokens=state.trained_tokens,
         error=ErrorObject(code=state.error.code, message=state.error.message, param=state.error.param)
@@ -197,6 +200,8 @@ def shown(row: JobRow) -> JobObject:
         num_steps=spec.hyper.num_steps,
         num_items=spec.num_items,
         last_reward=state.last_reward,
+        last_loss=state.last_loss,
+        last_eval_loss=state.last_eval_loss,
         first_eval_reward=state.first_eval,
         last_eval_reward=state.last_eval,
         best_version=state.best_version,

@@ -74,6 +74,8 @@ class JobObject(Identified):
     num_steps: int
     num_items: int
     last_reward: float | None  # reward_mean of the newest step
+    last_loss: float | None  # of the newest step
+    last_eval_loss: float | None  # of a supervised job's newest version on the validation file: nats a token
     first_eval_reward: float | None  # of version 0 on the validation file
     last_eval_reward: float | None
     best_version: int | None  # with the largest eval_reward_mean so far

@@ -6,7 +6,7 @@ from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, LoraSpec
 from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
-from manager_service.api.hyperparameters import PARAM, Hyperparameters
+from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.api.model_names import find_model
 from manager_service.records import TenantRecord
 
@@ -18,8 +18,8 @@ class JobStart:
     source: AdapterRef | None = None  # whose weights version 0 is a copy of; None: it is drawn
     lora: LoraSpec | None = None  # of the source
 
-    def shaped(self, given: Hyperparameters) -> Hyperparameters:
-        """The hyperparameters with the source's adapter shape. Raises InvalidInput if another one was asked for."""
+    def shaped(self, given: Hyperparameters, param: str) -> Hyperparameters:
+        """The hyperparameters, which `param` names, with the source's adapter shape. Raises InvalidInput if another one was asked for."""
         if self.lora is None:
             return given
         shape = {
@@ -30,7 +30,7 @@ class JobStart:
         for name, value in shape.items():
             if name in given.model_fields_set and getattr(given, name) != value:
                 raise InvalidInput(
-                    f"{name}: the model that the job starts from has {value!r}; leave it out", param=f"{PARAM}.{name}"
+                    f"{name}: the model that the job starts from has {value!r}; leave it out", param=f"{param}.{name}"
                 )
         return given.model_copy(update=shape)
 

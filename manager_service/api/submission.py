@@ -3,29 +3,40 @@
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import is_multi_turn, makes_items, wants_tools
+from common.environments import SUPERVISED, is_multi_turn, makes_items, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
-from manager_service.api.hyperparameters import PARAM, Hyperparameters, as_given, parse_hyperparameters, resolve
+from manager_service.api.hyperparameters import (
+    PARAM,
+    SUPERVISED_PARAM,
+    Hyperparameters,
+    as_given,
+    as_given_supervised,
+    parse_hyperparameters,
+    resolve,
+    resolve_supervised,
+)
 from manager_service.api.reading.items import LongPrompts
-from manager_service.api.reading.tasks import CheckLengths, CheckMethod, CheckRows
-from manager_service.api.starts import find_start
-from manager_service.records import JSON, FileRecord, JobSpec, TenantRecord
+from manager_service.api.reading.tasks import CheckKind, CheckLengths, CheckMethod, CheckRows, Task
+from manager_service.api.starts import JobStart, find_start
+from manager_service.records import JSON, FileRecord, Hyper, JobSpec, TenantRecord
 from manager_service.scheduling.fairness import largest_group
+from manager_service.scheduling.policies import Policy
 
 MAX_METHOD_BYTES = 384 << 10
 """Of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
 
 _SUFFIX = re.compile(r"[A-Za-z0-9_.-]*")
-_METHODS = ("supervised", "dpo")
+_METHODS = ("reinforcement", "supervised")
 
 
 class Given(BaseModel):
@@ -43,10 +54,14 @@ class ReinforcementGiven(Given):
     hyperparameters: dict[str, Any] | None = None
 
 
+class SupervisedGiven(Given):
+    hyperparameters: dict[str, Any] | None = None
+
+
 class MethodGiven(Given):
     type: str
     reinforcement: ReinforcementGiven | None = None
-    supervised: Any = None
+    supervised: SupervisedGiven | None = None
     dpo: Any = None
 
 
@@ -76,6 +91,34 @@ class JobPlan:
     env: EnvSpec
     fields: list[str]  # of an item that the grader needs
     given: Hyperparameters
+    method: dict[str, Any]  # as the user gave it, but for the hyperparameters
+
+    @property
+    def supervised(self) -> bool:
+        return self.env.name == SUPERVISED
+
+    @property
+    def param(self) -> str:
+        """Where the hyperparameters are."""
+        return SUPERVISED_PARAM if self.supervised else PARAM
+
+    def most_tokens(self, base: Base) -> int:
+        """Of a prompt, or of a supervised job's example."""
+        served = base.tokenizer.context
+        return served - 1 if self.supervised else (self.given.max_context or served) - self.given.max_tokens
+
+    def hyper(self, base: Base, num_items: int, policy: Policy) -> Hyper:
+        """Raises InvalidInput."""
+        rate = base.tokenizer.learning_rate
+        if self.supervised:
+            return resolve_supervised(self.given, num_items=num_items, base_learning_rate=rate)
+        return resolve(self.given, num_items=num_items, base_learning_rate=rate, policy=policy)
+
+    def shown(self, hyper: Hyper) -> dict[str, Any]:
+        """The method for the API's answers."""
+        kind = "supervised" if self.supervised else "reinforcement"
+        resolved = as_given_supervised(hyper, self.given) if self.supervised else as_given(hyper, self.given)
+        return {"type": kind, kind: self.method | {"hyperparameters": resolved}}
 
 
 async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
@@ -83,25 +126,20 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     start = await find_start(api, tenant, body.model)
     base = start.base
     _check_labels(body)
-    method = _reinforcement(body)
-    _check_size(method)
-    env = _environment(method)
-    task = CheckMethod(env.name, env.args, method.grader, "method.reinforcement")
-    fields = await api.helpers.do(tenant, task, num_bytes=_num_bytes(method))
-    plan = JobPlan(env, fields, start.shaped(parse_hyperparameters(method.hyperparameters or {})))
+    plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
     if training is None and not makes_items(plan.env):
-        raise InvalidInput(f"the environment {plan.env.name!r} needs a training_file", param="training_file")
+        what = "a supervised job" if plan.supervised else f"the environment {plan.env.name!r}"
+        raise InvalidInput(f"{what} needs a training_file", param="training_file")
     num_items = training.num_items if training else 0
-    rate, policy = base.tokenizer.learning_rate, api.settings.scheduling
-    hyper = resolve(plan.given, num_items=num_items, base_learning_rate=rate, policy=policy)
+    hyper = plan.hyper(base, num_items, api.settings.scheduling)
     for record, param in ((training, "training_file"), (validation, "validation_file")):
         if record is not None:
             await _check_items(api, tenant, record, base, plan, param)
-    _check_memory(base, plan.given, training, validation)
-    reinforcement = method.model_dump(exclude_none=True) | {"hyperparameters": as_given(hyper, plan.given)}
+    if not plan.supervised:
+        _check_memory(base, plan.given, training, validation)
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
         tenant=tenant.id,
@@ -112,7 +150,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         metadata=body.metadata or {},
         training_file=body.training_file,
         validation_file=body.validation_file,
-        method={"type": "reinforcement", "reinforcement": reinforcement},
+        method=plan.shown(hyper),
         env=plan.env,
         hyper=hyper,
         num_items=num_items,
@@ -121,6 +159,19 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         model=start.name,
         source=start.source,
     )
+
+
+async def _plan(api: Api, tenant: TenantRecord, body: JobGiven, start: JobStart) -> JobPlan:
+    method = _method(body)
+    if isinstance(method, SupervisedGiven):
+        given = parse_hyperparameters(method.hyperparameters or {}, supervised=True)
+        return JobPlan(EnvSpec(SUPERVISED), [], start.shaped(given, SUPERVISED_PARAM), {})
+    _check_size(method)
+    env = _environment(method)
+    task = CheckMethod(env.name, env.args, method.grader, "method.reinforcement")
+    fields = await api.helpers.do(tenant, task, num_bytes=_num_bytes(method))
+    given = start.shaped(parse_hyperparameters(method.hyperparameters or {}), PARAM)
+    return JobPlan(env, fields, given, method.model_dump(exclude_none=True))
 
 
 def _check_size(method: ReinforcementGiven) -> None:
@@ -147,22 +198,25 @@ def _check_labels(body: JobGiven) -> None:
         raise InvalidInput(f"hyperparameters belong into {PARAM}", param="hyperparameters")
 
 
-def _reinforcement(body: JobGiven) -> ReinforcementGiven:
+def _method(body: JobGiven) -> ReinforcementGiven | SupervisedGiven:
     method = body.method
     if method is None:
         raise InvalidInput(
-            'method is missing: {"type": "reinforcement", "reinforcement": {"grader": …}}', param="method"
+            'method is missing: {"type": "reinforcement", "reinforcement": {"grader": …}}, or {"type": "supervised"}',
+            param="method",
         )
-    if method.type in _METHODS:
+    if method.type == "dpo":
+        raise InvalidInput("method 'dpo' is not offered: use 'reinforcement' or 'supervised'", param="method.type")
+    if method.type not in _METHODS:
+        hint = did_you_mean(method.type, _METHODS)
         raise InvalidInput(
-            f"method {quoted(method.type)} is not offered: this service trains by reinforcement only",
-            param="method.type",
+            f"unknown method {quoted(method.type)}{hint}; use 'reinforcement' or 'supervised'", param="method.type"
         )
-    if method.type != "reinforcement":
-        hint = did_you_mean(method.type, ["reinforcement"])
-        raise InvalidInput(f"unknown method {quoted(method.type)}{hint}; use 'reinforcement'", param="method.type")
-    if method.supervised is not None or method.dpo is not None:
-        raise InvalidInput("method: only `reinforcement` goes with type 'reinforcement'", param="method")
+    given = {"reinforcement": method.reinforcement, "supervised": method.supervised, "dpo": method.dpo}
+    if any(value is not None for kind, value in given.items() if kind != method.type):
+        raise InvalidInput(f"method: only `{method.type}` goes with type '{method.type}'", param="method")
+    if method.type == "supervised":
+        return method.supervised or SupervisedGiven()
     if method.reinforcement is None:
         raise InvalidInput("method.reinforcement is missing", param="method.reinforcement")
     return method.reinforcement
@@ -194,14 +248,16 @@ def _check_base(base: Base, plan: JobPlan) -> None:
     limit = base.cluster.max_lora_rank()
     if limit is not None and given.lora_rank > limit:
         raise InvalidInput(
-            f"lora_rank {given.lora_rank} is above {limit}, what the rollout workers take", param=f"{PARAM}.lora_rank"
+            f"lora_rank {given.lora_rank} is above {limit}, what the rollout workers take",
+            param=f"{plan.param}.lora_rank",
         )
-    _check_context(base, given)
+    if not plan.supervised:
+        _check_context(base, given)
     for name in given.lora_targets:
         if base.linear_layers and name not in base.linear_layers:
             hint = did_you_mean(name, base.linear_layers)
             raise InvalidInput(
-                f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{PARAM}.lora_targets"
+                f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{plan.param}.lora_targets"
             )
 
 
@@ -259,37 +315,45 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
 async def _check_items(
     api: Api, tenant: TenantRecord, record: FileRecord, base: Base, plan: JobPlan, param: str
 ) -> None:
-    """Raises InvalidInput if the grader names a field that a row lacks, or if prompts are too long."""
-    most = (plan.given.max_context or base.tokenizer.context) - plan.given.max_tokens
+    """Raises InvalidInput if rows are of the wrong kind, lack a field that the grader names, or are too long."""
+    if record.num_examples != (record.num_items if plan.supervised else 0):
+        await _each(api, tenant, record, lambda part, before: CheckKind(part, before, plan.supervised, param))
+    most = plan.most_tokens(base)
     fits = base.name in record.longest and record.longest[base.name] <= most
     if plan.fields:
-        await _check_rows(api, tenant, record, plan.fields, param)
+        await _each(api, tenant, record, lambda part, before: CheckRows(part, before, plan.fields, param))
     if not fits:
-        await _check_lengths(api, tenant, record, plan.given, base, param)
+        await _check_lengths(api, tenant, record, plan, base, param)
 
 
-async def _check_rows(api: Api, tenant: TenantRecord, record: FileRecord, fields: list[str], param: str) -> None:
+async def _each(api: Api, tenant: TenantRecord, record: FileRecord, task: Callable[[bytes, int], Task]) -> None:
+    """Checks all lines of a file, a slice at a time. `task`: of a slice with so many lines above it; it gives its lines' number."""
     before = 0
     async for part in api.files.slices(record):
-        before += await api.helpers.do(tenant, CheckRows(part, before, fields, param), num_bytes=len(part))
+        before += await api.helpers.do(tenant, task(part, before), num_bytes=len(part))
 
 
 async def _check_lengths(
-    api: Api, tenant: TenantRecord, record: FileRecord, given: Hyperparameters, base: Base, param: str
+    api: Api, tenant: TenantRecord, record: FileRecord, plan: JobPlan, base: Base, param: str
 ) -> None:
-    found, most = LongPrompts(), (given.max_context or base.tokenizer.context) - given.max_tokens
+    found, most = LongPrompts(), plan.most_tokens(base)
     async for part in api.files.slices(record):
         task = CheckLengths(part, found.num_lines, base.name, most, param)
         found += msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(part)), LongPrompts)
     if found.num_long:
-        raise InvalidInput(_too_long(found, most, given, base), param=param, code="too_long")
+        raise InvalidInput(_too_long(found, most, plan, base), param=param, code="too_long")
 
 
-def _too_long(found: LongPrompts, most: int, given: Hyperparameters, base: Base) -> str:
-    bound = "max_context" if given.max_context else "the context"
+def _too_long(found: LongPrompts, most: int, plan: JobPlan, base: Base) -> str:
     named = ", ".join(map(str, found.first_long)) + (", …" if found.num_long > len(found.first_long) else "")
+    where = f"(lines {named}; the longest has {found.longest} tokens)"
+    if plan.supervised:
+        context = base.tokenizer.context
+        return f"{found.num_long} of the examples do not fit into the context of {context} tokens {where}: shorten them"
+    given = plan.given
+    bound = "max_context" if given.max_context else "the context"
     return (
         f"{found.num_long} of the prompts are longer than {most} tokens, which is {bound} of"
-        f" {most + given.max_tokens} less max_tokens {given.max_tokens} (lines {named}; the longest has {found.longest} tokens):"
+        f" {most + given.max_tokens} less max_tokens {given.max_tokens} {where}:"
         " shorten them or lower max_tokens"
     )

@@ -25,6 +25,8 @@ class JobProgress:
     step: int = 0
     rewards: list[float] = field(default_factory=list[float])
     """reward_mean of each step."""
+    loss: float | None = None
+    """Of the newest step."""
     evals: dict[int, float] = field(default_factory=dict[int, float])
     """version -> eval_reward_mean."""
     warning: Record | None = None
@@ -84,7 +86,7 @@ class JobProgress:
         if (reward := data.get("eval_reward_mean")) is not None:
             self.evals[int(data.get("version") or 0)] = reward
         if "reward_mean" in data:  # null after a step with nothing to learn from
-            self.step = int(data["step"])
+            self.step, self.loss = int(data["step"]), data.get("loss")
             self.rewards += [] if data["reward_mean"] is None else [data["reward_mean"]]
             self._arrivals.append((now, float(data.get("step_tokens") or 0)))
 

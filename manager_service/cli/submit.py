@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -13,6 +13,7 @@ from manager_service.cli.options import Data, Json, Url, connect, connect_operat
 from manager_service.cli.output import print_json
 from manager_service.cli.watch import watch_jobs
 
+Method = Literal["reinforcement", "supervised"]
 SHORT_GRADERS: dict[str, Record] = {
     "string_check": {"operation": "eq"},
     "math": {},
@@ -24,6 +25,9 @@ SHORT_GRADERS: dict[str, Record] = {
 def submit(
     file: Annotated[Path | None, typer.Argument(help="JSONL. Without it the environment makes items.")] = None,
     validation: Annotated[Path | None, typer.Option(help="JSONL of held-out items.")] = None,
+    method: Annotated[
+        Method, typer.Option(help="supervised: the file's own answers are learned, and nothing is sampled.")
+    ] = "reinforcement",
     grader: Annotated[
         str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
     ] = None,
@@ -36,7 +40,7 @@ def submit(
             help="key=value, may be repeated; lists as JSON: --hyper max_steps=40 --hyper 'lora_targets=[\"q_proj\"]'"
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="The base model.")] = "tiny",
+    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
@@ -45,8 +49,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Train an adapter on a file of items."""
-    reinforcement = method_of(grader, environment, hyper or [])
-    request: Record = {"model": model, "method": {"type": "reinforcement", "reinforcement": reinforcement}}
+    how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
+    request: Record = {"model": model, "method": {"type": method, method: how}}
     request |= {key: value for key, value in (("suffix", suffix), ("seed", seed)) if value is not None}
     with connect(url, data) as client, connect_operator(url, data) as operator:
         request["training_file"] = _upload(client, file) if file else None
@@ -61,15 +65,20 @@ def submit(
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
 
 
-def method_of(grader: str | None, environment: str | None, hyper: list[str]) -> Record:
-    """`method.reinforcement` of the request. Raises InvalidInput if the options do not parse."""
+def method_of(grader: str | None, environment: str | None, hyper: list[str], *, supervised: bool = False) -> Record:
+    """`method.reinforcement`, or `method.supervised`, of the request. Raises InvalidInput if the options do not parse."""
     method: Record = {}
+    if supervised and (grader or environment):
+        raise InvalidInput("a supervised job learns the file's own answers: leave out --grader and --environment")
     if grader:
         method["grader"] = parse_grader(grader)
     if environment:
         method["environment"] = parse_environment(environment)
-    if not method:
-        raise InvalidInput("say how answers are judged: --grader string_check:answer, or --environment calculator")
+    if not method and not supervised:
+        raise InvalidInput(
+            "say how answers are judged: --grader string_check:answer, or --environment calculator;"
+            " or learn the file's own answers: --method supervised"
+        )
     if hyper:
         method["hyperparameters"] = dict(map(parse_hyper, hyper))
     return method

@@ -11,7 +11,17 @@ from manager_service.cli.client import Record
 from manager_service.cli.output import cells, clock, console, cut, status, table, visible
 from manager_service.cli.progress import JobProgress, sparkline
 
-SHOWN_METRICS = ("step", "reward_mean", "eval_reward_mean", "loss", "kl", "grad_norm", "step_tokens", "staleness")
+SHOWN_METRICS = (
+    "step",
+    "reward_mean",
+    "eval_reward_mean",
+    "eval_loss",
+    "loss",
+    "kl",
+    "grad_norm",
+    "step_tokens",
+    "staleness",
+)
 CURVE_WIDTHS = (8, 20)
 BESIDE_CURVE = 70
 """Characters of a line that the other columns need."""
@@ -50,9 +60,13 @@ def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float
 
 def plain_line(job: JobProgress, now: float) -> str:
     """The row of the table as one plain line, for a pipe."""
-    reward = _reward(job.reward) or "-"
+    figure = (
+        f"loss {job.loss:.4f}"
+        if job.reward is None and job.loss is not None
+        else f"reward {_reward(job.reward) or '-'}"
+    )
     rate = "" if job.has_ended else f", {_rate(job, now)} tokens/s"
-    return f"{name(job)}: {job.status}, step {_steps(job)}, reward {reward}{rate}"
+    return f"{name(job)}: {job.status}, step {_steps(job)}, {figure}{rate}"
 
 
 def warning_line(job: JobProgress, warning: Record) -> str:

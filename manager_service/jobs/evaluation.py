@@ -1,30 +1,42 @@
-"""Evaluations: each item of the validation file gets sampled answers and a greedy one, which are summed up as they come."""
+"""Evaluations: each item of the validation file gets sampled answers and a greedy one, which are summed up as they come.
+
+Those of a supervised job sample nothing: the log-probs of each example's own answer are measured, and give the loss.
+"""
 
 from typing import Any
 
 from common.messages import ScoredTrajectory
 from manager_service.jobs.open_trajectories import TrajectoryKey
-from manager_service.records import EvalTally
+from manager_service.records import EvalTally, JobSpec
 
 
-def new_tally(num_items: int, eval_samples: int) -> EvalTally:
-    return EvalTally(units=2 * num_items, expected=num_items * (eval_samples + 1))
+def new_tally(spec: JobSpec) -> EvalTally:
+    """Of the items of the job's validation file."""
+    num = spec.num_eval_items
+    if spec.is_supervised:
+        return EvalTally(units=num, expected=num)
+    return EvalTally(units=2 * num, expected=num * (spec.hyper.eval_samples + 1))
 
 
-def next_unit(tally: EvalTally, version: int, eval_samples: int) -> list[TrajectoryKey]:
-    """Takes the trajectories that are issued next: an item's sampled answers, then its greedy one."""
-    index, greedy = divmod(tally.issued, 2)
+def next_unit(tally: EvalTally, version: int, spec: JobSpec) -> list[TrajectoryKey]:
+    """Takes the trajectories that are issued next: an item's sampled answers, then its greedy one; or an example."""
+    number = tally.issued
     tally.issued += 1
+    if spec.is_supervised:
+        return [TrajectoryKey(number, 0, "eval", version)]
+    index, greedy = divmod(number, 2)
     if greedy:
         return [TrajectoryKey(index, 0, "eval_greedy", version)]
-    return [TrajectoryKey(index, sample, "eval", version) for sample in range(eval_samples)]
+    return [TrajectoryKey(index, sample, "eval", version) for sample in range(spec.hyper.eval_samples)]
 
 
-def count(tally: EvalTally, message: ScoredTrajectory) -> None:
-    """Adds an answer that has settled."""
+def count(tally: EvalTally, message: ScoredTrajectory, spec: JobSpec) -> None:
+    """Adds an answer, or an example, that has settled."""
     tally.settled += 1
     if message.reward is None:
         tally.failed += 1
+    elif spec.is_supervised:
+        _count_loss(tally, message, message.reward)
     elif message.trajectory.purpose == "eval_greedy":
         tally.greedy_num += 1
         tally.greedy_total += message.reward
@@ -32,6 +44,28 @@ def count(tally: EvalTally, message: ScoredTrajectory) -> None:
         tally.num += 1
         tally.total += message.reward
         tally.squares += message.reward**2
+
+
+def _count_loss(tally: EvalTally, message: ScoredTrajectory, log_prob: float) -> None:
+    """`log_prob`: the mean over the example's learned tokens."""
+    tokens = int(message.reward_parts.get("tokens", 1))
+    tally.num += 1
+    tally.tokens += tokens
+    tally.total += log_prob * tokens
+
+
+def loss_summary(version: int, tally: EvalTally) -> dict[str, Any]:
+    """The data of the event of a supervised job's evaluation. `eval_loss`: mean over all learned tokens, in nats; null if every
+    example failed.
+    """
+    return {
+        "step": version,
+        "version": version,
+        "eval_loss": -tally.total / tally.tokens if tally.tokens else None,
+        "eval_tokens": tally.tokens,
+        "eval_n": tally.num,
+        "eval_failed": tally.failed,
+    }
 
 
 def summary(version: int, tally: EvalTally) -> dict[str, Any]:

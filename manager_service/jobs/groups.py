@@ -13,7 +13,7 @@ import numpy as np
 from common.messages import EMPTY_F32, EMPTY_I32, EMPTY_U8, MAX_REWARD, Array, Rows, ScoredTrajectory, f32, i32, u8
 
 MIN_USABLE = 2
-"""Trajectories without a failure that a group needs, so that there is an advantage."""
+"""Trajectories without a failure that a group needs, so that there is an advantage; one is enough where groups have one."""
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):
@@ -34,10 +34,6 @@ class Group:
     @property
     def decided(self) -> bool:
         return not self.waiting
-
-    @property
-    def usable(self) -> bool:
-        return len(self.scored) >= MIN_USABLE
 
     @property
     def all_equal(self) -> bool:

@@ -16,7 +16,7 @@ from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTr
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import count, new_tally, next_unit
-from manager_service.jobs.groups import is_sound, next_batch
+from manager_service.jobs.groups import MIN_USABLE, is_sound, next_batch
 from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
 from manager_service.jobs.lengths import Lengths
@@ -201,12 +201,13 @@ class Job:
     def next_kv_tokens(self) -> float:
         """Tokens whose keys and values the next group, or the next item of an evaluation, needs at once, estimated."""
         hyper = self.spec.hyper
-        return self.lengths.kv_tokens * (hyper.group_size if self.wants_group() else hyper.eval_samples)
+        trained = 0 if self.spec.is_supervised else hyper.group_size  # nobody samples examples
+        return self.lengths.kv_tokens * (trained if self.wants_group() else hyper.eval_samples)
 
     def issue_eval(self, changes: Changes) -> None:
         """Publishes the next part of an evaluation: an item's sampled answers, or its greedy one."""
         version, tally = next((int(v), t) for v, t in self.state.evals.items() if t.issued < t.units)
-        self._sample(version, next_unit(tally, version, self.spec.hyper.eval_samples), changes)
+        self._sample(version, next_unit(tally, version, self.spec), changes)
         self._dirty(changes)
 
     def _sample(self, version: int, keys: list[TrajectoryKey], changes: Changes) -> None:
@@ -267,7 +268,7 @@ class Job:
         self.open.ack(entry, changes)
         self._dirty(changes)
         if tally := self.state.evals.get(str(key.version)):
-            count(tally, message)
+            count(tally, message, self.spec)
 
     def on_parked(self, entry: str, message: Parked, changes: Changes) -> None:
         """Takes in a turn that a pause has stopped, to go on from there later."""
@@ -307,7 +308,7 @@ class Job:
         hyper, state = self.spec.hyper, self.state
         for number in sorted(number for number, group in self.open.groups.items() if group.decided):
             group = self.open.groups[number]
-            if not group.usable:
+            if len(group.scored) < min(MIN_USABLE, hyper.group_size):
                 state.failed_groups += 1
                 self._drop(number, "failed", changes)
             elif hyper.dynamic_sampling and group.all_equal:
@@ -412,7 +413,7 @@ class Job:
         last = state.version >= hyper.num_steps
         due = state.version == 0 or last or (hyper.eval_interval and state.version % hyper.eval_interval == 0)
         if due and self.spec.num_eval_items and state.status not in FINAL:
-            state.evals[str(state.version)] = new_tally(self.spec.num_eval_items, hyper.eval_samples)
+            state.evals[str(state.version)] = new_tally(self.spec)
         sampling = [group.version for group in self.open.groups.values()]
         changes.oldest_in_use[self.id] = min([state.version, *sampling, *map(int, state.evals)])
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from common.messages import AdapterUpdate, ScoredTrajectory
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.evaluation import summary
+from manager_service.jobs.evaluation import loss_summary, summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.samples import MAX_TEXT, chosen, record_of
@@ -69,7 +71,7 @@ class Journal:
         """Writes the event of a step, and keeps its figures."""
         state, metrics = self._state, update.metrics
         state.trained_tokens += update.usage.trained_tokens
-        state.last_reward = metrics.get("reward_mean")
+        state.last_reward, state.last_loss = metrics.get("reward_mean"), metrics.get("loss")
         gap = metrics.get("sampling_gap")
         state.sampling_gap = state.sampling_gap if gap is None else gap
         step = update.adapter.version
@@ -87,23 +89,42 @@ class Journal:
             "step_s": None if self._last_commit_at is None else now - self._last_commit_at,
         }
         self._last_commit_at = now
-        shown = "no signal" if state.last_reward is None else f"reward {state.last_reward:.3f}"
-        said = f"Step {step}/{self._spec.hyper.num_steps}: {shown}"
+        said = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
         if failed_share <= WARN_FAILED_SHARE:
             self.tell(now, changes, said, metrics=data)
         else:
             said = f"{said}; {failed_share:.0%} of its trajectories failed, most of them: {training.failed_reason}"
             self.tell(now, changes, said, level="warn", metrics=data)
 
+    def _shown(self) -> str:
+        """The newest step's figure."""
+        state = self._state
+        if self._spec.is_supervised:
+            return "no example" if state.last_loss is None else f"loss {state.last_loss:.4f}"
+        return "no signal" if state.last_reward is None else f"reward {state.last_reward:.3f}"
+
+    def _evaluated_loss(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
+        data = loss_summary(version, tally)
+        loss = self._state.last_eval_loss = data["eval_loss"]
+        self._note_best(version, None if loss is None else -loss)
+        shown = "every example failed" if loss is None else f"loss {loss:.4f} over {tally.num} examples"
+        self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
+
+    def _note_best(self, version: int, score: float | None) -> None:
+        state = self._state
+        if score is not None and (state.best_eval is None or score > state.best_eval):
+            state.best_eval, state.best_version = score, version
+
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         """Writes the event of an evaluation that has ended."""
+        if self._spec.is_supervised:
+            return self._evaluated_loss(version, tally, now, changes)
         data = summary(version, tally)
         mean = data["eval_reward_mean"]
         if version == 0:
             self._state.first_eval = mean
         self._state.last_eval = mean
-        if mean is not None and (self._state.best_eval is None or mean > self._state.best_eval):
-            self._state.best_eval, self._state.best_version = mean, version
+        self._note_best(version, mean)
         shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
         self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
 
@@ -114,12 +135,13 @@ class Journal:
 
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
+        others = 0 if self._spec.is_supervised else self._limits.other_samples
         records = [
             record_of(scored.message, orders.item(number), kept, whole=kept != "first" or place < WHOLE_SAMPLES)
-            for number, place, scored, kept in chosen(
-                batch, groups=self._limits.sample_groups, others=self._limits.other_samples
-            )
+            for number, place, scored, kept in chosen(batch, groups=self._limits.sample_groups, others=others)
         ]
+        if self._spec.is_supervised:  # an example has no reward
+            records = [msgspec.structs.replace(record, reward=None) for record in records]
         self._keep(self._state.version + 1, records, changes)
 
     def keep_failed(self, changes: Changes) -> None:

@@ -60,10 +60,12 @@ def record_of(
 
 
 def prompt_of(item: dict[str, Any] | None) -> str:
-    """The text of an item's last message."""
-    messages = (item or {}).get("messages") or []
-    content = messages[-1].get("content") if messages else ""
-    return content[:MAX_TEXT] if isinstance(content, str) else ""
+    """The text of the last message that is not the assistant's, or of a prompt that is no messages."""
+    given = (item or {}).get("prompt") or (item or {}).get("messages") or []
+    if isinstance(given, str):
+        return given[:MAX_TEXT]
+    asked = [message.get("content") for message in given if message.get("role") != "assistant"]
+    return asked[-1][:MAX_TEXT] if asked and isinstance(asked[-1], str) else ""
 
 
 def written_of(message: ScoredTrajectory) -> Written | None:

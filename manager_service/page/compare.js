@@ -3,7 +3,7 @@
 import {follow, job as readJob, jobs, ofJob, session} from "./api.js";
 import {Chart, colour, load} from "./curves.js";
 import {fill, h, table} from "./dom.js";
-import {FINAL, name, number, reward} from "./format.js";
+import {evaluated, FINAL, name, newest, number} from "./format.js";
 import {CHARTS, Curves} from "./figures.js";
 import {address} from "./jobs.js";
 
@@ -51,8 +51,8 @@ function summary(found, wanted) {
   const rows = found.map((job, i) => {
     const swatch = h("i", {class: "swatch"});
     swatch.style.background = colour(i);
-    return [h("span", {class: "pair"}, swatch, h("a", {href: address(job)}, name(job))), job.status, `${Math.max(0, job.version)}/${job.num_steps}`, reward(job.last_reward),
-      job.first_eval_reward === null ? "" : `${reward(job.first_eval_reward)} → ${reward(job.last_eval_reward)}`, number(job.trained_tokens), differing(job, found),
+    return [h("span", {class: "pair"}, swatch, h("a", {href: address(job)}, name(job))), job.status, `${Math.max(0, job.version)}/${job.num_steps}`, newest(job),
+      evaluated(job), number(job.trained_tokens), differing(job, found),
       h("button", {type: "button", class: "quiet", onclick: () => go(wanted.map((one) => one.text).filter((text) => !text.endsWith(job.id)))}, "Leave out")];
   });
   return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward", ">Evaluation", ">Tokens trained", "What differs", ""], rows);

@@ -3,7 +3,7 @@
 import {follow, ofJob} from "./api.js";
 import {Chart, colour, load} from "./curves.js";
 import {fill, h, repeat, table} from "./dom.js";
-import {FINAL, number, share} from "./format.js";
+import {FINAL, isSupervised, number, share} from "./format.js";
 
 export const POINTS = 2000;
 const Z = 1.96;
@@ -18,7 +18,7 @@ export const CHARTS = [
   ["Truncated", ["truncated_share"], "share of the trajectories that ended for want of tokens"],
   ["Clipped", ["clip_fraction"], "share of the trained tokens whose ratio the clip binds"],
   ["Staleness", ["staleness"], "versions that the trajectories lag behind"],
-  ["Loss", ["loss"], ""],
+  ["Loss", ["loss"], "of a step; dots: a supervised job's evaluations"],
   ["Gradient norm", ["grad_norm"], ""],
   ["Tokens/s", ["tokens_per_s"], "trained tokens of a step, by the seconds since the step before"],
   ["Failed", ["failed_share"], "share of the trajectories that failed and were left out"],
@@ -60,15 +60,15 @@ export class Curves {
     ratio("length", "written_tokens", "num_rows");
   }
 
-  /** Versions that have a step or an evaluation, and both over them. */
-  rewards() {
+  /** Versions that have a step or an evaluation, and figures of both over them: rewards, or losses. */
+  both(figure = "reward_mean", measured = "eval_reward_mean") {
     const xs = [...new Set([...this.steps, ...this.evaluations.map((data) => data.version)])].sort((a, b) => a - b);
     const place = new Map(xs.map((x, i) => [x, i]));
     const empty = () => new Array(xs.length).fill(null);
     const [train, mean, errors] = [empty(), empty(), empty()];
-    this.steps.forEach((step, i) => { train[place.get(step)] = this.columns.reward_mean?.[i] ?? null; });
+    this.steps.forEach((step, i) => { train[place.get(step)] = this.columns[figure]?.[i] ?? null; });
     for (const data of this.evaluations) {
-      mean[place.get(data.version)] = data.eval_reward_mean;
+      mean[place.get(data.version)] = data[measured] ?? null;
       errors[place.get(data.version)] = Z * (data.eval_reward_stderr ?? 0);
     }
     return {xs, train, mean, errors};
@@ -84,7 +84,7 @@ export async function figures(panel, view) {
     answer.steps_a_point > 1 && h("p", {class: "muted"}, `Each point stands for ${answer.steps_a_point} events of the job.`));
   const charts = new Map();
   let isDue = false;
-  const draw = () => { isDue = false; if (!signal.aborted) drawAll(uPlot, grid, charts, curves); };
+  const draw = () => { isDue = false; if (!signal.aborted) drawAll(uPlot, grid, charts, curves, isSupervised(view.job)); };
   const soon = () => { if (!isDue) { isDue = true; requestAnimationFrame(draw); } };
   draw();
   await failures(reasons, view);
@@ -103,18 +103,20 @@ export async function figures(panel, view) {
   })();
 }
 
-function drawAll(uPlot, grid, charts, curves) {
+/** `supervised`: the job's main figure is its loss; it has no rewards. */
+function drawAll(uPlot, grid, charts, curves, supervised) {
+  const main = supervised ? "Loss" : "Reward";
   for (const [title, names, note] of CHARTS) {
     const known = names.filter((key) => curves.columns[key]?.some((value) => value !== null && value !== undefined));
-    if (!known.length && title !== "Reward") continue;
+    if (!known.length && title !== main) continue;
     if (!charts.has(title)) {
       charts.set(title, new Chart(uPlot, title, {note}));
       grid.append(charts.get(title).node);
     }
     const chart = charts.get(title);
-    if (title !== "Reward") chart.draw(curves.steps, known.map((key, i) => ({label: key, values: curves.columns[key], colour: colour(i)})));
+    if (title !== main) chart.draw(curves.steps, known.map((key, i) => ({label: key, values: curves.columns[key], colour: colour(i)})));
     else {
-      const {xs, train, mean, errors} = curves.rewards();
+      const {xs, train, mean, errors} = supervised ? curves.both("loss", "eval_loss") : curves.both();
       const evaluation = {label: "evaluation", values: mean, errors, dots: true, colour: colour(1)};
       chart.draw(xs, [{label: "training", values: train, colour: colour(0)}, ...(curves.evaluations.length ? [evaluation] : [])]);
     }

@@ -13,6 +13,7 @@ export function number(value, digits = 3) {
 }
 
 export const reward = (value) => value === null || value === undefined ? "–" : value.toFixed(2);
+export const loss = (value) => value === null || value === undefined ? "–" : `loss ${value.toPrecision(3)}`;
 export const share = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 
 export function duration(seconds) {
@@ -27,6 +28,13 @@ export const ago = (seconds) => `${duration(Date.now() / 1000 - seconds)} ago`;
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 export const moment = (seconds) => new Date(seconds * 1000).toLocaleString();
 export const bytes = (count) => count < 1024 ? `${count} B` : count < 1 << 20 ? `${(count / 1024).toFixed(0)} KiB` : `${(count / (1 << 20)).toFixed(1)} MiB`;
+
+/** Does a job learn its file's own answers? Then it has losses, and no rewards. */
+export const isSupervised = (job) => job.method.type === "supervised";
+/** The newest figure of a job's steps, and of its evaluations. */
+export const newest = (job) => isSupervised(job) ? loss(job.last_loss) : reward(job.last_reward);
+export const evaluated = (job) => isSupervised(job) ? (job.last_eval_loss === null ? "" : loss(job.last_eval_loss))
+  : job.first_eval_reward === null ? "" : `${reward(job.first_eval_reward)} → ${reward(job.last_eval_reward)}`;
 
 /** A job's name for people: its suffix, or the end of its id. */
 export const name = (job) => job.user_provided_suffix || job.id;

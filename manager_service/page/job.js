@@ -2,7 +2,7 @@
 
 import {command, download, follow, job as readJob, ofJob, session} from "./api.js";
 import {announce, fill, h, repeat, say, table} from "./dom.js";
-import {ago, clock, duration, FINAL, moment, name, number, reward} from "./format.js";
+import {ago, clock, duration, evaluated, FINAL, isSupervised, loss, moment, name, number, reward} from "./format.js";
 import {figures} from "./figures.js";
 import {showSamples} from "./samples.js";
 
@@ -55,7 +55,7 @@ function makeHead(head, view) {
       bar.value = Math.max(0, job.version) / Math.max(1, job.num_steps);
       say(steps, `${Math.max(0, job.version)}/${job.num_steps}`);
       const left = job.estimated_finish ? `, about ${duration(job.estimated_finish - Date.now() / 1000)} left` : "";
-      const evals = job.first_eval_reward === null ? "" : ` · evaluation ${reward(job.first_eval_reward)} → ${reward(job.last_eval_reward)}${job.best_version === null ? "" : `, best version ${job.best_version}`}`;
+      const evals = evaluated(job) && ` · evaluation ${evaluated(job)}${job.best_version === null ? "" : `, best version ${job.best_version}`}`;
       say(facts, `${job.id} · ${job.organization_id} · on ${job.model} · made ${ago(job.created_at)}${job.finished_at ? `, ended ${ago(job.finished_at)}` : left} · ${number(job.trained_tokens)} tokens trained${evals}`);
       const told = newest.find((event) => event.level !== "info") ?? newest[0];
       say(waits, job.error ? job.error.message : FINAL.has(job.status) || !told ? "" : `${told.message} (${ago(told.created_at)})`);
@@ -76,14 +76,14 @@ async function checkpoints(panel, {id, tenant, job, signal}) {
   const rows = found.map((one) => {
     const evaluation = evals.get(one.step_number);
     return [
-      h("b", {}, `version ${one.step_number}`), moment(one.created_at), reward(one.metrics.reward_mean),
-      evaluation ? `${reward(evaluation.eval_reward_mean)} ± ${number(1.96 * (evaluation.eval_reward_stderr ?? 0), 2)}` : "",
+      h("b", {}, `version ${one.step_number}`), moment(one.created_at), isSupervised(job) ? loss(one.metrics.loss) : reward(one.metrics.reward_mean),
+      evaluation && isSupervised(job) ? loss(evaluation.eval_loss) : evaluation ? `${reward(evaluation.eval_reward_mean)} ± ${number(1.96 * (evaluation.eval_reward_stderr ?? 0), 2)}` : "",
       h("span", {class: "pair"},
         h("button", {type: "button", class: "quiet", onclick: () => download(`/v1/fine_tuning/jobs/${id}/checkpoints/${one.step_number}/content`, `${id}-${one.step_number}.zip`, {tenant})}, "Download"),
         h("a", {class: "button quiet tenant-only", href: `#/chat?${new URLSearchParams({a: one.fine_tuned_model_checkpoint, b: job.model})}`}, "Chat")),
     ];
   });
-  fill(panel, rows.length ? table("Checkpoints, newest first", ["Version", "Made", ">Reward", ">Evaluation", ""], rows) : h("p", {class: "muted"}, "No version yet."));
+  fill(panel, rows.length ? table("Checkpoints, newest first", ["Version", "Made", isSupervised(job) ? ">Loss" : ">Reward", ">Evaluation", ""], rows) : h("p", {class: "muted"}, "No version yet."));
 }
 
 async function events(panel, {id, tenant, signal}) {

@@ -2,7 +2,7 @@
 
 import {get, job as readJob, jobs, ofJob, session} from "./api.js";
 import {announce, fill, h, repeat, say, select} from "./dom.js";
-import {ago, duration, FINAL, name, reward} from "./format.js";
+import {ago, duration, evaluated, FINAL, isSupervised, name, newest} from "./format.js";
 import {spark} from "./spark.js";
 
 const POINTS = 40;
@@ -128,8 +128,8 @@ function update(row, job) {
   say(row.status, job.status.replace("_", " "));
   row.bar.value = Math.max(0, job.version) / Math.max(1, job.num_steps);
   say(row.steps, `${Math.max(0, job.version)}/${job.num_steps}`);
-  say(row.last, reward(job.last_reward));
-  say(row.evals, job.first_eval_reward === null ? "" : `${reward(job.first_eval_reward)} → ${reward(job.last_eval_reward)}`);
+  say(row.last, newest(job));
+  say(row.evals, evaluated(job));
   say(row.made, ago(job.created_at));
   if (FINAL.has(job.status)) {
     say(row.waits, job.error?.message ?? "");
@@ -146,7 +146,8 @@ async function refresh(row, signal) {
     if (!FINAL.has(row.job.status)) update(row, await readJob(id, {tenant, signal}));
     row.drawnStatus = row.job.status;
     const curves = row.job.version > 0 ? await ofJob(id, "metrics", {query: {points: POINTS}, tenant, signal}) : null;
-    if (curves) spark(row.curve, curves.metrics.reward_mean ?? [], row.job.last_reward);
+    if (curves && isSupervised(row.job)) spark(row.curve, curves.metrics.loss ?? [], row.job.last_loss, "loss");
+    else if (curves) spark(row.curve, curves.metrics.reward_mean ?? [], row.job.last_reward);
     if (FINAL.has(row.job.status)) return;
     const events = (await ofJob(id, "events", {query: {limit: 5}, tenant, signal})).data;
     const told = events.find((event) => event.level !== "info") ?? events[0];

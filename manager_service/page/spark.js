@@ -3,8 +3,8 @@
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [96, 22];
 
-/** Draws values over their own range, which is at least 0 to 1 for rewards within it. */
-export function spark(node, values, last) {
+/** Draws values over their own range, which is at least 0 to 1 for those within it. `what`: they are, for screen readers. */
+export function spark(node, values, last, what = "reward") {
   const known = values.filter((value) => value !== null && value !== undefined);
   if (!known.length) return node.replaceChildren();
   const low = Math.min(0, ...known), high = Math.max(1, ...known);
@@ -13,7 +13,7 @@ export function spark(node, values, last) {
   const points = values.map((value, i) => value === null || value === undefined ? null : `${x(i).toFixed(1)},${y(value).toFixed(1)}`);
   const svg = document.createElementNS(SVG, "svg");
   for (const [name, value] of Object.entries({width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img"})) svg.setAttribute(name, value);
-  svg.setAttribute("aria-label", `reward from ${known[0].toFixed(2)} to ${(last ?? known.at(-1)).toFixed(2)}`);
+  svg.setAttribute("aria-label", `${what} from ${known[0].toFixed(2)} to ${(last ?? known.at(-1)).toFixed(2)}`);
   const line = document.createElementNS(SVG, "polyline");
   line.setAttribute("points", points.filter(Boolean).join(" "));
   svg.append(line);

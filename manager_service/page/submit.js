@@ -14,26 +14,36 @@ const GRADERS = {
   endpoint: {type: "endpoint", name: "mine", url: "https://"},
 };
 const ENVIRONMENTS = {calculator: {name: "calculator", args: {}}, python: {name: "python", args: {}}, search: {name: "search", args: {documents: []}}};
+const METHODS = {reinforcement: "reinforcement: answers are sampled and rewarded", supervised: "supervised: the file's own answers are learned"};
 const FIRST_BYTES = 262_144;
 
 export async function show(node, {signal}) {
   if (session.isOperator) return fill(node, h("h1", {}, "Submit"), h("p", {}, "Jobs are a tenant's: open this page with a tenant's key."));
-  const [models, files, hyper] = await Promise.all([get("/v1/models", {signal}), get("/v1/files", {signal}), get("/v1/fine_tuning/hyperparameters", {signal})]);
+  const hyperOf = (method) => get("/v1/fine_tuning/hyperparameters", {query: {method}, signal});
+  const [models, files, ...hyper] = await Promise.all([get("/v1/models", {signal}), get("/v1/files", {signal}), ...Object.keys(METHODS).map(hyperOf)]);
   const model = select(models.data.map((one) => one.id).reverse(), null, {id: "model"}), suffix = h("input", {maxlength: 64}), seed = h("input", {type: "number", min: 0});
   const training = filePicker("Training file", files.data), validation = filePicker("Validation file", files.data);
   const judge = judging(training);
-  const settings = hyperFields(hyper.data);
+  const method = select(Object.entries(METHODS), "reinforcement", {id: "method", onchange: choose});
+  const settings = Object.fromEntries(Object.keys(METHODS).map((name, i) => [name, hyperFields(hyper[i].data)]));
+  const fields = h("div", {class: "fields"});
   const refused = h("p", {class: "error", role: "alert"});
   const send = h("button", {type: "button", class: "primary", onclick: submit}, "Submit the job");
   fill(node, h("h1", {}, "Submit"), h("p"),
-    h("fieldset", {}, h("legend", {}, "Model and items"), h("div", {class: "fields"}, h("label", {}, "Model", model), training.node, validation.node, h("label", {}, "Name", suffix), h("label", {}, "Seed", seed))),
-    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), h("div", {class: "fields"}, settings.nodes)), refused, send);
+    h("fieldset", {}, h("legend", {}, "Model and items"), h("div", {class: "fields"}, h("label", {}, "Model", model), h("label", {}, "Method", method), training.node, validation.node, h("label", {}, "Name", suffix), h("label", {}, "Seed", seed))),
+    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), fields), refused, send);
+  choose();
+
+  function choose() {
+    judge.node.hidden = method.value === "supervised";
+    fill(fields, settings[method.value].nodes);
+  }
 
   async function submit() {
     say(refused, "");
     send.disabled = true;
     try {
-      const body = {model: model.value, training_file: await training.id(), validation_file: await validation.id(), method: {type: "reinforcement", reinforcement: {...judge.read(), hyperparameters: settings.read()}}};
+      const body = {model: model.value, training_file: await training.id(), validation_file: await validation.id(), method: {type: method.value, [method.value]: {...(judge.node.hidden ? {} : judge.read()), hyperparameters: settings[method.value].read()}}};
       if (suffix.value) body.suffix = suffix.value;
       if (seed.value) body.seed = Number(seed.value);
       const job = await post("/v1/fine_tuning/jobs", body);

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput
 from common.settings import TINY
+from common.text.examples import is_example, read_example
 from common.text.tokens import ChatTokenizer
 from manager_service.api import file_store
 from manager_service.api.reading.items import FoundItems, check_lines
@@ -71,7 +72,8 @@ BAD = [
     (b'{"messages": "x"}\n', "line 1: messages must be a list"),
     (b'{"messages": ["x"]}\n', r"line 1: messages\[0\] must be an object"),
     (jsonl({"messages": [{"role": "robot", "content": "x"}]}), r"line 1: messages\[0\].role"),
-    (jsonl({"messages": [{"role": "assistant", "content": "x"}]}), "line 1: the last message"),
+    (jsonl({"messages": [{"role": "assistant", "content": "x"}]}), "line 1: before the assistant's first message"),
+    (jsonl({"messages": [{"role": "tool", "content": "x"}], "completion": 3}), "line 1: prompt must be a list"),
     (b'{"a": 1, "a": 2}\n', "line 1: the key 'a' stands twice"),
     (b'{"messages": [{"role": "user", "content": "x"}], "n": NaN}\n', "line 1: NaN is not a JSON number"),
     (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e999}\n', "line 1: the number 1e999 is too large"),
@@ -137,6 +139,7 @@ VALUES = st.recursive(
     )
 )
 @example({"messages": [{"role": "user", "content": "x", "tool_calls": True}]})
+@example({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]})
 @example({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "x"}}]}]})
 @settings(max_examples=300)
 def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, Any]) -> None:
@@ -147,7 +150,10 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
         return
     msgspec.msgpack.encode(row)
     assert msgspec.json.decode(jsonl(row)) == row
-    assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(row["messages"]))})
+    if is_example(row):
+        assert found == FoundItems(1, 1, {"tiny": len(read_example(row, CHATTY).tokens)}, num_examples=1)
+    else:
+        assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(row["messages"]))})
     assert found.longest["tiny"]
 
 

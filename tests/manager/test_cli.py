@@ -158,6 +158,28 @@ def test_submit_uploads_the_files_and_creates_the_job(api: type[FakeApi], tmp_pa
     assert reinforcement["grader"]["reference"] == "{{item.answer}}"
 
 
+def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) -> None:
+    (train := tmp_path / "train.jsonl").write_text('{"prompt": "min 2,1", "completion": "1"}\n')
+    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
+    run("submit", str(train), "--method", "supervised", "--hyper", "n_epochs=2")
+    request = json.loads(api.requests[-1][1])
+    assert request["method"] == {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
+    run("submit", str(train), "--method", "supervised")
+    assert json.loads(api.requests[-1][1])["method"] == {"type": "supervised", "supervised": {}}
+    with pytest.raises(InvalidInput, match="leave out --grader"):
+        run("submit", str(train), "--method", "supervised", "--grader", "math:answer")
+    with pytest.raises(InvalidInput, match="--method supervised"):
+        run("submit", str(train))
+
+
+def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
+    events = [metrics(1, step=1, version=1, reward_mean=None, loss=0.123456), metrics(2, version=1, eval_loss=0.5)]
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = events[::-1]
+    assert "loss 0.123" in (printed := run("events", "ftjob-1")) and "eval_loss 0.5" in printed
+    assert "step 1/2, loss 0.1235" in run("watch", "ftjob-1")
+
+
 def test_jobs_are_read_page_by_page(api: type[FakeApi]) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs"] = [{**JOB, "id": f"ftjob-{i}"} for i in range(5)]
     assert [job["id"] for job in json.loads(run("jobs", "--json"))] == [f"ftjob-{i}" for i in range(5)]

@@ -8,6 +8,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.graders import check_fields
+from common.text.examples import check_example, is_example, read_example
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.api.reading.values import parse_json
 
@@ -21,13 +22,17 @@ class FoundItems(msgspec.Struct, frozen=True):
 
     num_lines: int  # blank ones included
     num_items: int
-    longest: dict[str, int]  # base model -> tokens of the longest prompt; not for bases whose template refuses one
+    longest: dict[
+        str, int
+    ]  # base model -> tokens of the longest prompt, or example; not for bases whose template refuses one
+    num_examples: int = 0  # of the items: those with an answer to learn
 
     def __add__(self, more: "FoundItems") -> "FoundItems":
         longest = {
             base: max(tokens, more.longest[base]) for base, tokens in self.longest.items() if base in more.longest
         }
-        return FoundItems(self.num_lines + more.num_lines, self.num_items + more.num_items, longest)
+        num_items, num_examples = self.num_items + more.num_items, self.num_examples + more.num_examples
+        return FoundItems(self.num_lines + more.num_lines, num_items, longest, num_examples)
 
 
 class LongPrompts(msgspec.Struct, frozen=True):
@@ -51,7 +56,7 @@ def check_lines(
     lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
 ) -> FoundItems:
     """`before`: the number of lines above these."""
-    num_items, longest, number = 0, dict.fromkeys(tokenizers, 0), before
+    num_items, num_examples, longest, number = 0, 0, dict.fromkeys(tokenizers, 0), before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
@@ -63,8 +68,23 @@ def check_lines(
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
         num_items += 1
-        longest = _with_prompt(longest, item["messages"], tokenizers)
-    return FoundItems(number - before, num_items, longest)
+        num_examples += is_example(item)
+        longest = _with_tokens(longest, item, tokenizers)
+    return FoundItems(number - before, num_items, longest, num_examples)
+
+
+def check_kind(lines: bytes, *, before: int, examples: bool, param: str) -> int:
+    """The number of lines, all of which are examples to learn, or all of which are items to answer."""
+    number = before
+    for number, line in _numbered(lines, before):
+        if line.strip() and is_example(msgspec.json.decode(line)) != examples:
+            why = (
+                "a supervised job learns answers: the last message must be the assistant's, or there must be a completion"
+                if examples
+                else "the last message is the assistant's, or there is a completion: that is for a supervised job"
+            )
+            raise InvalidInput(f"{param}, line {number}: {why}", param=param, code="wrong_kind_of_file")
+    return number - before
 
 
 def check_rows(lines: bytes, *, before: int, fields: Collection[str], param: str) -> int:
@@ -82,13 +102,13 @@ def check_rows(lines: bytes, *, before: int, fields: Collection[str], param: str
 
 
 def check_lengths(lines: bytes, *, before: int, most: int, tokenizer: ChatTokenizer, param: str) -> LongPrompts:
-    """Finds the prompts of more than `most` tokens."""
+    """Finds the prompts, and examples, of more than `most` tokens."""
     found, longest, number = list[int](), 0, before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
         try:
-            length = len(tokenizer.render(msgspec.json.decode(line)["messages"]))
+            length = _num_tokens(msgspec.json.decode(line), tokenizer)
         except ValueError as error:
             raise InvalidInput(f"{param}, line {number}: {error}", param=param) from error
         longest = max(longest, length)
@@ -100,19 +120,30 @@ def _numbered(lines: bytes, before: int) -> Iterator[tuple[int, bytes]]:
     return enumerate(lines.splitlines(), before + 1)
 
 
-def _with_prompt(longest: Mapping[str, int], messages: Any, tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
+def _with_tokens(
+    longest: Mapping[str, int], item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]
+) -> dict[str, int]:
     """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
     found: dict[str, int] = {}
     for base, tokens in longest.items():
         with contextlib.suppress(ValueError):
-            found[base] = max(tokens, len(tokenizers[base].render(messages)))
+            found[base] = max(tokens, _num_tokens(item, tokenizers[base]))
     return found
 
 
+def _num_tokens(item: dict[str, Any], tokenizer: ChatTokenizer) -> int:
+    """Of an item's prompt, or of the whole example. Raises ValueError."""
+    if is_example(item):
+        return len(read_example(item, tokenizer).tokens)
+    return len(tokenizer.render(item["messages"]))
+
+
 def check_item(item: Any) -> None:
-    """Raises ValueError unless it is an object with a conversation that a model can answer."""
+    """Raises ValueError unless it is an object with a conversation that a model can answer, or with one and its answer."""
     if not isinstance(item, dict):
         raise ValueError(f"must be a JSON object, not {_kind(item)}")
+    if is_example(item):  # pyright: ignore[reportUnknownArgumentType]
+        return check_example(item)  # pyright: ignore[reportUnknownArgumentType]
     messages: Any = item.get("messages")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if "messages" not in item:
         raise ValueError('the field "messages" is missing: a list of chat messages')

@@ -10,7 +10,7 @@ from common.errors import InvalidInput
 from common.graders import check_item, item_fields, validate_grader
 from common.messages import EnvSpec
 from common.text.tokens import ChatTokenizer
-from manager_service.api.reading.items import check_lengths, check_lines, check_rows
+from manager_service.api.reading.items import check_kind, check_lengths, check_lines, check_rows
 from manager_service.api.reading.values import parse_json
 from manager_service.tinker.wire.reading import read_pass
 from manager_service.tinker.wire.samples import read_sample
@@ -70,13 +70,22 @@ class CheckRows(msgspec.Struct, tag=True, frozen=True):
     param: str
 
 
+class CheckKind(msgspec.Struct, tag=True, frozen=True):
+    """Gives the number of lines, all of which are examples, or none."""
+
+    lines: bytes
+    before: int
+    examples: bool
+    param: str
+
+
 class CheckLengths(msgspec.Struct, tag=True, frozen=True):
     """Gives LongPrompts."""
 
     lines: bytes
     before: int
     base: str
-    most: int  # tokens of a prompt
+    most: int  # tokens of a prompt, or an example
     param: str
 
 
@@ -120,6 +129,7 @@ Task = (
     | Decode
     | CheckLines
     | CheckRows
+    | CheckKind
     | CheckLengths
     | CheckGrader
     | CheckMethod
@@ -161,6 +171,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             )
         case CheckRows():
             return check_rows(task.lines, before=task.before, fields=task.fields, param=task.param)
+        case CheckKind():
+            return check_kind(task.lines, before=task.before, examples=task.examples, param=task.param)
         case CheckLengths():
             tokenizer = tokenizers[task.base]
             return check_lengths(task.lines, before=task.before, most=task.most, tokenizer=tokenizer, param=task.param)

@@ -1,0 +1,104 @@
+"""Supervised jobs through the HTTP API."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from openai.types.fine_tuning import FineTuningJob
+
+from common.environments import SUPERVISED
+from common.messages import AdapterRef
+from manager_service.records import JSON, JobSpec, JobState
+from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
+
+HYPER = "method.supervised.hyperparameters"
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+def example(question: str = "min 3,1,2", answer: str = "1") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+FORMS = [
+    example(),
+    {"prompt": "min 3,1,2", "completion": "1"},
+    {"prompt": example()["messages"][:1], "completion": example()["messages"][1:]},
+]
+EXAMPLES = jsonl(*FORMS, *FORMS, *FORMS, *FORMS)
+
+
+async def create(server: ApiServer, rows: bytes = EXAMPLES, **changes: Any) -> FineTuningJob:
+    hyper = changes.pop("hyper", {})
+    body = {"method": {"type": "supervised", "supervised": {"hyperparameters": hyper}}} | changes.pop("body", {})
+    file = await upload(server.openai, rows)
+    model = changes.pop("model", "tiny")
+    return await server.openai.fine_tuning.jobs.create(model=model, training_file=file, extra_body=body, **changes)
+
+
+async def spec_of(server: ApiServer, job: str) -> JobSpec:
+    return msgspec.json.decode(await server.api.redis.hget(server.bus.cell.job(job), "spec") or b"", type=JobSpec)
+
+
+async def test_a_job_of_each_form_of_examples_is_taken_as_openais(server: ApiServer) -> None:
+    held_out = await upload(server.openai, jsonl(example(), example()))
+    job = await create(server, hyper={"batch_size": 4, "n_epochs": 2}, validation_file=held_out)
+    assert job.method and job.method.type == "supervised" and job.method.supervised
+    given: Any = job.to_dict()
+    assert given["hyperparameters"] == given["method"]["supervised"]["hyperparameters"]
+    assert given["hyperparameters"]["batch_size"] == 4 and "group_size" not in given["hyperparameters"]
+    spec = await spec_of(server, job.id)
+    assert (spec.hyper.num_steps, spec.hyper.group_size, spec.hyper.loss.name) == (6, 1, "cross_entropy")
+    assert (spec.num_items, spec.num_eval_items, spec.env.name) == (12, 2, SUPERVISED)
+
+
+async def test_what_is_wrong_is_named(server: ApiServer) -> None:
+    long = example(answer="1" * 2048)
+    refused: list[tuple[Any, str, str]] = [
+        ({"hyper": {"group_size": 4}}, f"{HYPER}.group_size", "unknown hyperparameter 'group_size' of a supervised job"),
+        ({"hyper": {"n_epoch": 1}}, f"{HYPER}.n_epoch", "did you mean 'n_epochs'?"),
+        ({"hyper": {"batch_size": 0}}, f"{HYPER}.batch_size", "greater than or equal to 1"),
+        ({"rows": jsonl(example(), item())}, "training_file", "line 2: a supervised job learns answers"),
+        ({"rows": jsonl(example(), long, long)}, "training_file", r"2 of the examples .* \(lines 2, 3"),
+        ({"body": {"method": {"type": "dpo"}}}, "method.type", "'dpo' is not offered"),
+        ({"body": {"method": {"type": "superviced"}}}, "method.type", "did you mean 'supervised'?"),
+        ({"body": {"method": method()}}, "training_file", "line 1: the last message is the assistant's"),
+        ({"body": {"method": {"type": "reinforcement", "reinforcement": {"environment": {"name": SUPERVISED}}}}},
+         "method.reinforcement.environment.name", "unknown environment"),
+    ]  # fmt: skip
+    for changes, param, complaint in refused:
+        with pytest.raises(openai.BadRequestError, match=complaint) as error:
+            await create(server, **changes)
+        assert error.value.param in (param, "environment.name"), error.value.message
+
+
+async def test_a_job_of_either_kind_goes_on_from_one_of_the_other(server: ApiServer) -> None:
+    first = await create(server, hyper={"lora_rank": 4})
+    done = JSON.encode(JobState(status="succeeded", version=3))
+    await server.api.redis.hset(server.bus.cell.job(first.id), "state", done)
+    rewarded = await server.openai.fine_tuning.jobs.create(
+        model=f"ft:tiny:default::{first.id}",
+        training_file=await upload(server.openai),
+        extra_body={"method": method()},
+    )
+    await server.api.redis.hset(server.bus.cell.job(rewarded.id), "state", done)
+    again = await create(server, model=f"ft:tiny:default::{rewarded.id}@2")
+    sources = [(await spec_of(server, job.id)).source for job in (rewarded, again)]
+    assert sources == [AdapterRef("default", first.id, 3), AdapterRef("default", rewarded.id, 2)]
+    assert (await spec_of(server, again.id)).hyper.lora.rank == 4
+    with pytest.raises(openai.BadRequestError, match="lora_rank: the model that the job starts from has 4") as refused:
+        await create(server, model=f"ft:tiny:default::{first.id}", hyper={"lora_rank": 8})
+    assert refused.value.param == f"{HYPER}.lora_rank"
+
+
+async def test_the_hyperparameters_of_supervised_jobs_are_listed(server: ApiServer) -> None:
+    found = (await server.http.get("/v1/fine_tuning/hyperparameters", params={"method": "supervised"})).json()["data"]
+    assert {"batch_size", "n_epochs", "learning_rate_multiplier"} <= {row["id"] for row in found}
+    assert not {"group_size", "kl_coef", "temperature"} & {row["id"] for row in found}

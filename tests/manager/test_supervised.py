@@ -1,0 +1,125 @@
+"""Supervised jobs under the real owner, with stand-ins for the workers."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.bus import Bus
+from common.environments import SUPERVISED
+from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
+from common.objects import Objects
+from common.streams import Cell
+from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.evaluation import count, loss_summary, new_tally, next_unit
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
+from manager_service.records import JobSpec, JobState
+from tests.common.test_worker import until
+from tests.manager.test_owner import System
+
+ABOUT: dict[str, Any] = {"id": "m", "tenant": "acme", "job": "job-a", "partition": 0}
+
+
+@pytest.fixture
+async def system(bus: Bus, objects: Objects) -> AsyncIterator[System]:
+    system = System(bus, objects)
+    await system.start()
+    yield system
+    await system.stop()
+
+
+def supervised(**hyper: Any) -> JobSpec:
+    """As the API resolves it: a group is one example."""
+    loss = LossSpec(name="cross_entropy")
+    spec = job_spec()
+    values = {"batch_size": 4, "num_steps": 6, **hyper, "group_size": 1, "max_staleness": 1, "loss": loss}
+    return msgspec.structs.replace(spec, env=EnvSpec(SUPERVISED), hyper=msgspec.structs.replace(spec.hyper, **values))
+
+
+def groups_of(step: TrainStep) -> list[int]:
+    return step.rows.groups.numpy().tolist()
+
+
+async def test_each_step_has_the_next_examples_whatever_is_killed_paused_and_resumed(system: System) -> None:
+    system.env.delay_s = 0.03
+    spec = supervised()
+    await create_job(system.bus, spec)
+    await until(lambda: len(system.trainer.seen) >= 1)
+    await system.kill_owner()
+    system.start_owner()
+    await until(lambda: len(system.trainer.seen) >= 3)
+    await command(system.bus, spec, "pause")
+    await until_status(system.bus, spec.id, "paused")
+    await command(system.bus, spec, "resume")
+    await until_status(system.bus, spec.id, "succeeded", seconds=60)
+    steps = {step.adapter.version: groups_of(step) for step in system.trainer.seen}
+    assert steps == {version: list(range(4 * version, 4 * version + 4)) for version in range(6)}
+    assert {step.loss.name for step in system.trainer.seen} == {"cross_entropy"}
+    assert await ledger_of(system.bus, spec.id) == {"issued": 24, "trained": 24, "in_flight": 0}
+    told = [e for e in await system.events(spec.id) if e.type == "metrics"]
+    assert [e.message for e in told] == [f"Step {n}/6: loss 0.0000" for n in range(1, 7)]
+    assert (await state_of(system.bus, spec.id)).last_loss == 0.0
+
+
+async def test_an_example_that_fails_is_left_out_and_counted(system: System) -> None:
+    def reward(start: Any, sample: int) -> float | Failure:
+        return Failure("invalid", "the example has 3000 tokens") if start.group == 1 else 0.0
+
+    system.env.reward = reward
+    spec = supervised(num_steps=2, batch_size=2)
+    await create_job(system.bus, spec)
+    await until_status(system.bus, spec.id, "succeeded")
+    assert [groups_of(step) for step in system.trainer.seen] == [[0, 2], [3, 4]]
+    assert await ledger_of(system.bus, spec.id) == {"issued": 5, "trained": 4, "failed": 1, "in_flight": 0}
+
+
+async def test_a_file_of_which_nothing_can_be_learned_fails_with_the_reason(system: System) -> None:
+    system.env.reward = lambda start, sample: Failure("invalid", "the template refuses it")
+    spec = supervised()
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "failed")
+    assert state.error and state.error.code == "invalid" and "the template refuses it" in state.error.message
+
+
+def measured(index: int, log_prob: float | None, tokens: int) -> ScoredTrajectory:
+    failure = Failure("invalid", "too long") if log_prob is None else None
+    ref = TrajectoryRef("eval", 7, index, 0)
+    return ScoredTrajectory(
+        **ABOUT, adapter=AdapterRef("acme", "job-a", 0), trajectory=ref, reward=log_prob,
+        reward_parts={"tokens": float(tokens)}, stop_reason="length", failure=failure,
+    )  # fmt: skip
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_all_learned_tokens() -> None:
+    spec = msgspec.structs.replace(supervised(), num_eval_items=3)
+    tally = new_tally(spec)
+    keys = [next_unit(tally, 5, spec) for _ in range(tally.units)]
+    assert [str(key) for unit in keys for key in unit] == ["eval@5.0/0", "eval@5.1/0", "eval@5.2/0"]
+    for message in (measured(0, -1.0, 1), measured(1, -0.2, 4), measured(2, None, 9)):
+        assert not tally.done
+        count(tally, message, spec)
+    assert tally.done
+    found = loss_summary(5, tally)
+    assert found == {
+        "step": 5, "version": 5, "eval_loss": pytest.approx(0.36), "eval_tokens": 5, "eval_n": 2, "eval_failed": 1,
+    }  # fmt: skip
+
+
+def test_the_version_of_the_smallest_loss_is_the_best() -> None:
+    spec = msgspec.structs.replace(supervised(), num_eval_items=1)
+    job, changes = Job(Cell("tiny"), spec, JobState(status="running", version=2), Items(), Items()), Changes()
+    for version, log_prob in ((0, -3.0), (1, -0.5), (2, -0.75)):
+        tally = new_tally(spec)
+        count(tally, measured(0, log_prob, 2), spec)
+        job.journal.evaluated(version, tally, 0.0, changes)
+    state = job.state
+    assert (state.best_version, state.last_eval_loss, state.last_eval) == (1, 0.75, None)
+    assert changes.events[-1][1].message == "Evaluation of version 2: loss 0.7500 over 1 examples"
+
+
+def test_its_groups_need_no_room_in_an_engine() -> None:
+    job = Job(Cell("tiny"), supervised(), JobState(status="running", version=0), Items(), Items())
+    assert job.wants_group() and job.next_kv_tokens == 0

@@ -1,0 +1,79 @@
+"""A step on rows that nobody sampled: cross-entropy, the mean over the learned tokens of the batch."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from base_model.adapter import Adapter
+from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
+from tests.support.trainer_cases import make_init, make_step, nothing
+from tests.trainer.test_trainer_learns import causal_attend, random_decoder
+from trainer_service import lora
+from trainer_service.training import Trainer
+
+LOSS = LossSpec(name="cross_entropy")
+LENGTHS, NUM_PROMPT, VOCAB = (6, 9, 7), 3, 32
+
+
+def examples(seed: int = 0, version: int = 0) -> Rows:
+    """Three of different lengths, of which all but the first tokens are learned; each is a group of its own."""
+    total = sum(LENGTHS)
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, total)
+    return Rows(
+        tokens=i32(tokens),
+        logprobs=f32([0.0] * total),
+        written=u8([at >= NUM_PROMPT for length in LENGTHS for at in range(length)]),
+        lengths=i32(LENGTHS),
+        groups=i32([0, 1, 2]),
+        samples=i32([0, 0, 0]),
+        rewards=f32([0.0] * 3),
+        versions=i32([version] * 3),
+        truncated=u8([0] * 3),
+    )
+
+
+@torch.no_grad()
+def naive_loss(trainer: Trainer, adapter: Adapter, rows: Rows) -> float:
+    """Row by row, by torch's own cross-entropy."""
+    stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), trainer.decoder.device)
+    place = stack.put(lora.flatten(adapter), adapter.scale)
+    losses: list[Tensor] = []
+    for row in np.split(rows.tokens.numpy().astype(np.int64), np.cumsum(LENGTHS)[:-1]):
+        tokens = torch.from_numpy(row)[None]
+        project = lora.Projection([lora.Part.make(0, stack, [place])])
+        hidden = trainer.decoder.forward(tokens, torch.arange(len(row))[None], causal_attend(2), project)
+        scores = trainer.decoder.logits(hidden[0, NUM_PROMPT - 1 : -1])
+        losses.append(F.cross_entropy(scores, tokens[0, NUM_PROMPT:], reduction="none"))
+    return float(torch.cat(losses).mean())
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_learned_tokens_and_falls() -> None:
+    trainer, rows, losses = Trainer(random_decoder()), examples(), list[float]()
+    state = trainer.init(make_init())
+    for version in range(12):
+        expected = naive_loss(trainer, state.adapter, rows)
+        trained = trainer.step(make_step(version, rows, loss=LOSS, optim=OptimSpec(0.05)), state, nothing)
+        state = trained.state
+        assert trained.metrics["loss"] == pytest.approx(expected, rel=1e-5)
+        losses.append(trained.metrics["loss"] or 0.0)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_its_metrics_say_nothing_of_rewards_or_samplers() -> None:
+    trainer = Trainer(random_decoder())
+    step = make_step(0, examples(), loss=LOSS)
+    metrics = trainer.step(step, trainer.init(make_init()), nothing).metrics
+    assert {"loss", "grad_norm", "trained_tokens", "written_tokens", "num_rows"} <= metrics.keys()
+    assert not {"reward_mean", "kl", "clip_fraction", "sampling_gap", "entropy", "staleness"} & metrics.keys()
+    assert (metrics["trained_tokens"], metrics["written_tokens"]) == (sum(LENGTHS), sum(LENGTHS) - 3 * NUM_PROMPT)
+
+
+def test_the_version_that_was_newest_when_rows_were_made_changes_no_bits() -> None:
+    made: list[Tensor] = []
+    for version in (0, 1):
+        trainer = Trainer(random_decoder(), deterministic=True)
+        state = trainer.init(make_init())
+        made.append(trainer.step(make_step(1, examples(version=version), loss=LOSS), state, nothing).state.values_P)
+    assert torch.equal(*made)
