@@ -21,7 +21,6 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import msgspec
-import uvloop
 
 from benchmarks._report import Report, in_turns, make_table, medians, run
 from common.adapters import AdapterStore
@@ -75,7 +74,7 @@ def workers(bus: Bus, store: AdapterStore) -> list[Worker]:
 @contextlib.contextmanager
 def owner_thread(server: RedisServer, store: AdapterStore, objects: Objects) -> Generator[int]:
     """Runs an owner in a thread of its own; gives the clock of that thread's processor time."""
-    loop, stop = uvloop.new_event_loop(), asyncio.Event()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def own() -> None:
         bus = server.bus()
@@ -134,7 +133,7 @@ async def num_active(bus: Bus) -> int:
 
 
 def report(given: Any) -> Report:
-    runs = {num_jobs: lambda n=num_jobs: uvloop.run(measure_jobs(n)) for num_jobs in STEPS}
+    runs = {num_jobs: lambda n=num_jobs: asyncio.run(measure_jobs(n)) for num_jobs in STEPS}
     costs = {num_jobs: medians(found) for num_jobs, found in in_turns(runs, given.rounds, warm_up=0).items()}
     columns = ("jobs", "owner µs", "workers µs", "Redis µs", "wall µs", "trajectories/s")
     lines = [(str(n), *astuple(cost), 1e6 / cost.wall_us) for n, cost in costs.items()]

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import uvloop
-
 from common import log
 from common.adapters import AdapterStore
 from common.bus import Bus
@@ -89,8 +87,7 @@ def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[An
         leave(f"{name}: {explained(error)}", REFUSED)
     log.configure(name, level=settings.log_level)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(main(settings))
+        asyncio.run(main(settings))
     except* (MarlaasError, ValueError) as group:  # a service's loops run in task groups
         error = _first(group)
         leave(f"{name}: {explained(error)}", REFUSED if isinstance(error, InvalidInput) else 1)

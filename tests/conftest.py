@@ -1,14 +1,12 @@
 """Fixtures: a real Redis for the whole run, emptied before each test; a bus and an object store on it."""
 
-from asyncio import AbstractEventLoop
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import redis
-import uvloop
 from hypothesis import settings
 
 from common.bus import Bus
@@ -34,11 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if config.getoption("--exact") and runs_tests:
         config.stash[exact] = prepare()
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]]:
-    """Tests run on the services' event loop."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
