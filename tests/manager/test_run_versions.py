@@ -14,7 +14,7 @@ from common.messages import AdapterRef, LoraSpec
 from common.objects import Objects
 from common.operations import Forget, SaveWeights
 from common.streams import GROUP_MANAGER, Cell
-from manager_service.jobs.changes import Changes
+from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.records import JSON, TenantRecord
 from manager_service.runs import runs
 from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState
@@ -364,3 +364,11 @@ def test_an_ended_run_is_looked_at_when_something_may_go(checkpoints: list[Check
     keeping.state.version += 3
     keeping.versions[4] = True
     assert keeping.due_at(10.0, wait_s=60) == 70.0
+
+
+def test_a_run_that_never_had_a_version_is_forgotten_with_its_results() -> None:
+    keeping = retention(0)
+    assert keeping.due_at(0.0, wait_s=1) is None and not keeping.is_over(1e9)
+    keeping.state.status, keeping.state.ended_at = "ended", 1000
+    assert keeping.due_at(1000.0, wait_s=1) == 1000 + KEEP_RESULTS_S
+    assert [keeping.is_over(1000.0 + after_s) for after_s in (0, KEEP_RESULTS_S)] == [False, True]

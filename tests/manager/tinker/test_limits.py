@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+from common.adapters import PEFT_FILES
 from manager_service.api import body_limit
 from manager_service.runs import names, retention, runs
 from manager_service.runs import run as run_module
@@ -111,6 +112,11 @@ async def keys_of(server: ApiServer, run: str) -> set[str]:
     return {name.split(":")[2] for name in found}
 
 
+async def weights_of(server: ApiServer, run: str) -> list[str]:
+    paths = await server.api.objects.paths(f"adapters/default/{run_of(run)}")
+    return [path for path in paths if path.endswith(PEFT_FILES[0])]
+
+
 async def test_a_tenant_has_so_many_runs_that_have_not_ended(redis_url: str, tmp_path: Path) -> None:
     async with running_api(redis_url, tmp_path / "data", max_unfinished_jobs=3) as server, owned_runs(server):
         client = await client_of(server)
@@ -131,6 +137,7 @@ async def test_a_tenant_has_so_many_runs_that_have_not_ended(redis_url: str, tmp
         mine = next(answer.json()["model_id"] for answer in answers if answer.status_code == 200)
         ended = await client.post("unload_model", model_id=mine)
         assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
+        assert 3500 < await server.bus.client.ttl(server.bus.cell.seqs(run_of(mine) or "")) <= 3600
         assert (await client.post("create_model", **body, model_seq_id=9)).status_code == 200
         other = await client_of(server, "acme")
         await other.run(await other.session())
@@ -147,18 +154,15 @@ async def test_a_run_that_ended_long_ago_without_a_checkpoint_leaves_redis_and_t
         bare, named = await client.run(session, 0), await client.run(session, 1)
         saved = await client.post("save_weights", model_id=named, seq_id=1, path="mine")
         assert (await client.retrieve(saved.json()["request_id"])).status_code == 200
+        assert await weights_of(server, bare) and await weights_of(server, named)
         for run in (bare, named):
-            ended = await client.post("unload_model", model_id=run)
-            assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
-            assert 0 < await server.bus.client.ttl(server.bus.cell.seqs(run_of(run) or "")) <= 3600
+            assert (await client.post("unload_model", model_id=run)).status_code == 200
 
         async def has_left() -> bool:
             return not await keys_of(server, bare)
 
-        await until(has_left)
-        adapters = server.api.objects
-        tenant = "default"
-        assert not [path for path in await adapters.paths(f"adapters/{tenant}/{run_of(bare)}") if "safetensors" in path]
+        await until(has_left, 60)
+        assert await weights_of(server, named) and not await weights_of(server, bare)
         listed = (await client.get("training_runs")).json()["training_runs"]
         assert [run["training_run_id"] for run in listed] == [named]
         assert (await client.get(f"training_runs/{bare}")).status_code == 404
@@ -171,7 +175,7 @@ async def test_a_run_that_ended_long_ago_without_a_checkpoint_leaves_redis_and_t
         async def has_left_too() -> bool:
             return not await keys_of(server, named)
 
-        await until(has_left_too)
+        await until(has_left_too, 60)
 
 
 async def test_a_tenant_keeps_so_many_runs(
