@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from harness.live import running
 from manager_service.local.supervisor import LocalCluster
@@ -69,6 +70,26 @@ print(json.dumps({
     "next": client.forward_backward([datum(3)], "cross_entropy").result().metrics["loss:sum"] > 0}))
 """
 
+OWN_LOSS = """
+import json, sys
+sys.path.append({packages!r})                   # torch, which the SDK's own environment lacks
+import tinker, torch
+from tinker import types
+service, weights = tinker.ServiceClient(), [0.0, 2.0, -1.0, 0.5] * 3
+def datum(n, **inputs):
+    tokens = [(7 * n + i) % 200 for i in range(12)]
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={{"target_tokens": tokens[1:] + [0], **inputs}})
+def own(data, logprobs):
+    return -sum((torch.tensor(weights) * each).sum() for each in logprobs), {{"own:mean": float(len(data))}}
+def norms(passed):
+    client = service.create_lora_training_client("tiny", rank=8, seed=3).result()
+    steps = [(passed(client, step), client.optim_step(types.AdamParams(learning_rate=1e-3))) for step in range(2)]
+    return [[gradient.result().metrics, update.result().metrics["grad_norm"]] for gradient, update in steps]
+print(json.dumps([
+    norms(lambda client, step: client.forward_backward_custom([datum(step), datum(step + 1)], own)),
+    norms(lambda client, step: client.forward_backward([datum(n, weights=weights) for n in (step, step + 1)], "cross_entropy"))]))
+"""
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[LocalCluster]:
@@ -94,3 +115,13 @@ async def test_an_sdk_does_the_tour(cluster: LocalCluster, version: str) -> None
     assert {"weights/tour", "sampler_weights/kept"} <= set(told["checkpoints"])
     assert "lacks 'logprobs'" in told["lacks"] and "gradient is not whole" in told["failed_step"]
     assert "there is no" in told["nameless"] and "rank" in told["too_wide"] and told["next"]
+
+
+async def test_a_loss_of_ones_own_has_the_gradient_that_the_service_has_for_it(cluster: LocalCluster) -> None:
+    """The client asks for log-probs, computes its loss, and sends back what each position weighs, with steps behind it already sent."""
+    packages = str(Path(torch.__file__).parents[1])
+    own, known = await run_sdk(OWN_LOSS.format(packages=packages), url=cluster.base_url, key=cluster.api_key)
+    for (metrics, norm), (due, due_norm) in zip(own, known, strict=True):
+        assert norm == pytest.approx(due_norm, rel=1e-4) and norm > 0
+        assert metrics["loss:sum"] == pytest.approx(due["loss:sum"], rel=1e-4)
+        assert metrics["own:mean"] == 2
