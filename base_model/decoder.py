@@ -60,7 +60,10 @@ class DecoderConfig:
         """
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
         if refused := list(_unsupported(raw)):
-            raise InvalidInput(f"{folder}: the torch engine and the trainer do not compute {', nor '.join(refused)}")
+            raise InvalidInput(
+                f"{folder}: our decoder does not compute {', nor '.join(refused)} "
+                "(others may: MARLAAS_ENGINE=vllm and MARLAAS_TRAINER_BACKBONE=transformers)"
+            )
         rope = raw.get("rope_parameters") or {}
         return cls(
             num_layers=raw["num_hidden_layers"],

@@ -1,11 +1,13 @@
 """Measures on a GPU fused training and decoding in the shape of a larger model, and how much of the device they use for what.
 
     python -m benchmarks.gpu [--shape qwen3-0.6b] [--jobs 1 8 32] [--repetitions 5] [--compile] [--json FILE]
+    python -m benchmarks.gpu --backbone transformers                  # trains with transformers' modules, rows packed
     python -m benchmarks.gpu --device cpu --shape tiny --jobs 1 2     # tries the benchmark itself
 
 Weights are random, in bfloat16; adapters have rank 8 on all linear layers. Answers have lengths log-normal with median 16 and 99th
 percentile 160 tokens. Training: one step of each of N jobs, 4 groups of 8 rows each, fused, against N separate steps; and with 2 rows
-of 16 tokens each. MFU: floating-point operations of what is executed, less the share of padding, over what the device can do.
+of 16 tokens each; and the most memory that a fused step takes on a GPU, weights included. MFU: floating-point operations of what
+is executed, less the share of padding, over what the device can do.
 Decoding: 64 rows of N adapters. MBU: bytes that each step must read (weights, adapters at work, keys and values) over what the
 device can read. The peaks of some devices are known; else give `--peak-tflops` and `--peak-gbs`. Without a GPU nothing is measured.
 """
@@ -34,8 +36,9 @@ from common.messages import AdapterRef, TrajectoryRef
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
+from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.memory import measured
+from trainer_service.memory import fit
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
@@ -92,6 +95,36 @@ def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> De
     return Decoder(c, weights)
 
 
+def random_modules(decoder: Decoder) -> Backbone:
+    """transformers' modules with the weights of a decoder, not copied."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # here: a lent GPU may lack them
+
+    from trainer_service.backbone.attention import NAME
+    from trainer_service.backbone.modules import ModulesBackbone
+
+    c = decoder.config
+    fields: dict[str, Any] = {
+        "vocab_size": c.vocab,
+        "hidden_size": c.hidden,
+        "intermediate_size": decoder.weights["layers.0.mlp.up_proj.weight"].shape[0],
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "max_position_embeddings": c.context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        "attn_implementation": NAME,
+    }
+    with torch.device(decoder.device):
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**fields))
+    model.to(decoder.embedding.dtype)
+    model.get_decoder().load_state_dict(decoder.weights, assign=True)
+    model.tie_weights()
+    return ModulesBackbone.of(model, c.context)
+
+
 def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(size, device=device, dtype=dtype)
 
@@ -117,6 +150,7 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
         "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
     }
     seconds = in_turns({name: timed(done(work, device)) for name, work in runs.items()}, repetitions)
+    peak = _peak_bytes(device, runs["fused"])
     with FlopCounterMode(display=False) as counter:
         metrics = [trained.metrics for trained in fused(trainer, jobs)]
     forward = [m["forward_tokens"] or 0.0 for m in metrics]
@@ -130,7 +164,18 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
         "tokens_per_s": num_tokens / fused_s,
         "to_separate": ratio(seconds["separate"], seconds["fused"]),
         "flops_per_s": counter.get_total_flops() * (1 - padding) / fused_s,
+        "padding": padding,
+        "peak_bytes": peak,
     }
+
+
+def _peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
+    """The most memory of a GPU that is taken at one time; NaN elsewhere."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return float(torch.cuda.max_memory_allocated(device))
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
@@ -233,9 +278,12 @@ def peaks(device: torch.device) -> tuple[float, float]:
     return next((peak for known, peak in PEAKS.items() if known in name), (float("nan"), float("nan")))
 
 
-def measure(decoder: Decoder, jobs: Sequence[int], repetitions: int, tokens: int) -> dict[str, Any]:
-    trainer = Trainer(DecoderBackbone(decoder), Budget(tokens))
-    trainer.budget = measured(trainer, 0)
+def measure(
+    decoder: Decoder, jobs: Sequence[int], repetitions: int, tokens: int, backbone: Backbone | None = None
+) -> dict[str, Any]:
+    """`backbone`: trains, instead of the decoder."""
+    trainer = Trainer(backbone or DecoderBackbone(decoder), Budget(tokens))
+    fit(trainer, 0)
     adapters = random_adapters(decoder, max(jobs))
     found: dict[str, Any] = {"training": {}, "decoding": {}}
     for n in jobs:
@@ -250,6 +298,9 @@ def measure(decoder: Decoder, jobs: Sequence[int], repetitions: int, tokens: int
     return found
 
 
+TRAINING = ("", "tokens", "tokens/s", "x separate", "TFLOP/s", "MFU %", "padding %", "peak GiB")
+
+
 def tables(found: dict[str, Any], peak: tuple[float, float]) -> list[Any]:
     training = [
         (
@@ -259,6 +310,8 @@ def tables(found: dict[str, Any], peak: tuple[float, float]) -> list[Any]:
             f["to_separate"],
             f["flops_per_s"] / 1e12,
             100 * f["flops_per_s"] / peak[0],
+            100 * f["padding"],
+            f["peak_bytes"] / 2**30,
         )
         for n, f in found["training"].items()
     ]
@@ -267,7 +320,7 @@ def tables(found: dict[str, Any], peak: tuple[float, float]) -> list[Any]:
         for n, f in found["decoding"].items()
     ]
     return [
-        make_table("Fused training", ("", "tokens", "tokens/s", "x separate", "TFLOP/s", "MFU %"), training),
+        make_table("Fused training", TRAINING, training),
         make_table(f"Decoding {ROWS} rows", ("", "tokens/s", "x one adapter", "GB/s", "MBU %"), decoding),
         *(make_table(f"Time of {what}", ("", "%"), shares) for what, shares in found["busiest"].items()),
     ]
@@ -301,6 +354,7 @@ def main() -> None:
     options.add_argument("--repetitions", type=positive, default=5, help="default 5")
     options.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
     options.add_argument("--compile", action="store_true", help="as MARLAAS_TRAINER_COMPILE")
+    options.add_argument("--backbone", choices=("decoder", "transformers"), default="decoder", help="what trains")
     options.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
     options.add_argument("--peak-gbs", type=float, help="of the device's memory")
     given = options.parse_args()
@@ -314,7 +368,8 @@ def main() -> None:
     decoder = random_decoder(SHAPES_OF_BASES[given.shape], device, torch.bfloat16)
     if given.compile:
         decoder.compile()
-    found = measure(decoder, given.jobs, given.repetitions, given.tokens)
+    backbone = random_modules(decoder) if given.backbone == "transformers" else None
+    found = measure(decoder, given.jobs, given.repetitions, given.tokens, backbone)
     known = peaks(device)
     peak = (
         1e12 * given.peak_tflops if given.peak_tflops else known[0],

@@ -17,6 +17,7 @@ Rows that nobody sampled, a supervised job's, have `cross_entropy`: advantage 1,
 `is_clip` bounds the weight of a loss without a ratio (truncated importance sampling: Espeholt et al. 2018, arXiv 1802.01561)
 and, with `truncate_ratios`, the ratio of the others.
 std is the sample's (n - 1), plus 1e-6, as in verl and TRL. A group of equal rewards, or of one row, has advantage 0.
+At lag 0 (rows that the trained version sampled) the old policy of `gspo` is the trainer's own: see `_beside_itself`.
 `mask_truncated` is DAPO's overlong filtering: a truncated row's reward still counts in its group's mean and std (it is a
 sample of the policy like any other), but the row is left out of the loss, numerator and denominators.
 
@@ -24,7 +25,7 @@ Axes: R rows of a batch, or of a micro-batch that may mix batches; W places for 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -129,6 +130,7 @@ def micro_terms(parts: "Sequence[tuple[Batch, Sequence[int]]]", width: int, like
 
 def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -> Batch:
     """The batch of a TrainStep that trains `version`: the model reads all before a row's last trained token."""
+    terms = _beside_itself(terms, rows.versions_R == version, spec)
     places = [np.flatnonzero(mask) for mask in rows.written]
     counts_R = rows.num_written_R()
     ones_M = np.ones(counts_R.sum())
@@ -180,6 +182,23 @@ def row_terms(batch: SampledRows, spec: LossSpec) -> RowTerms:
         is_sequence_R=np.full(len(batch), rule.ratio == "sequence"),
         is_weight_R=np.full(len(batch), rule.ratio in ("weight", "none")),
         kl_coefs_R=spec.kl_coef * ones_R,
+    )
+
+
+def _beside_itself(terms: RowTerms, current_R: Bools, spec: LossSpec) -> RowTerms:
+    """Makes the old policy of a ratio over whole rows, at lag 0, the trainer's own, with the difference to the sampler as a weight.
+
+    The ratio is then 1, and no clip binds. Bounds as narrow as those of GSPO would clip what the sampler rounds otherwise. With p the
+    policy and s the sampler, min(p.detach() / s, is_clip) (p / p.detach()) A is min(p / s, is_clip) A with the gradient of a weight:
+    the truncated ratio, without bounds.
+    """
+    if RULES[spec.name].ratio != "sequence":
+        return terms
+    return replace(
+        terms,
+        low_R=np.where(current_R, 0.0, terms.low_R),
+        high_R=np.where(current_R, np.inf, terms.high_R),
+        limit_R=np.where(current_R, spec.is_clip, terms.limit_R),
     )
 
 

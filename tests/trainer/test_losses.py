@@ -28,6 +28,8 @@ from trainer_service.losses import (
 
 Rows = list[list[float]]
 NAMES = sorted(RULES)
+TRAINED = 1
+"""The version that is trained."""
 
 
 # ---- the second implementation --------------------------------------------------------------------------------------
@@ -48,12 +50,21 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def naive_token(name: str, policy: Rows, stopped: Rows, sampled: Rows, i: int, t: int, advantage: float) -> float:
+def naive_token(
+    name: str, policy: Rows, stopped: Rows, sampled: Rows, i: int, t: int, advantage: float, lag: int
+) -> float:
     """The objective of one token, which is maximised."""
     if name == "rloo":
         return min(math.exp(stopped[i][t] - sampled[i][t]), 2.0) * advantage * policy[i][t]
     if name == "cispo":
         return clip(math.exp(stopped[i][t] - sampled[i][t]), 0.0, 4.0) * advantage * policy[i][t]
+    if (
+        name == "gspo" and lag == 0
+    ):  # the old policy is the trainer's own; the sampler's difference is a truncated weight
+        n = len(policy[i])
+        weight = min(math.exp(sum(stopped[i]) / n - sum(sampled[i]) / n), 2.0)
+        ratio = math.exp(sum(policy[i]) / n - sum(stopped[i]) / n)
+        return weight * min(ratio * advantage, clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantage)
     if name == "gspo":
         n = len(policy[i])
         ratio = math.exp(sum(policy[i]) / n - sum(sampled[i]) / n)
@@ -71,7 +82,8 @@ def naive_loss(spec: LossSpec, policy: Rows, stopped: Rows, case: "Case", base: 
         place = case.groups[:i].count(case.groups[i])
         advantage = naive_advantage(group, place, spec.name)
         per_token = [
-            naive_token(spec.name, policy, stopped, case.sampled, i, t, advantage) for t in range(len(policy[i]))
+            naive_token(spec.name, policy, stopped, case.sampled, i, t, advantage, case.lags[i])
+            for t in range(len(policy[i]))
         ]
         if base:  # k3: r - log r - 1 with r = base / policy
             for t in range(len(per_token)):
@@ -114,6 +126,7 @@ class Case:
         lengths = rng.integers(1, 10, len(self.groups))
         self.sampled: Rows = [(-3 * rng.random(n)).tolist() for n in lengths]
         self.policy: Rows = [(np.array(row) + rng.normal(0, 0.6, len(row))).tolist() for row in self.sampled]
+        self.lags = [i % 2 for i in range(len(self.groups))]  # versions between sampling and training
         self.base: Rows = [(np.array(row) + rng.normal(0, 0.3, len(row))).tolist() for row in self.sampled]
 
     def batch(self) -> SampledRows:
@@ -123,7 +136,7 @@ class Case:
             written=[np.array([False, False] + [True] * len(row)) for row in self.sampled],
             groups_R=np.array(self.groups),
             rewards_R=np.array(self.rewards),
-            versions_R=np.zeros(len(self.groups), np.int64),
+            versions_R=TRAINED - np.array(self.lags),
             truncated_R=np.array(self.truncated),
         )
 
@@ -139,7 +152,7 @@ def padded(values: Rows, rows: list[int]) -> torch.Tensor:
 
 def ours(spec: LossSpec, case: Case, parts: list[list[int]], base: Rows | None = None) -> tuple[float, list[float]]:
     """Loss and gradient in every log-prob, added up over micro-batches of rows."""
-    batch = batch_of(case.batch(), row_terms(case.batch(), spec), spec, 0)
+    batch = batch_of(case.batch(), row_terms(case.batch(), spec), spec, TRAINED)
     total, gradients = 0.0, {}
     for rows in parts:
         own, written_RW = micro_terms([(batch, rows)], WIDTH, FLOAT64)
@@ -210,8 +223,8 @@ def test_a_truncated_row_counts_in_its_groups_mean_but_not_in_the_loss() -> None
     assert (terms.advantages_R[1:4] > 0).all()
 
 
-def lone_rows(spec: LossSpec, advantages_: list[float], sampled_R1: torch.Tensor) -> MicroTerms:
-    """Rows of one token with these advantages and log-probs at sampling."""
+def lone_rows(spec: LossSpec, advantages_: list[float], sampled_R1: torch.Tensor, *, lag: int = 0) -> MicroTerms:
+    """Rows of one token with these advantages and log-probs at sampling, `lag` versions ago."""
     num = len(advantages_)
     batch = SampledRows(
         tokens=[np.zeros(2, np.int64)] * num,
@@ -223,7 +236,7 @@ def lone_rows(spec: LossSpec, advantages_: list[float], sampled_R1: torch.Tensor
         truncated_R=np.zeros(num, bool),
     )
     terms = replace(row_terms(batch, spec), advantages_R=np.array(advantages_))
-    lone, _ = micro_terms([(batch_of(batch, terms, spec, 0), range(num))], 1, sampled_R1)
+    lone, _ = micro_terms([(batch_of(batch, terms, spec, lag), range(num))], 1, sampled_R1)
     return lone._replace(sampled_RW=sampled_R1)
 
 
@@ -237,11 +250,28 @@ def test_the_clips_of_a_job_replace_the_defaults(name: str) -> None:
     wide = LossSpec(name=name, clip_low=0.0 if name == "cispo" else 0.9, clip_high=9.0, is_clip=9.0)  # pyright: ignore
 
     clipped = [
-        token_losses(lone_rows(spec, [1.0, -1.0], torch.zeros(2, 1)), logprobs_RW, WRITTEN)[1].flatten().tolist()
+        token_losses(lone_rows(spec, [1.0, -1.0], torch.zeros(2, 1), lag=1), logprobs_RW, WRITTEN)[1].flatten().tolist()
         for spec in (narrow, wide)
     ]
 
     assert clipped == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gspo_clips_no_noise_of_the_sampler(advantage: float) -> None:
+    # Given rows of the trained version whose log-probs at sampling are off by what bfloat16 rounds away, and by what it does not
+    logprobs_RW = torch.tensor([[-1.0], [-1.0], [-1.0]], requires_grad=True)
+    sampled_R1 = torch.tensor([[-0.994], [-1.006], [-4.0]])
+    terms = lone_rows(LossSpec(name="gspo", clip_low=1e-4, clip_high=1e-4), [advantage] * 3, sampled_R1)
+
+    # When their loss is computed
+    loss_RW, clipped_RW = token_losses(terms, logprobs_RW, torch.ones(3, 1, dtype=torch.bool))
+    loss_RW.sum().backward()
+
+    # Then each has the gradient of its advantage times its importance weight, which is truncated
+    weights = [math.exp(-0.006), math.exp(0.006), 2.0]
+    assert not clipped_RW.any() and logprobs_RW.grad is not None
+    assert logprobs_RW.grad.flatten().tolist() == pytest.approx([-advantage * weight for weight in weights])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -261,7 +291,8 @@ def test_rows_of_different_losses_share_a_micro_batch() -> None:
     specs = [LossSpec(name=name, clip_high=0.1, kl_coef=0.1) for name in NAMES]  # pyright: ignore
     rows = list(range(16))
     batches = [
-        batch_of(case.batch(), row_terms(case.batch(), spec), spec, 0) for case, spec in zip(cases, specs, strict=True)
+        batch_of(case.batch(), row_terms(case.batch(), spec), spec, TRAINED)
+        for case, spec in zip(cases, specs, strict=True)
     ]
     policy = [padded(case.policy, rows) for case in cases]
 
@@ -291,7 +322,7 @@ def test_beyond_the_sampling_gap_no_ratio_weighs_more_than_is_clip(name: Any) ->
     def losses(truncated: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_R1 = (sampled_R1 + ratios[:, None].log()).requires_grad_()
         spec = LossSpec(name, truncate_ratios=truncated, clip_low=0.5, clip_high=100.0)
-        loss_R1, _ = token_losses(lone_rows(spec, [-1.0] * 5, sampled_R1), logprobs_R1, written_R1)
+        loss_R1, _ = token_losses(lone_rows(spec, [-1.0] * 5, sampled_R1, lag=1), logprobs_R1, written_R1)
         loss_R1.sum().backward()
         assert logprobs_R1.grad is not None
         return loss_R1.detach().flatten(), logprobs_R1.grad.flatten()
