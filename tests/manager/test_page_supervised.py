@@ -57,6 +57,6 @@ async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiSer
         await expect(tab.page.get_by_role("img", name="Reward. ")).to_have_count(0)
         await expect(tab.page.get_by_text("evaluation loss 0.500, best version 2")).to_be_visible()
         await tab.go("/jobs")
-        await expect(tab.page.get_by_text("loss 0.750")).to_be_visible()
+        await expect(tab.page.get_by_text("0.750")).to_be_visible()
         await expect(tab.page.get_by_role("img", name="loss from 2.50 to 0.75")).to_be_visible()
         assert tab.errors == []
