@@ -120,8 +120,12 @@ async def share_right(client: AsyncOpenAI, model: str, items: Sequence[Item]) ->
 
 
 async def main() -> None:
-    async with LocalCluster(data_dir=DATA_DIR, port=0, notify=say) as cluster:
-        await learn(AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key))
+    async with LocalCluster(data_dir=DATA_DIR, port=0, notify=say) as cluster, client_of(cluster) as client:
+        await learn(client)
+
+
+def client_of(cluster: LocalCluster) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
 
 
 if __name__ == "__main__":

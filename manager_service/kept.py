@@ -14,7 +14,7 @@ class Limits(msgspec.Struct, frozen=True):
     """How much is kept."""
 
     events: int = 8 << 20  # bytes of one job
-    samples: int = 8 << 20  # bytes of one job
+    samples: int = 64 << 20  # bytes of one job, nearly all of them in object storage
     dead: int = 64 << 20  # bytes of a cell's dead letters
     telemetry: int = 64 << 20  # bytes of a cell's reports
     sample_groups: int = 2  # groups of each step that are kept whole

@@ -10,7 +10,7 @@ ledger:<job>               hash     issued, trained, filtered, stale, failed, ca
 open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_trajectories); its size is in_flight
 evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
 checkpoints:<job>          hash     version -> CheckpointRecord
-samples:<job>              hash     version -> list of SampleRecord
+samples:<job>              hash     version -> list of SampleRecord, of the newest steps; the others are in object storage
 events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
 usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference, `archived` all archived jobs together
 

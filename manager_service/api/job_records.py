@@ -82,12 +82,14 @@ class LiveRecords:
         return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
 
     async def samples(self, version: int | None) -> bytes:
-        if version is None:
-            version = max(await self.sample_versions(), default=0)
-        return await self.base.redis.hget(self.base.cell.samples(self.job), str(version)) or b"[]"
+        if version is None:  # Redis has the newest
+            version = max(map(int, await self.base.redis.hkeys(self.base.cell.samples(self.job))), default=0)
+        kept = await self.base.redis.hget(self.base.cell.samples(self.job), str(version))
+        return kept or await self.base.archive.sample_files.read(self.tenant, self.job, version)
 
     async def sample_versions(self) -> list[int]:
-        return sorted(int(v) for v in await self.base.redis.hkeys(self.base.cell.samples(self.job)))
+        kept = map(int, await self.base.redis.hkeys(self.base.cell.samples(self.job)))
+        return sorted({*kept, *await self.base.archive.sample_files.versions(self.tenant, self.job)})
 
     async def ledger(self) -> dict[str, int]:
         pipe = self.base.redis.pipeline(transaction=True)
@@ -127,7 +129,7 @@ class ArchivedRecords:
         return await self.base.archive.samples(self.archived, version)
 
     async def sample_versions(self) -> list[int]:
-        return self.base.archive.sample_versions(self.archived)
+        return await self.base.archive.sample_versions(self.archived)
 
     async def ledger(self) -> dict[str, int]:
         return dict.fromkeys(LEDGER, 0) | self.archived.ledger

@@ -7,5 +7,6 @@
 Its files:
 
     store.py      writes and reads the records of finished jobs, by tenant and job
+    samples.py    writes and reads samples, also those of jobs that run
     archiver.py   reads a finished job's records in Redis, and says what the owner deletes there
 """

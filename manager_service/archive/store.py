@@ -2,6 +2,7 @@
 
     records/{tenant}/{base}/{job}/record.json                      Archived
     records/{tenant}/{base}/{job}/parts.{sha256}                   events, checkpoints and samples, one behind the other
+    records/{tenant}/{base}/{job}/samples/...                      see samples.py: what was moved before the job ended
     records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
     records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted
 
@@ -20,6 +21,7 @@ import msgspec
 
 from common.errors import NotFound
 from common.objects import Objects
+from manager_service.archive.samples import SampleFiles
 from manager_service.records import JSON, CheckpointRecord, EventRecord, JobSpec, JobState, tuned_model
 
 T = TypeVar("T")
@@ -60,6 +62,8 @@ class Archive:
     def __init__(self, objects: Objects, base_model: str) -> None:
         self._objects = objects
         self._base_model = base_model
+        self.sample_files = SampleFiles(objects, base_model)
+        """Those that were moved before their job ended."""
 
     def _folder(self, tenant: str) -> str:
         return f"records/{tenant}/{self._base_model}"
@@ -140,12 +144,14 @@ class Archive:
 
     async def samples(self, job: Archived, version: int | None) -> bytes:
         """Those of a version; without one, of the newest that has some: a list of SampleRecord as JSON."""
-        found = max(self.sample_versions(job), default=0) if version is None else version
-        return await self._part(job, f"samples/{found}")
+        found = max(await self.sample_versions(job), default=0) if version is None else version
+        if f"samples/{found}" in job.parts:
+            return await self._part(job, f"samples/{found}")
+        return await self.sample_files.read(job.spec.tenant, job.spec.id, found)
 
-    def sample_versions(self, job: Archived) -> list[int]:
+    async def sample_versions(self, job: Archived) -> list[int]:
         """Those that have samples, ascending."""
-        return _starts(job, "samples")
+        return sorted({*_starts(job, "samples"), *await self.sample_files.versions(job.spec.tenant, job.spec.id)})
 
     async def _newest(
         self,

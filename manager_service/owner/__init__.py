@@ -8,6 +8,7 @@ After a crash another replica takes the leases, and rebuilds each partition from
     partition.py     holds the jobs of one partition, and applies messages to them
     leases.py        shares the partitions among the live owners
     big_steps.py     writes big TrainSteps to object storage before they are published
+    sample_mover.py  moves samples from Redis to object storage
     surroundings.py  follows tenants, quotas and memory, and trims broadcasts
     memory.py        measures what fills Redis
     transaction.py   writes a pass's changes by one script that first compares the lease

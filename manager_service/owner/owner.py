@@ -32,6 +32,7 @@ from manager_service.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Fetch, Partition
+from manager_service.owner.sample_mover import SampleMover
 from manager_service.owner.surroundings import Seen, Surroundings
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.scheduling.allocator import Allocator
@@ -91,9 +92,8 @@ class Owner:
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
         self._with_payloads: set[str] = set()  # jobs that may have payloads in the object storage
-        self._untidy: asyncio.Queue[tuple[str, float]] = (
-            asyncio.Queue()
-        )  # job, oldest version whose payloads are needed
+        self._samples = SampleMover(bus, objects)
+        self._untidy = asyncio.Queue[tuple[str, float]]()  # job, oldest version whose payloads are needed
         self._wanted = asyncio.Event()  # a partition wants something of the object storage
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
@@ -112,7 +112,7 @@ class Owner:
             await self._bus.ensure_group(stream, group)
         async with running(
             self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._tidy(), self._passes(),
-            self._big_steps.run(self._written), self._ask_store(),
+            self._big_steps.run(self._written), self._ask_store(), self._samples.run(),
             self._archiver.run(self._archive_now, self._commit_archived),
         ):  # fmt: skip
             await stop.wait()
@@ -344,6 +344,7 @@ class Owner:
         except (Fenced, Lost) as error:
             self._forget(number, f"{type(error).__name__}: {error}")
             return
+        self._samples.follow(changes, partition.jobs)
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
         self._with_payloads.update(out[1].job for out, path in zip(changes.published, paths, strict=True) if path)

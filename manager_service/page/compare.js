@@ -55,7 +55,7 @@ function summary(found, wanted) {
       evaluated(job), number(job.trained_tokens), differing(job, found),
       h("button", {type: "button", class: "quiet", onclick: () => go(wanted.map((one) => one.text).filter((text) => !text.endsWith(job.id)))}, "Leave out")];
   });
-  return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward", ">Evaluation", ">Tokens trained", "What differs", ""], rows);
+  return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward or loss", ">Evaluation", ">Tokens trained", "What differs", ""], rows);
 }
 
 /** The hyperparameters that are not the same in all of them. */

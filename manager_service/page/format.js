@@ -13,7 +13,7 @@ export function number(value, digits = 3) {
 }
 
 export const reward = (value) => value === null || value === undefined ? "–" : value.toFixed(2);
-export const loss = (value) => value === null || value === undefined ? "–" : `loss ${value.toPrecision(3)}`;
+export const loss = (value) => value === null || value === undefined ? "–" : value.toPrecision(3);
 export const share = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 
 export function duration(seconds) {

@@ -55,7 +55,7 @@ function makeHead(head, view) {
       bar.value = Math.max(0, job.version) / Math.max(1, job.num_steps);
       say(steps, `${Math.max(0, job.version)}/${job.num_steps}`);
       const left = job.estimated_finish ? `, about ${duration(job.estimated_finish - Date.now() / 1000)} left` : "";
-      const evals = evaluated(job) && ` · evaluation ${evaluated(job)}${job.best_version === null ? "" : `, best version ${job.best_version}`}`;
+      const evals = evaluated(job) && ` · evaluation ${isSupervised(job) ? "loss " : ""}${evaluated(job)}${job.best_version === null ? "" : `, best version ${job.best_version}`}`;
       say(facts, `${job.id} · ${job.organization_id} · on ${job.model} · made ${ago(job.created_at)}${job.finished_at ? `, ended ${ago(job.finished_at)}` : left} · ${number(job.trained_tokens)} tokens trained${evals}`);
       const told = newest.find((event) => event.level !== "info") ?? newest[0];
       say(waits, job.error ? job.error.message : FINAL.has(job.status) || !told ? "" : `${told.message} (${ago(told.created_at)})`);

@@ -7,7 +7,7 @@ import {spark} from "./spark.js";
 
 const POINTS = 40;
 const EVERY_MS = 3000;
-const COLUMNS = {"": "tick", Tenant: "short", Status: "short", Progress: "middle", Reward: "middle", Evaluation: "short", "Newest event": "long", Made: "short"};
+const COLUMNS = {"": "tick", Tenant: "short", Status: "short", Progress: "middle", "Reward or loss": "middle", Evaluation: "short", "Newest event": "long", Made: "short"};
 const STATUSES = ["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"];
 
 export const address = (job, more = {}) => `#/job/${encodeURIComponent(job.id)}?${new URLSearchParams({...of(job.organization_id), ...more})}`;
@@ -20,7 +20,7 @@ export async function show(node, {params, signal}) {
   const word = h("input", {type: "search", placeholder: "name, id or model", "aria-label": "Find jobs", value: params.get("find") ?? ""});
   const status = select([["", "any status"], ...STATUSES], params.get("status") ?? "", {"aria-label": "Status"});
   const compare = h("button", {type: "button", disabled: true, onclick: () => { location.hash = comparing(rows); }}, "Compare");
-  const heads = ["", "Job", ...(session.isOperator ? ["Tenant"] : []), "Status", "Progress", "Reward", "Evaluation", "Newest event", "Made"];
+  const heads = ["", "Job", ...(session.isOperator ? ["Tenant"] : []), "Status", "Progress", "Reward or loss", "Evaluation", "Newest event", "Made"];
   fill(node,
     h("div", {class: "bar"}, h("h1", {}, "Jobs"), count, h("span", {class: "grow"}), word, status, compare),
     h("div", {class: "scroll"}, h("table", {class: "jobs"}, h("caption", {class: "sr"}, "Jobs, newest first"),

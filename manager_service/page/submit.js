@@ -14,7 +14,7 @@ const GRADERS = {
   endpoint: {type: "endpoint", name: "mine", url: "https://"},
 };
 const ENVIRONMENTS = {calculator: {name: "calculator", args: {}}, python: {name: "python", args: {}}, search: {name: "search", args: {documents: []}}};
-const METHODS = {reinforcement: "reinforcement: answers are sampled and rewarded", supervised: "supervised: the file's own answers are learned"};
+const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};
 const FIRST_BYTES = 262_144;
 
 export async function show(node, {signal}) {

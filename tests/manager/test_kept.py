@@ -1,8 +1,12 @@
 """What is kept for people to read has a limit in bytes, and what is dropped is said."""
 
+import asyncio
+import json
 import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +14,19 @@ from common.bus import Bus
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.objects import Objects
 from harness.standin import create_job, job_spec, state_of, until_status
+from manager_service.archive.samples import SampleFiles
+from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import Group, Scored
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
 from manager_service.jobs.samples import chosen
 from manager_service.kept import Kept, Limits
 from manager_service.owner.memory import bound
 from manager_service.owner.owner import Owner
+from manager_service.owner.sample_mover import SampleMover
+from manager_service.records import JobState
+from manager_service.scheduling.members import MemberTable
+from tests.common.test_worker import until
 from tests.manager.test_owner import System
 
 LIMIT = 1 << 16
@@ -51,15 +63,67 @@ async def test_a_job_keeps_its_newest_events_and_samples_and_says_how_many_it_dr
     await create_job(bus, spec)
     state = await until_status(bus, spec.id, "succeeded", seconds=60)
     rows: Any = await bus.client.xrange(bus.cell.events(spec.id))
-    versions = sorted(int(v) for v in await bus.client.hkeys(bus.cell.samples(spec.id)))
+    files = SampleFiles(objects, "tiny")
+
+    async def versions() -> list[int]:
+        there = {int(v) for v in await bus.client.hkeys(bus.cell.samples(spec.id))}
+        return sorted(there | {*await files.versions(spec.tenant, spec.id)})
+
+    first = state.kept["samples"].dropped + 1
+    await until(lambda: _is(versions, list(range(first, 31))))
     dropped = {kind: kept.dropped for kind, kept in state.kept.items()}
     assert dropped["events"] > 0 and int(rows[0][0].split(b"-")[0]) == dropped["events"] + 1
-    assert dropped["samples"] > 0 and versions == list(range(dropped["samples"] + 1, 31))
+    assert dropped["samples"] > 0
     assert sum(len(fields[b"event"]) for _, fields in rows) <= LIMIT // 8
     # And the next owner goes on counting
     await system.kill_owner()
     assert (await state_of(bus, spec.id)).kept == state.kept
     await system.stop()
+
+
+async def _is(found: Callable[[], Awaitable[list[int]]], expected: list[int]) -> bool:
+    return await found() == expected
+
+
+async def test_samples_move_to_object_storage_and_are_read_as_before(bus: Bus, objects: Objects) -> None:
+    system, spec = System(bus, objects), job_spec(num_steps=8, batch_size=2, group_size=2)
+    await system.start()
+    await create_job(bus, spec)
+    await until_status(bus, spec.id, "succeeded", seconds=60)
+    files = SampleFiles(objects, "tiny")
+    await until(lambda: _is(lambda: files.versions(spec.tenant, spec.id), list(range(1, 8))))
+    assert await bus.client.hkeys(bus.cell.samples(spec.id)) == [b"8"], "Redis has the newest alone"
+    for version in range(1, 8):
+        rows = json.loads(await files.read(spec.tenant, spec.id, version))
+        assert {row["group"] for row in rows} == {2 * version - 2, 2 * version - 1}
+    await system.stop()
+
+
+async def test_samples_that_changed_while_they_were_moved_stay(bus: Bus, objects: Objects) -> None:
+    mover, job = SampleMover(bus, objects), Job(bus.cell, job_spec(), JobState(), Items(), Items())
+    key, jobs = bus.cell.samples(job.id), MemberTable[Job]()
+    jobs.add(job)
+    await bus.client.hset(key, mapping={"1": b"old", "2": b"newest"})
+    real = SampleFiles.write
+
+    async def changed(self: SampleFiles, tenant: str, name: str, version: int, samples: bytes) -> None:
+        await real(self, tenant, name, version, samples)
+        if samples == b"old":
+            await bus.client.hset(key, "1", b"new")
+
+    moving = asyncio.create_task(mover.run())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SampleFiles, "write", changed)
+        mover.follow(Changes(samples=[(job.id, 1, b"old")]), jobs)
+        files = SampleFiles(objects, "tiny")
+        await until(lambda: _is(lambda: files.versions("acme", job.id), [1]))
+        mover.follow(Changes(samples=[(job.id, 1, b"new")]), jobs)
+        await until(lambda: _reads(files, job.id, b"new"))
+    moving.cancel()
+
+
+async def _reads(files: SampleFiles, job: str, expected: bytes) -> bool:
+    return await files.read("acme", job, 1) == expected
 
 
 async def test_dead_letters_beyond_their_bytes_are_dropped_and_counted(bus: Bus) -> None:

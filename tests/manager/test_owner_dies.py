@@ -36,6 +36,7 @@ from harness.standin import (
 )
 from manager_service.owner.leases import RELEASE, ROUND
 from manager_service.owner.owner import Owner
+from manager_service.owner.sample_mover import DELETE_IF_SAME
 from manager_service.owner.transaction import COMMIT
 from manager_service.tenants import Tenants
 from tests.common.test_worker import until
@@ -43,9 +44,8 @@ from tests.common.test_worker import until
 STEPS, BATCH, GROUP = 2, 2, 2
 LEASE_S = 60.0
 AT_ONCE = 8
-SCRIPTS = {
-    sha1(text.encode()).hexdigest(): name for name, text in (("COMMIT", COMMIT), ("ROUND", ROUND), ("RELEASE", RELEASE))
-}
+TEXTS = {"COMMIT": COMMIT, "ROUND": ROUND, "RELEASE": RELEASE, "DELETE_IF_SAME": DELETE_IF_SAME}
+SCRIPTS = {sha1(text.encode()).hexdigest(): name for name, text in TEXTS.items()}
 SET_UP = {"AUTH", "CLIENT", "HELLO", "SELECT"}
 """Commands by which the client library greets Redis."""
 
@@ -67,9 +67,9 @@ OCCURRENCES: dict[str, Iterable[int]] = {
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 
 
-SELDOM = {"MULTI", "XPENDING", "SCRIPT"}
+SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET", "DELETE_IF_SAME"}
 """What slow loops send, only if the job lasts long enough for them to turn again, and changes nothing; and the first use of
-a script that Redis does not know yet."""
+a script that Redis does not know yet. The last moves samples that are read in both places."""
 
 
 class Died(BaseException):

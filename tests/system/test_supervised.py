@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
-from examples.new_skill import as_example, learn, questions
+from examples.new_skill import as_example, client_of, learn, questions
 from harness.live import Api, adapter_hashes, is_balanced, jsonl, running
 from manager_service.local.supervisor import LocalCluster
 
@@ -18,10 +17,9 @@ HYPER = {"batch_size": 8, "n_epochs": 2, "eval_interval": 8, "keep_versions": 3}
 NUM_EXAMPLES, NUM_STEPS = 96, 24
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 async def test_a_new_skill_is_learned_from_examples_and_then_from_rewards(tmp_path: Path) -> None:
-    async with running(tmp_path) as (cluster, _):
-        client = AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key, timeout=600)
+    async with running(tmp_path) as (cluster, _), client_of(cluster) as client:
         shares = await learn(client)
     assert shares.base <= 0.05 and shares.supervised >= 0.6, shares
     assert shares.reinforced >= 0.9 and shares.reinforced > shares.supervised, shares
@@ -42,7 +40,7 @@ async def submit(api: Api) -> str:
 
 async def finished(cluster: LocalCluster, api: Api, job: str) -> tuple[dict[str, str], list[Any]]:
     """The newest version's hashes, and the losses of its evaluations."""
-    (done,) = await api.until_done(job)
+    (done,) = await api.until_done(job, seconds=600)
     assert done["status"] == "succeeded", done["error"]
     assert await api.steps(job) == list(range(1, NUM_STEPS + 1))
     ledger = await api.ledger(job)
@@ -54,7 +52,7 @@ async def finished(cluster: LocalCluster, api: Api, job: str) -> tuple[dict[str,
 
 
 @pytest.mark.exact
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 async def test_a_supervised_job_is_the_same_bits_alone_and_whatever_is_killed(tmp_path: Path) -> None:
     deterministic = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
     async with running(tmp_path / "alone", environment=deterministic) as (cluster, api):
@@ -66,5 +64,5 @@ async def test_a_supervised_job_is_the_same_bits_alone_and_whatever_is_killed(tm
         for victim in ("trainer-0", "env-0", "manager", "rollout-1", "trainer-1"):
             await asyncio.sleep(1.0)
             cluster.kill(victim, signal.SIGKILL)
-        await api.until_done(*others)
+        await api.until_done(*others, seconds=600)
         assert await finished(cluster, api, job) == alone

@@ -1,0 +1,62 @@
+"""Supervised jobs on the web page, in a real Chromium over the real API."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import expect
+
+from manager_service.records import JSON, EventRecord, JobState
+from tests.manager.test_api_supervised import EXAMPLES
+from tests.support.api_server import ApiServer, running_api
+from tests.support.browser import Tab, browsing
+
+STEPS = ({"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.75})
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", keep_alive_s=0.3) as running:
+        yield running
+
+
+async def submitted(tab: Tab, file: Path) -> str:
+    page = tab.page
+    await tab.go("/submit")
+    await page.get_by_label("Method").select_option("supervised")
+    await expect(page.get_by_label("Grader or environment as JSON")).to_be_hidden()
+    await expect(page.locator("input[name=group_size]")).to_have_count(0)
+    await page.locator("input[name=n_epochs]").fill("2")
+    await page.get_by_label("New training file").set_input_files(file)
+    await page.get_by_role("button", name="Submit the job").click()
+    await page.wait_for_url("**#/job/ftjob-*")
+    return page.url.partition("#/job/")[2].partition("?")[0]
+
+
+async def trained(server: ApiServer, job: str) -> None:
+    """What the owner writes of two steps and an evaluation."""
+    rows = [{**data, "version": data["step"], "reward_mean": None, "failed_share": 0.0} for data in STEPS]
+    rows.append({"step": 2, "version": 2, "eval_loss": 0.5, "eval_n": 3, "eval_failed": 0, "eval_tokens": 9})
+    for number, data in enumerate(rows, 1):
+        event = EventRecord(number, 1, "info", f"Event {number}", "metrics", data)
+        await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id=f"{number}-0")
+    state = JobState(status="succeeded", version=2, num_events=3, last_loss=0.75, last_eval_loss=0.5, best_version=2)
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
+
+
+async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiServer, tmp_path: Path) -> None:
+    (file := tmp_path / "examples.jsonl").write_bytes(EXAMPLES)
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        job = await submitted(tab, file)
+        made = (await server.http.get(f"/v1/fine_tuning/jobs/{job}")).json()
+        assert made["method"]["type"] == "supervised" and made["hyperparameters"]["n_epochs"] == 2
+        await trained(server, job)
+        await tab.page.reload()
+        await expect(tab.page.get_by_role("img", name="Loss. ")).to_be_visible()
+        await expect(tab.page.get_by_role("img", name="Reward. ")).to_have_count(0)
+        await expect(tab.page.get_by_text("evaluation loss 0.500, best version 2")).to_be_visible()
+        await tab.go("/jobs")
+        await expect(tab.page.get_by_text("0.750")).to_be_visible()
+        await expect(tab.page.get_by_role("img", name="loss from 2.50 to 0.75")).to_be_visible()
+        assert tab.errors == []
