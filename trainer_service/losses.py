@@ -192,7 +192,7 @@ def _beside_itself(terms: RowTerms, current_R: Bools, spec: LossSpec) -> RowTerm
     policy and s the sampler, min(p.detach() / s, is_clip) (p / p.detach()) A is min(p / s, is_clip) A with the gradient of a weight:
     the truncated ratio, without bounds.
     """
-    if RULES[spec.name].ratio != "sequence":
+    if rule_of(spec).ratio != "sequence":
         return terms
     return replace(
         terms,

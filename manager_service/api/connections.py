@@ -4,7 +4,6 @@ too many at once. An answer to a request without a key ends its connection (`key
 import asyncio
 import socket
 import struct
-import time
 from collections import defaultdict
 from typing import Any, ClassVar, cast
 
@@ -14,8 +13,8 @@ HEAD_S = 10.0
 """Seconds from a connection's beginning, or from its last answer, to the next request with all its headers."""
 KEYLESS_S = 30.0
 """Seconds that a connection lives without a request with a valid key."""
-MAX_KEYLESS = 512
-"""Connections that have not sent a request with a valid key yet."""
+MAX_KEYLESS = 4096
+"""Connections that have not sent a request with a valid key yet. A busy manager has as many whose first request it has not read."""
 MAX_IDLE = 1024
 """Connections of one tenant that wait for the next request."""
 UNREAD_S = 30.0
@@ -27,12 +26,13 @@ AT_ONCE = struct.pack("ii", 1, 0)
 class Connection(H11Protocol):
     """One connection. uvicorn itself waits for a first request for ever, and for a client to read."""
 
+    _keyless: ClassVar[dict["Connection", None]] = {}
+    """This process' connections that have shown no key yet, and some that have by now: the oldest first."""
     _idle: ClassVar[defaultdict[str, dict["Connection", None]]] = defaultdict(dict)
     """This process' connections that have shown a key and wait for the next request: by tenant, the longest waiting first."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._since_s = time.monotonic()
         self._tenant = ""  # whose key it has shown
         self._has_shown_key = False
         self._request_due: asyncio.TimerHandle | None = None
@@ -43,14 +43,18 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._expect_request()
         self._key_due = self.loop.call_later(KEYLESS_S, self._close_if_keyless)
-        keyless = [one for one in self.connections if isinstance(one, Connection) and one.is_keyless()]
-        if len(keyless) > MAX_KEYLESS:
-            min(keyless, key=Connection.since)._reset()
+        self._keyless[self] = None
+        while len(self._keyless) > MAX_KEYLESS:
+            oldest = next(iter(self._keyless))
+            del self._keyless[oldest]
+            if oldest.is_keyless():
+                oldest._reset()
 
     def on_response_complete(self) -> None:
         newest = self._newest()
         if newest is not None and (key := _scope(newest).get("key")):
             self._tenant, self._has_shown_key = key.tenant, True
+            self._keyless.pop(self, None)
         super().on_response_complete()
         self._expect_request()
         self._wait_idly()
@@ -72,6 +76,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._idle[self._tenant].pop(self, None)
+        self._keyless.pop(self, None)
         for timer in (self._request_due, self._key_due, self._reading_due):
             _cancel(timer)
 
@@ -80,10 +85,6 @@ class Connection(H11Protocol):
         newest = self._newest()
         shows = newest is not None and (_scope(newest).get("key") or _scope(newest).get("is_signed"))
         return not (self._has_shown_key or shows)
-
-    def since(self) -> float:
-        """When it began, in monotonic seconds."""
-        return self._since_s
 
     def _expect_request(self) -> None:
         _cancel(self._request_due)
@@ -129,7 +130,6 @@ class Connection(H11Protocol):
     def _reset(self) -> None:
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         self.transport.abort()
-        self.connections.discard(self)  # the next one closed is another
 
     def _newest(self) -> RequestResponseCycle | None:
         """The newest request; None before the first, which uvicorn's types deny."""

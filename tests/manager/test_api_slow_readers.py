@@ -11,7 +11,8 @@ import pytest
 
 from common.adapters import PEFT_FILES
 from manager_service.api import connections, downloads
-from manager_service.jobs.journal import MAX_TEXT, SAMPLED_GROUPS
+from manager_service.jobs.journal import MAX_TEXT
+from manager_service.kept import LIMITS
 from manager_service.records import JSON, SampleRecord
 from tests.manager.tinker.test_checkpoints import external
 from tests.support.api_server import ApiServer, method, running_api, upload
@@ -74,8 +75,8 @@ async def samples_of(server: ApiServer) -> str:
     file = await upload(server.openai)
     job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
     text = "\1" * MAX_TEXT  # six bytes each in JSON
-    num = LARGE // (6 * 2 * MAX_TEXT * SAMPLED_GROUPS)
-    samples = [SampleRecord(1, g, n, text, 0.5, "stop", text) for g in range(SAMPLED_GROUPS) for n in range(num)]
+    num = LARGE // (6 * 2 * MAX_TEXT * LIMITS.sample_groups)
+    samples = [SampleRecord(1, g, n, text, 0.5, "stop", text) for g in range(LIMITS.sample_groups) for n in range(num)]
     await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
     return f"/v1/fine_tuning/jobs/{job.id}/samples"
 

@@ -7,10 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from base_model.adapter import Adapter
+from base_model.decoder import Decoder
 from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
 from tests.support.trainer_cases import make_init, make_step, nothing
 from tests.trainer.test_trainer_learns import causal_attend, random_decoder
 from trainer_service import lora
+from trainer_service.backbone.projection import Projection
+from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.training import Trainer
 
 LOSS = LossSpec(name="cross_entropy")
@@ -35,25 +38,26 @@ def examples(seed: int = 0, version: int = 0) -> Rows:
 
 
 @torch.no_grad()
-def naive_loss(trainer: Trainer, adapter: Adapter, rows: Rows) -> float:
+def naive_loss(decoder: Decoder, adapter: Adapter, rows: Rows) -> float:
     """Row by row, by torch's own cross-entropy."""
-    stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), trainer.decoder.device)
+    stack = lora.AdapterStack(lora.AdapterLayout.of(adapter), decoder.device)
     place = stack.put(lora.flatten(adapter), adapter.scale)
     losses: list[Tensor] = []
     for row in np.split(rows.tokens.numpy().astype(np.int64), np.cumsum(LENGTHS)[:-1]):
         tokens = torch.from_numpy(row)[None]
-        project = lora.Projection([lora.Part.make(0, stack, [place])])
-        hidden = trainer.decoder.forward(tokens, torch.arange(len(row))[None], causal_attend(2), project)
-        scores = trainer.decoder.logits(hidden[0, NUM_PROMPT - 1 : -1])
+        project = Projection.of([(stack, place)])
+        hidden = decoder.forward(tokens, torch.arange(len(row))[None], causal_attend(2), project)
+        scores = decoder.logits(hidden[0, NUM_PROMPT - 1 : -1])
         losses.append(F.cross_entropy(scores, tokens[0, NUM_PROMPT:], reduction="none"))
     return float(torch.cat(losses).mean())
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_learned_tokens_and_falls() -> None:
-    trainer, rows, losses = Trainer(random_decoder()), examples(), list[float]()
+    decoder, rows, losses = random_decoder(), examples(), list[float]()
+    trainer = Trainer(DecoderBackbone(decoder))
     state = trainer.init(make_init())
     for version in range(12):
-        expected = naive_loss(trainer, state.adapter, rows)
+        expected = naive_loss(decoder, state.adapter, rows)
         trained = trainer.step(make_step(version, rows, loss=LOSS, optim=OptimSpec(0.05)), state, nothing)
         state = trained.state
         assert trained.metrics["loss"] == pytest.approx(expected, rel=1e-5)
@@ -62,7 +66,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_learned_tokens_and_falls() ->
 
 
 def test_its_metrics_say_nothing_of_rewards_or_samplers() -> None:
-    trainer = Trainer(random_decoder())
+    trainer = Trainer(DecoderBackbone(random_decoder()))
     step = make_step(0, examples(), loss=LOSS)
     metrics = trainer.step(step, trainer.init(make_init()), nothing).metrics
     assert {"loss", "grad_norm", "trained_tokens", "written_tokens", "num_rows"} <= metrics.keys()
@@ -73,7 +77,7 @@ def test_its_metrics_say_nothing_of_rewards_or_samplers() -> None:
 def test_the_version_that_was_newest_when_rows_were_made_changes_no_bits() -> None:
     made: list[Tensor] = []
     for version in (0, 1):
-        trainer = Trainer(random_decoder(), deterministic=True)
+        trainer = Trainer(DecoderBackbone(random_decoder()), deterministic=True)
         state = trainer.init(make_init())
         made.append(trainer.step(make_step(1, examples(version=version), loss=LOSS), state, nothing).state.values_P)
     assert torch.equal(*made)
