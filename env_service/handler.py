@@ -39,6 +39,7 @@ from common.messages import (
 )
 from common.places import Places
 from common.streams import Cell
+from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.environment import Environment, Step, Turn
@@ -168,7 +169,7 @@ class EnvHandler:
 
     async def _show(self, start: Start, doing: work.Work) -> list[Out]:
         """Renders an example: it is learned as it stands, or measured."""
-        example = await self._guarded(asyncio.to_thread(example_of, start, self._tokenizer))
+        example = await self._guarded(self._example(start))
         if isinstance(example, Failure):
             return self._failed_start(start, example)
         doing.beat()
@@ -177,6 +178,12 @@ class EnvHandler:
             return [(self._cell.rollout, request) for request in measured_by(start, example, usage)]
         text = self._tokenizer.decode([t for t, learned in zip(*example, strict=True) if learned])
         return [(self._cell.scored(start.partition), scored) for scored in trained_on(start, example, text, usage)]
+
+    async def _example(self, start: Start) -> Example:
+        """Rendered beside the loop, since long ones take their time."""
+        async with work.time_limit(self._step_timeout_s):
+            with work.charged():
+                return await asyncio.to_thread(example_of, start, self._tokenizer)
 
     async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""

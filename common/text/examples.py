@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from common.text.chat_messages import check_messages, normal_tool, valid_text
 from common.text.tokens import ChatTokenizer
 
-MAX_TURNS = 64
+MAX_TURNS = 32
 """Turns of the assistant that are learned from one example: each of them renders the conversation again."""
 
 Messages = Sequence[Mapping[str, Any]]
@@ -28,16 +28,21 @@ class Example(NamedTuple):
 
 def is_example(item: Mapping[str, Any]) -> bool:
     """Does a row say what is to be answered? If not, it is an item whose answers are sampled and rewarded."""
-    if "completion" in item:
+    if _has_completion(item):
         return True
     messages: Any = item.get("messages")
     last: Any = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, Mapping) and cast(Mapping[str, Any], last).get("role") == "assistant"
 
 
+def _has_completion(item: Mapping[str, Any]) -> bool:
+    """Beside `messages` a field of that name is one that graders use."""
+    return item.get("completion") is not None and "messages" not in item
+
+
 def check_example(item: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the field, for what no base model can learn."""
-    if isinstance(item.get("completion"), str):
+    if _has_completion(item) and isinstance(item["completion"], str):
         return _check_text(item)
     talk, _ = _conversation(item)
     check_messages(talk)
@@ -46,7 +51,7 @@ def check_example(item: Mapping[str, Any]) -> None:
 
 def read_example(item: Mapping[str, Any], tokenizer: ChatTokenizer) -> Example:
     """Raises ValueError, naming the field, for what is no example or cannot be rendered by this base."""
-    if isinstance(item.get("completion"), str):
+    if _has_completion(item) and isinstance(item["completion"], str):
         return _of_text(item, tokenizer)
     talk, learned = _conversation(item)
     return _of_talk(talk, learned, _tools(item), tokenizer)
@@ -79,7 +84,7 @@ def _of_text(item: Mapping[str, Any], tokenizer: ChatTokenizer) -> Example:
 
 def _conversation(item: Mapping[str, Any]) -> tuple[Messages, list[int]]:
     """All messages, and the places of those that are learned."""
-    if "completion" in item:
+    if _has_completion(item):
         prompt, completion = _messages(item, "prompt"), _messages(item, "completion")
         talk, first = [*prompt, *completion], len(prompt)
     else:
@@ -116,6 +121,8 @@ def _weight(message: Mapping[str, Any], place: int) -> bool:
 def _of_talk(talk: Messages, learned: list[int], tools: Messages, tokenizer: ChatTokenizer) -> Example:
     tokens = _closed(talk, tools, tokenizer)
     written = [0] * len(tokens)
+    if len(tokens) >= tokenizer.context:  # refused by whoever knows where it stands, whatever of it is learned
+        return Example(tokens, written)
     for place in learned:
         before = tokenizer.render(talk[:place], tools)
         after = tokens if place == len(talk) - 1 else _closed(talk[: place + 1], tools, tokenizer)

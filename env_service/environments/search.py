@@ -1,7 +1,6 @@
 """The environment `search`: the tool of that name finds passages in a text collection."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from common.environments import Document, SearchArgs
@@ -22,6 +21,7 @@ class Search:
         )
         self._args = args
         self._collections = collections
+        self._index: Index | None = None
         self._loop = ToolLoop(tool, grader, graders)
         self.tools = self._loop.tools
 
@@ -29,21 +29,21 @@ class Search:
         return self._loop.reset(item, seed)
 
     async def step(self, state: None, turn: Turn) -> Step:
+        if turn.calls and not turn.last:  # here, not within the tool's time limit
+            self._index = await self._indexed()
         return await self._loop.step(state, turn)
 
     async def _run(self, query: str, timeout_s: float) -> str:
-        if self._args.documents:
-            found = self._own.search(query, self._args.top_k)
-        else:
-            found = await self._collections.search(self._args.collection, query, self._args.top_k)
+        assert self._index is not None
+        found = await self._collections.search(self._index, query, self._args.top_k)
         if not found:
             return "nothing found"
         return "\n".join(self._show(document) for document in found)
 
-    @cached_property
-    def _own(self) -> Index:
-        """Of the job's documents, which are few."""
-        return Index(self._args.documents)
+    async def _indexed(self) -> Index:
+        if not self._args.documents:
+            return await self._collections.index(self._args.collection)
+        return self._index or Index(self._args.documents)  # few
 
     def _show(self, document: Document) -> str:
         text = " ".join(document.text.split())[: self._args.max_characters]

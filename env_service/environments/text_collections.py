@@ -4,17 +4,16 @@ import asyncio
 import json
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.environments import Document
 from common.errors import InvalidInput
-from common.places import Places
+from common.places import KEPT, Places
 from env_service import work
 
 MAX_COLLECTION_BYTES = 256 * 1024 * 1024
@@ -24,11 +23,11 @@ MAX_QUERY_WORDS = 64
 MAX_POSTINGS = 4_000_000
 """Read for a query, some 50 ms: those of its rarest words, which weigh most."""
 THREADS = 2
+BUILD_S = 600.0
+"""The longest wait for an index: one of MAX_COLLECTION_BYTES takes a minute or two, and they are built one after the other."""
 
 _K1, _B = 1.5, 0.75
 _WORD = re.compile(r"\w+")
-
-T = TypeVar("T")
 
 
 class Index:
@@ -85,22 +84,32 @@ class Collections:
         self._directory = directory
         self._indexes: OrderedDict[Path, asyncio.Future[Index]] = OrderedDict()  # the last used last
         self._places = Places(lambda: THREADS)
-        self._threads = ThreadPoolExecutor(THREADS + 1, "collections")  # one more builds
+        self._threads = ThreadPoolExecutor(THREADS + KEPT, "collections")
+        self._builder = ThreadPoolExecutor(1, "index")
 
-    async def search(self, name: str, query: str, top_k: int) -> list[Document]:
-        """Raises InvalidInput if there is no such collection. Whoever gives up waits no longer; the index is built all the same."""
-        index = await asyncio.shield(self._index(find_collection(name, self._directory)))
+    async def index(self, name: str) -> Index:
+        """Waits until a collection is indexed. Whoever gives up waits no longer; it is indexed all the same.
+
+        Raises InvalidInput if there is none of that name, TimeoutError after BUILD_S.
+        """
+        async with work.time_limit(BUILD_S):
+            return await asyncio.shield(self._index(find_collection(name, self._directory)))
+
+    async def search(self, index: Index, query: str, top_k: int) -> list[Document]:
         async with work.place(self._places):
             with work.charged():
-                return await self._in_thread(lambda: index.search(query, top_k))
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, index.search, query, top_k)
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._builder):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _index(self, path: Path) -> asyncio.Future[Index]:
         found = self._indexes.get(path)
         if found is None or (found.done() and found.exception()):  # its files may be right by now
-            found = self._indexes[path] = self._in_thread(lambda: self._built(path))
+            found = asyncio.get_running_loop().run_in_executor(self._builder, self._built, path)
+            self._indexes[path] = found
         self._indexes.move_to_end(path)
         self._forget()
         return found
@@ -119,9 +128,6 @@ class Collections:
             if too_many > 0:
                 too_many -= index.num_characters
                 del self._indexes[path]
-
-    def _in_thread(self, call: Callable[[], T]) -> "asyncio.Future[T]":
-        return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 def find_collection(name: str, directory: Path | None) -> Path:

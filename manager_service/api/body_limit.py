@@ -61,9 +61,13 @@ class BodyLimit:
         under_way = self._uploading if uploads else self._passing
         refusal = self._check_uploads if uploads else self._check_passing
 
+        num_counted = 0
+
         async def counted() -> Message:
-            before, message = body.num_bytes, await body.receive()
-            under_way[_tenant(scope)] += body.num_bytes - before
+            nonlocal num_counted
+            message = await body.receive()
+            under_way[_tenant(scope)] += body.num_bytes - num_counted
+            num_counted = body.num_bytes
             refusal(_tenant(scope))
             return message
 
@@ -71,7 +75,7 @@ class BodyLimit:
             await self._app(scope, counted, send)
         finally:
             tenant = _tenant(scope)
-            under_way[tenant] -= body.num_bytes
+            under_way[tenant] -= num_counted
             if not under_way[tenant]:
                 del under_way[tenant]
 

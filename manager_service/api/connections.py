@@ -18,7 +18,10 @@ MAX_KEYLESS = 4096
 MAX_IDLE = 1024
 """Connections of one tenant that wait for the next request."""
 UNREAD_S = 30.0
-"""Seconds in which a client must have read what waits for it: the buffer's 64 KiB or a little more (see `OpenRequests`)."""
+"""Seconds in which a client must have read what waits for it: the buffer's 64 KiB or a little more (see `OpenRequests`), behind
+what the kernel keeps."""
+KERNEL_BYTES = 128 << 10
+"""What the kernel keeps of an answer (Linux doubles it). Left to itself it keeps megabytes, and a slow client seems to read none."""
 AT_ONCE = struct.pack("ii", 1, 0)
 """The option by which the kernel forgets what it still was to send, instead of keeping it for a client that does not read."""
 
@@ -41,6 +44,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
         self._expect_request()
         self._key_due = self.loop.call_later(KEYLESS_S, self._close_if_keyless)
         self._keyless[self] = None

@@ -148,7 +148,7 @@ class Files:
     async def delete(self, tenant: str, file: str) -> None:
         """Raises NotFound. Running jobs keep the items that they have read."""
         record = await self.get(tenant, file)
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._redis.pipeline(transaction=True)
         pipe.zrem(_index(tenant), file)
         pipe.hdel(_sizes(tenant), file)
         pipe.delete(_key(file))

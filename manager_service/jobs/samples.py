@@ -1,8 +1,8 @@
 """Chooses the trajectories that are kept for their job's owner to read, and makes of each what is kept."""
 
 import heapq
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -59,13 +59,16 @@ def record_of(
     )
 
 
-def prompt_of(item: dict[str, Any] | None) -> str:
-    """The text of the last message that is not the assistant's, or of a prompt that is no messages."""
-    given = (item or {}).get("prompt") or (item or {}).get("messages") or []
+def prompt_of(item: Mapping[str, Any] | None) -> str:
+    """The text of the last message that is not the assistant's, or of an example's prompt; empty where there is none."""
+    item = item or {}
+    given = item["messages"] if "messages" in item else item.get("prompt")
     if isinstance(given, str):
         return given[:MAX_TEXT]
-    asked = [message.get("content") for message in given if message.get("role") != "assistant"]
-    return asked[-1][:MAX_TEXT] if asked and isinstance(asked[-1], str) else ""
+    talk = cast(list[Any], given) if isinstance(given, list) else []
+    asked = [cast(Mapping[str, Any], message) for message in talk if isinstance(message, Mapping)]
+    contents = [message.get("content") for message in asked if message.get("role") != "assistant"]
+    return contents[-1][:MAX_TEXT] if contents and isinstance(contents[-1], str) else ""
 
 
 def written_of(message: ScoredTrajectory) -> Written | None:

@@ -5,9 +5,6 @@ holds: unfinished jobs with their half-full batches (lost on a crash, read again
 after a crash: the next owner takes the lease, loads the records, and reads the entries that the last one had pending
 """
 
-import asyncio
-import contextlib
-import tempfile
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
@@ -23,9 +20,10 @@ from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, P
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items, LinesOnDisk
+from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
+from manager_service.owner.arriving import Delayed, download_lines
 from manager_service.records import JobError, JobSpec, JobState
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
@@ -64,7 +62,7 @@ class Partition:
         self._store = store
         self._limits = limits
         self._arriving: dict[str, dict[str, Delivery]] = {}  # job -> entry -> a command that waits for it
-        self._delayed: dict[str, tuple[float, str]] = {}  # arriving job -> since when it waits for its files, and why
+        self._delayed: dict[str, Delayed] = {}  # arriving jobs
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
         self._searched: dict[str, Searched] = {}  # job -> the version that the store has or has not
@@ -164,19 +162,8 @@ class Partition:
         path = f"files/{tenant}/{file}"
         items = self._files.get(path)
         if items is None:
-            self._files[path] = items = Items(await self._download(path))
+            self._files[path] = items = Items(await download_lines(self._objects, path))
         return items
-
-    async def _download(self, path: str) -> LinesOnDisk:
-        try:
-            with contextlib.ExitStack() as stack:
-                rows = stack.enter_context(tempfile.TemporaryFile())
-                await self._objects.download(path, rows)
-                lines = await asyncio.to_thread(LinesOnDisk, rows)
-                stack.pop_all()  # open as long as the items
-                return lines
-        except OSError as error:
-            raise Unavailable(f"the manager's disk for temporary files: {error.strerror or error}") from error
 
     async def _replay(self, stream: str, now: float, changes: Changes) -> None:
         after = "0"
@@ -235,10 +222,9 @@ class Partition:
         """Takes in which trainers are alive and which sessions are silent, and lets versions go that nobody needs."""
         self.runs.look(live_trainers, silent, now, changes)
         if self.runs.may_retire(now):
-            copies = [
-                (job.spec.source, False) for job in self.jobs.values() if job.spec.source and job.state.version < 0
-            ]
-            await self.runs.retire(copies, now, changes)
+            begun = [job.spec.source for job in self.jobs.values() if job.state.version < 0]
+            delayed = [waiting.source for waiting in self._delayed.values()]
+            await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
 
     async def search(self) -> None:
         """Asks the store for the versions that quiet jobs wait for, however long it takes. Call beside the passes.
@@ -393,20 +379,22 @@ class Partition:
 
     async def delay(self, job_id: str, error: Unavailable, now: float, changes: Changes) -> None:
         """Tells in a job's events why it waits for its files, once; fails it after GIVE_UP_S if it is not the store that is away."""
-        reason = str(error)
-        since, told = self._delayed.get(job_id, (now, ""))
-        self._delayed[job_id] = since, reason
-        gives_up = now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
         (record,) = await self._bus.read_hashes([self._cell.job(job_id)])
-        if not record or (reason == told and not gives_up):
+        if not record:
             return
         spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
+        before = self._delayed.get(job_id)
+        since = before.since if before and type(before.error) is type(error) else now
+        self._delayed[job_id] = Delayed(since, error, spec.source)
+        gives_up = now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
+        if before and str(before.error) == str(error) and not gives_up:
+            return
         job = Job(self._cell, spec, msgspec.json.decode(record[b"state"], type=JobState), Items(), Items())
         if not gives_up:
-            job.journal.warn(now, f"The job waits, because its files cannot be read: {reason}", changes)
+            job.journal.warn(now, f"The job waits, because its files cannot be read: {error}", changes)
             return
         self.jobs.add(job)
-        waited = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {reason}; create it again later"
+        waited = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {error}; create it again later"
         job.fail(JobError("files_unavailable", waited), now, changes)
 
     async def take_in(self, job_id: str, now: float, changes: Changes) -> None:

@@ -75,7 +75,7 @@ def test_of_prompt_and_completion_the_completion_is_learned() -> None:
         ({"messages": [user("x"), assistant("y")], "tools": {}}, "tools must be a list"),
         ({"messages": [user("x"), assistant("y")], "tools": [1]}, r"tools\[0\]"),
         ({"messages": [user("x"), {"role": "assistant", "content": 3}]}, r"messages\[1\].content"),
-        ({"messages": [*([user("x"), assistant("y")] * 65)]}, "at most 64"),
+        ({"messages": [*([user("x"), assistant("y")] * 65)]}, "at most 32"),
     ],
 )
 def test_what_is_no_example_is_named(item: dict[str, Any], reason: str) -> None:

@@ -525,11 +525,11 @@ def test_a_collection_is_indexed_once_though_who_asked_first_gave_up(
         searched = Collections(tmp_path)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await searched.search("wiki.jsonl", "Rome", 1)
-        asking = [asyncio.create_task(searched.search(name, "Rome", 1)) for name in ("wiki.jsonl", "./wiki.jsonl")]
+                await searched.index("wiki.jsonl")
+        asking = [asyncio.create_task(searched.index(name)) for name in ("wiki.jsonl", "./wiki.jsonl")]
         await asyncio.sleep(0)
         release.set()
-        found = await asyncio.gather(*asking)
+        found = [await searched.search(index, "Rome", 1) for index in await asyncio.gather(*asking)]
         await searched.close()
         return [[document.id for document in each] for each in found]
 
@@ -544,7 +544,7 @@ def test_collections_used_long_ago_leave_memory(tmp_path: Path, monkeypatch: pyt
     async def go() -> list[str]:
         searched = Collections(tmp_path)
         for name in ("a.txt", "b.txt", "a.txt", "c.txt", "a.txt"):
-            await searched.search(name, name[0], 1)
+            await searched.index(name)
         kept = [path.stem for path in searched._indexes]  # pyright: ignore[reportPrivateUsage]
         await searched.close()
         return kept

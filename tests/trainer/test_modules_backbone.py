@@ -16,7 +16,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from base_model.adapter import PEFT_PREFIX, Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
@@ -175,6 +176,8 @@ def test_layers_of_odd_widths_train_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
 def test_checkpointed_layers_give_the_same_gradients(bases: dict[str, Path], family: str, num_layers: int) -> None:
     plain = load_modules(bases[family])
+    for layer in plain.layers:  # as some families drop out by themselves
+        layer.register_forward_hook(lambda layer, _, out: F.dropout(out, 0.5, layer.training))
     saving = plain.checkpointing(num_layers)
     cases = [make_case(plain, seed, rank, 1.0) for seed, rank in enumerate((2, 8))]
 
@@ -224,6 +227,14 @@ def test_missing_and_surplus_weights_are_refused(bases: dict[str, Path], tmp_pat
         InvalidInput, match=r"1 missing weights, such as model\.norm\.weight, nor .* 1 unexpected weights"
     ):
         load_modules(folder)
+
+
+def test_a_base_model_whose_adapters_would_have_other_names_is_refused(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4}
+    config = OPTConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=128, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # pyright: ignore
+    with pytest.raises(InvalidInput, match=r"'opt' \(its layers are not"):
+        load_modules(tmp_path)
 
 
 def test_a_model_type_that_transformers_lacks_is_refused(tmp_path: Path) -> None:

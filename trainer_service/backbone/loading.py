@@ -92,8 +92,8 @@ def _unknown_parts(model: Any) -> Iterator[str]:
     head = model.get_output_embeddings()
     if not getattr(model, "_supports_attention_backend", False):
         yield f"model_type {model.config.model_type!r} (its attention cannot be replaced)"
-    if not hasattr(model.get_decoder(), "layers"):
-        yield f"model_type {model.config.model_type!r} (it has no list of layers)"
+    if model.get_decoder() is not getattr(model, "model", None) or not hasattr(model.model, "layers"):
+        yield f"model_type {model.config.model_type!r} (its layers are not `model.layers`, as adapters name them)"
     if getattr(head, "bias", None) is not None:
         yield "a head with a bias"
 

@@ -145,13 +145,23 @@ def _targets(decoder: Any) -> dict[str, tuple[torch.nn.Module, str]]:
 def _let_checkpoint(layer: Any, wanted: bool, again: Any) -> None:
     """Sets how transformers' layer is called. `again`: what its second computation needs around it.
 
-    It checkpoints only while it trains, which is said of the layer alone: its modules would drop out.
+    It checkpoints only while it trains, which is said of the layer alone, and not while it computes: it would drop out.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), again()
 
+    def evaluated(call: Any, *args: Any) -> Any:
+        layer.training = False
+        try:
+            return call(*args)
+        finally:
+            layer.training = True
+
+    def checkpointed(call: Any, *args: Any) -> Any:
+        return checkpoint(
+            partial(evaluated, call), *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+
     layer.training = layer.gradient_checkpointing = wanted
-    layer._gradient_checkpointing_func = partial(
-        checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-    )
+    layer._gradient_checkpointing_func = checkpointed
