@@ -172,12 +172,16 @@ def test_layers_of_odd_widths_train_alike(tmp_path: Path) -> None:
         assert_alike(one, theirs(folder, case, tmp_path / str(number)))
 
 
+def drop_out(layer: Any, _: Any, out: Tensor) -> Tensor:
+    return F.dropout(out, 0.5, layer.training)
+
+
 @pytest.mark.parametrize("num_layers", [1, NUM_LAYERS])
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
 def test_checkpointed_layers_give_the_same_gradients(bases: dict[str, Path], family: str, num_layers: int) -> None:
     plain = load_modules(bases[family])
     for layer in plain.layers:  # as some families drop out by themselves
-        layer.register_forward_hook(lambda layer, _, out: F.dropout(out, 0.5, layer.training))
+        layer.register_forward_hook(drop_out)
     saving = plain.checkpointing(num_layers)
     cases = [make_case(plain, seed, rank, 1.0) for seed, rank in enumerate((2, 8))]
 

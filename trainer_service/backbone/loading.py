@@ -38,7 +38,7 @@ def load_modules(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InvalidInput(f"{folder}: transformers cannot load it: {error}") from error
     model, about = loaded
     _refuse(folder, _incomplete(about))
@@ -65,6 +65,8 @@ def _unsupported(config: Any) -> Iterator[str]:
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else type(quantized).__name__
         yield f"quantization_config {method!r} (load the weights that were not quantized)"
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
+        yield "a configuration without max_position_embeddings"
     if text is not config:
         yield f"model_type {config.model_type!r} (it reads more than text; take its language model alone)"
     if others := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - LAYER_TYPES):
