@@ -232,6 +232,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     failure: Failure | None = None  # why it has no reward, and was left out
     written: Written | None = None  # None: not kept
     kept: KeptAs = "first"
+    step: int = 0  # that trained on it, or left it out since it failed
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 
 

@@ -129,7 +129,7 @@ async def _lines(
 
 
 def _line(step: int, one: SampleRecord, turns: list[dict[str, str]]) -> bytes:
-    return JSON.encode({"step": step, **msgspec.to_builtins(one), "turns": turns}) + b"\n"
+    return JSON.encode({**msgspec.to_builtins(one), "step": step, "turns": turns}) + b"\n"
 
 
 # ---- one of them ----------------------------------------------------------------------------------------------------

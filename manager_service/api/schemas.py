@@ -78,7 +78,9 @@ class JobObject(Identified):
     last_eval_loss: float | None  # of a supervised job's newest version on the validation file: nats a token
     first_eval_reward: float | None  # of version 0 on the validation file
     last_eval_reward: float | None
-    best_version: int | None  # with the largest eval_reward_mean so far
+    best_version: (
+        int | None
+    )  # with the largest eval_reward_mean so far; of a supervised job with the smallest eval_loss
     dropped_events: int = 0  # the oldest, because there were too many bytes
     dropped_samples: int = 0  # versions whose samples are gone, for the same reason
 
@@ -132,7 +134,8 @@ class WrittenObject(BaseModel):
 
 class SampleObject(BaseModel):
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
-    version: int
+    step: int  # that trained on it, or left it out since it failed
+    version: int  # that sampled it
     group: int
     sample: int
     prompt: str

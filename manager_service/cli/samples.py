@@ -45,14 +45,17 @@ def samples(
             return
         shown = chosen(found, best=best, worst=worst)[:limit]
     if not shown and not as_json:
-        say("No such samples are kept.")
+        say("No sample that is kept has a reward." if best or worst else "No such samples are kept.")
     for sample in shown:
         print_json(sample) if as_json else show(sample)
 
 
 def chosen(found: Iterable[Record], *, best: bool, worst: bool) -> list[Record]:
-    """In the order in which they are shown."""
-    return sorted(found, key=lambda sample: sample["reward"], reverse=best) if best or worst else list(found)
+    """In the order in which they are shown; by reward those that have one, as a supervised job's have not."""
+    if not best and not worst:
+        return list(found)
+    rewarded = [sample for sample in found if sample["reward"] is not None]
+    return sorted(rewarded, key=lambda sample: sample["reward"], reverse=best)
 
 
 def show(sample: Record) -> None:

@@ -420,7 +420,7 @@ class Job:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _fail_unanswerable(self, now: float, changes: Changes) -> None:
-        kind, _, text = (self._commonest_reason() or "fewer than two usable answers").partition(": ")
+        kind, _, text = (self._commonest_reason() or "other: too few usable trajectories").partition(": ")
         count = self.state.failed_groups
         self.fail(JobError(kind, f"{count} groups failed in one step; the commonest reason: {text}"), now, changes)
 

@@ -150,7 +150,7 @@ class Journal:
             self._keep(self._state.version + (1 if self._state.training is None else 2), [], changes)
 
     def _keep(self, version: int, records: list[SampleRecord], changes: Changes) -> None:
-        encoded = JSON.encode(records + self._failed)
+        encoded = JSON.encode([msgspec.structs.replace(record, step=version) for record in records + self._failed])
         self._failed = []
         changes.samples.append((self._spec.id, version, encoded))
         if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):

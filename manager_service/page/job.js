@@ -105,9 +105,9 @@ async function events(panel, {id, tenant, signal}) {
 }
 
 async function settings(panel, {job}) {
-  const {hyperparameters, ...method} = job.method.reinforcement;
+  const {hyperparameters, ...method} = job.method[job.method.type];
   fill(panel,
     table("Hyperparameters", ["Hyperparameter", "Value"], Object.entries(hyperparameters).sort().map(([key, value]) => [key, JSON.stringify(value)]), "narrow"),
-    h("h2", {}, "Grader or environment"), h("pre", {tabindex: "0"}, JSON.stringify(method, null, 2)),
+    !isSupervised(job) && [h("h2", {}, "Grader or environment"), h("pre", {tabindex: "0"}, JSON.stringify(method, null, 2))],
     h("p", {class: "muted"}, `seed ${job.seed} · training file ${job.training_file ?? "none"} · validation file ${job.validation_file ?? "none"} · ${job.num_items} items`));
 }

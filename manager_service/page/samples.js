@@ -2,10 +2,12 @@
 
 import {get, ofJob} from "./api.js";
 import {announce, fill, h, select} from "./dom.js";
-import {number, reward} from "./format.js";
+import {isSupervised, number, reward} from "./format.js";
 
 const RARE = [0.7, 2, 4, 6]; // −log p in nats at which a token's shade begins: p = 0.5, 0.14, 0.02, 0.002
 const SHORT = 90;
+const KEPT = "Of a step its first groups are kept, of the others the best and the worst, and some that failed. The shade of a token says how unlikely it was when it was sampled.";
+const EXAMPLES_KEPT = "Of a step its first examples are kept, and some that failed. They have no reward.";
 
 export async function showSamples(panel, view) {
   const {params} = view;
@@ -18,7 +20,7 @@ export async function showSamples(panel, view) {
   const isPair = params.has("beside");
   const panes = h("div", {class: isPair ? "halves" : "samples"});
   const beside = h("button", {type: "button", onclick: () => place({beside: isPair ? null : 1})}, isPair ? "One step" : "Two steps side by side");
-  fill(panel, h("div", {class: "bar"}, h("p", {class: "muted"}, `Two groups of each step are kept, and of those that failed the first few. The shade of a token says how unlikely it was when it was sampled.`), h("span", {class: "grow"}), beside), panes);
+  fill(panel, h("div", {class: "bar"}, h("p", {class: "muted"}, isSupervised(view.job) ? EXAMPLES_KEPT : KEPT), h("span", {class: "grow"}), beside), panes);
   const shown = [pane(view, first, (step) => place({step, group: null, sample: null}), true)];
   if (isPair) shown.push(pane(view, second, (step) => place({beside: step}), false));
   fill(panes, shown.map((one) => one.node));
@@ -32,7 +34,8 @@ function pane(view, step, go, isFirst) {
   const {id, tenant, signal, params} = view;
   const state = {samples: [], step};
   const stepField = h("input", {type: "number", min: 1, "aria-label": "Step", onchange: () => go(stepField.value)});
-  const kind = select([["", "all"], ["failed", "failed"], ["low", "reward below the mean"], ["high", "reward from the mean up"]], "", {"aria-label": "Which samples", onchange: list});
+  const byReward = isSupervised(view.job) ? [] : [["low", "reward below the mean"], ["high", "reward from the mean up"]];
+  const kind = select([["", "all"], ["failed", "failed"], ...byReward], "", {"aria-label": "Which samples", onchange: list});
   const names = h("div", {class: "list"}), reads = h("div", {class: "reads"});
   const node = h("section", {class: "samples", "aria-label": "Samples of a step"},
     h("div", {class: "bar"}, h("label", {}, "Step ", stepField), h("button", {type: "button", "aria-label": "Step before", onclick: () => go(state.step - 1)}, "←"), h("button", {type: "button", "aria-label": "Next step", onclick: () => go(state.step + 1)}, "→"), kind),
@@ -41,9 +44,9 @@ function pane(view, step, go, isFirst) {
   async function open() {
     const found = (await ofJob(id, "samples", {query: {version: step}, tenant, signal})).data;
     state.samples = found;
-    state.step = step ?? Math.max(1, ...found.map((one) => one.version + 1), view.job.version);
+    state.step = step ?? found[0]?.step ?? Math.max(1, view.job.version);
     stepField.value = state.step;
-    stepField.max = view.job.version + 1;
+    stepField.max = Math.max(state.step, view.job.version + 1);
     list();
     const wanted = isFirst && found.find((one) => String(one.group) === params.get("group") && String(one.sample) === params.get("sample"));
     const opened = wanted || visible()[0];
@@ -53,7 +56,7 @@ function pane(view, step, go, isFirst) {
   function visible() {
     const rewards = state.samples.map((one) => one.reward).filter((value) => value !== null);
     const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(1, rewards.length);
-    const tests = {"": () => true, failed: (one) => one.failure !== null && one.failure !== undefined || one.reward === null, low: (one) => one.reward !== null && one.reward < mean, high: (one) => one.reward !== null && one.reward >= mean};
+    const tests = {"": () => true, failed: (one) => one.failure, low: (one) => one.reward !== null && one.reward < mean, high: (one) => one.reward !== null && one.reward >= mean};
     return state.samples.filter(tests[kind.value]);
   }
 
@@ -62,21 +65,18 @@ function pane(view, step, go, isFirst) {
     fill(names, shown.length ? [...groups].map(([group, samples]) => [
       h("h3", {}, `Group ${group} · ${cut(samples[0].prompt) || "no prompt"}`),
       samples.map((one) => h("button", {type: "button", "aria-pressed": "false", "data-at": `${one.group}/${one.sample}`, onclick: () => read(one)},
-        h("b", {}, one.reward === null ? "×" : reward(one.reward)), h("span", {class: "cut"}, cut(one.text) || one.failure?.reason || "nothing"), h("span", {class: "muted"}, one.failure ? "failed" : one.stop_reason === "stop" ? "" : one.stop_reason))),
+        h("b", {}, one.failure ? "×" : one.reward === null ? "" : reward(one.reward)), h("span", {class: "cut"}, cut(one.text) || one.failure?.reason || "nothing"), h("span", {class: "muted"}, one.failure ? "failed" : one.stop_reason === "stop" ? "" : one.stop_reason))),
     ]) : h("p", {class: "muted"}, state.samples.length ? "None of them." : "No samples are kept of this step."));
   }
 
   async function read(one) {
     for (const button of names.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.at === `${one.group}/${one.sample}`));
-    const found = await get(`/v1/fine_tuning/jobs/${encodeURIComponent(id)}/samples/${keyOf(state, step)}/${one.group}/${one.sample}`, {tenant, signal});
+    const found = await get(`/v1/fine_tuning/jobs/${encodeURIComponent(id)}/samples/${state.step}/${one.group}/${one.sample}`, {tenant, signal});
     fill(reads, conversation(view, found, state.samples));
     announce(`Sample ${one.sample} of group ${one.group}`);
   }
   return {node, open};
 }
-
-/** The step under which the samples are kept: the one asked for, or that of the newest. */
-const keyOf = (state, step) => step ?? state.step;
 
 function grouped(samples) {
   const groups = new Map();

@@ -143,6 +143,7 @@ async def test_what_failed_is_kept_beside_what_was_trained_on(server: ApiServer)
         samples = (await server.http.get(url, params={"version": step})).json()["data"]
         failed = [one["failure"] for one in samples if one["reward"] is None]
         assert failed and {one["reason"] for one in failed} == {"it raised"}
+        assert {one["step"] for one in samples} == {step}
         assert all(one["written"]["lengths"] == [1, 2] for one in samples)
 
 

@@ -380,6 +380,17 @@ def test_the_best_and_the_worst_samples_come_first(api: type[FakeApi]) -> None:
     assert "No such samples" in run("samples", "ftjob-1", "--failed")
 
 
+@pytest.mark.parametrize("option", ["--best", "--worst"])
+def test_samples_without_a_reward_are_neither_the_best_nor_the_worst(api: type[FakeApi], option: str) -> None:
+    path = ("GET", "/v1/fine_tuning/jobs/ftjob-1/samples")
+    learned = [kept(2, sample, None, "1") | {"failure": None} for sample in range(2)]
+    api.answers = {path: (200, as_lines(*learned))}
+    assert "No sample that is kept has a reward" in run("samples", "ftjob-1", option)
+    api.answers = {path: (200, as_lines(*learned, kept(2, 2, 0.5, "")))}
+    (line,) = run("samples", "ftjob-1", option, "--json").splitlines()
+    assert json.loads(line)["sample"] == 2
+
+
 def test_logs_are_whole_messages_by_level(api: type[FakeApi]) -> None:
     events = [
         metrics(2, step=1) | {"level": "warn", "message": 500 * "w"},

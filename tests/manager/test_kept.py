@@ -96,6 +96,7 @@ async def test_samples_move_to_object_storage_and_are_read_as_before(bus: Bus, o
     for version in range(1, 8):
         rows = json.loads(await files.read(spec.tenant, spec.id, version))
         assert {row["group"] for row in rows} == {2 * version - 2, 2 * version - 1}
+        assert {row["step"] for row in rows} == {version}
     await system.stop()
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from playwright.async_api import expect
 
-from manager_service.records import JSON, EventRecord, JobState
-from tests.manager.test_api_supervised import EXAMPLES
+from common.messages import Failure
+from manager_service.records import JSON, EventRecord, JobState, SampleRecord
+from tests.manager.test_api_supervised import EXAMPLES, create
 from tests.support.api_server import ApiServer, running_api
 from tests.support.browser import Tab, browsing
 
@@ -59,4 +60,30 @@ async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiSer
         await tab.go("/jobs")
         await expect(tab.page.get_by_text("0.750")).to_be_visible()
         await expect(tab.page.get_by_role("img", name="loss from 2.50 to 0.75")).to_be_visible()
+        assert tab.errors == []
+
+
+async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServer) -> None:
+    job = (await create(server, hyper={"batch_size": 3})).id
+    await trained(server, job)
+    learned = [SampleRecord(0, group, 0, f"answer {group}", None, "length", "min 3,1,2", step=3) for group in range(2)]
+    failed = SampleRecord(0, 7, 0, "", None, "failed", failure=Failure("invalid", "too long"), kept="failed", step=3)
+    await server.api.redis.hset(server.bus.cell.samples(job), "3", JSON.encode([*learned, failed]))
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        await tab.go(f"/job/{job}?tab=settings")
+        await expect(tab.page.get_by_role("row", name="batch_size 3")).to_be_visible()
+        await expect(tab.page.get_by_text("Grader or environment")).to_have_count(0)
+        # The newest samples say their step: neither their version nor the job's tells it
+        await tab.go(f"/job/{job}?tab=samples")
+        listed, field = tab.page.locator(".list button"), tab.page.get_by_label("Step", exact=True)
+        await expect(field).to_have_value("3")
+        await expect(listed.locator("b")).to_have_text(["", "", "×"])
+        await expect(tab.page.locator(".turn .tokens").last).to_have_text("answer 0")
+        await expect(tab.page.get_by_text("Of a step its first examples are kept")).to_be_visible()
+        which = tab.page.get_by_label("Which samples")
+        await expect(which.locator("option")).to_have_text(["all", "failed"])
+        await which.select_option("failed")
+        await expect(listed).to_have_count(1)
+        await expect(listed).to_contain_text("too long")
         assert tab.errors == []
