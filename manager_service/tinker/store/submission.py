@@ -17,7 +17,8 @@ MAX_OPEN = 256
 MAX_OPEN_BYTES = 64 << 20
 """Of their payloads."""
 MAX_HELD_BYTES = 256 << 20
-"""Of the payloads of all operations of a tenant that wait, or whose gradient waits for its step."""
+"""Of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may go
+on, or runs that all hold something could wait for each other for ever."""
 NUM_KEPT = 4096
 """Numbers that are remembered, so that an operation which is sent again is known."""
 UNSAVED_KEPT_S = 2 * 86_400
@@ -26,7 +27,8 @@ UNSAVED_KEPT_S = 2 * 86_400
 # KEYS: seqs, run, ops, held, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most
 # open operations, most bytes of them, most bytes of all of the tenant's, numbers to remember, the sampler, seconds to keep it, then the
 # entry's fields. Answers with what came of it. The first open operation is taken in any case, for the others wait for it, unless the
-# tenant's runs hold too much: what has no data is taken then too, an optim_step above all.
+# tenant's runs hold too much: what has no data is taken then too, an optim_step above all, and what the run sends that holds the most
+# (of equals, the first by name), so that one of them always comes to its step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
@@ -41,9 +43,16 @@ for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
 end
 if seq > head and (seq > numbers[#numbers] or bytes > tonumber(ARGV[7])) then return 'full' end
 bytes = bytes + tonumber(log or 0)
-local held = bytes - tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0)
-for _, each in ipairs(redis.call('HVALS', KEYS[4])) do held = held + tonumber(each) end
-if string.sub(ARGV[3], 1, 7) == 'forward' and held > tonumber(ARGV[8]) then return 'holds' end
+local mine, held, most = tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0), bytes, true
+local all = redis.call('HGETALL', KEYS[4])
+for at = 1, #all, 2 do
+  local name, size = all[at], tonumber(all[at + 1])
+  if name ~= ARGV[5] then
+    held = held + size
+    if size > mine or size == mine and name < ARGV[5] then most = false end
+  end
+end
+if string.sub(ARGV[3], 1, 7) == 'forward' and held > tonumber(ARGV[8]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
 redis.call('XADD', KEYS[3], '*', unpack(ARGV, 12))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)

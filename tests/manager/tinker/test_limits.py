@@ -199,18 +199,22 @@ async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
     session = await client.session()
     async with owned_runs(server):
         first, second = await client.run(session, 0), await client.run(session, 1)
-        seq = 0
-        while (answer := await client.send(pass_over(first, seq + 1, num_tokens=200))).status_code == 200:
-            seq += 1  # answered, and yet held: their gradient waits for its step
+        seq = 20
+        for run, number in ((second, 1), *((first, number) for number in range(1, seq + 1))):
+            answer = await client.send(
+                pass_over(run, number, num_tokens=200)
+            )  # above the limit too: `first` holds the most
+            assert answer.status_code == 200, answer.text
+            # answered, and yet held: their gradient waits for its step
             assert (await client.retrieve(answer.json()["request_id"])).status_code == 200
-        assert seq > 2 and answer.status_code == 429 and "call optim_step" in answer.json()["error"]["message"]
-        assert (await client.send(pass_over(second, 1, num_tokens=200))).status_code == 429
+        refused = await client.send(pass_over(second, 2, num_tokens=200))
+        assert refused.status_code == 429 and "call optim_step" in refused.json()["error"]["message"]
         other = await client_of(server, "acme")
         theirs = await other.run(await other.session())
         assert (await other.send(pass_over(theirs, 1, num_tokens=200))).status_code == 200
         step = await client.post("optim_step", model_id=first, seq_id=seq + 1, adam_params={})
         assert (await client.retrieve(step.json()["request_id"])).status_code == 200
-        assert (await client.send(pass_over(second, 1, num_tokens=200))).status_code == 200
+        assert (await client.send(pass_over(second, 2, num_tokens=200))).status_code == 200
         for run in (first, second):
             ended = await client.post("unload_model", model_id=run)
             assert (await client.retrieve(ended.json()["request_id"])).status_code == 200

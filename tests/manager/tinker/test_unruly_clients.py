@@ -195,27 +195,44 @@ async def test_a_stranger_reads_and_changes_nothing_by_any_route(
         answer = await stranger.post("asample", prompt=PROMPT, sampling_params={}, **told)
         assert answer.status_code == 404, answer.text
     for method, route in LOOKS:
-        url = f"/api/v1/{filled(route, session, run, sampler)}"
-        answer = await server.http.request(method, url, headers={"X-API-Key": f"tml-{stranger.key}"})
+        answer = await look(stranger, method, filled(route, session, run, sampler))
         assert says_nothing(answer, session), f"{method} {route}: {answer.status_code} {answer.text}"
     assert await mine(client, session, run, sampler) == before
+    offered = [(method, route) for method, route in LOOKS if not route.endswith("/publish")]
+    of_checkpoints = [(method, route) for method, route in offered if "{kind}/{name}" in route]
+    assert {method for method, _ in of_checkpoints} == {"GET", "PUT", "DELETE"}
+    for method, route in sorted(of_checkpoints, key=lambda each: each[0] == "DELETE"):
+        url = filled(route, session, run, sampler)
+        refused = await look(stranger, method, url)
+        assert refused.status_code == 404, f"{method} {route}: {refused.status_code} {refused.text}"
+        answer = await look(client, method, url)  # its owner may: so it was the stranger that was refused
+        assert answer.status_code in (200, 302), f"{method} {route}: {answer.status_code} {answer.text}"
+    assert (await client.get(f"training_runs/{run}/checkpoints")).json()["checkpoints"] == []
+
+
+async def look(client: TinkerClient, method: str, path: str) -> httpx.Response:
+    """Asks a route that takes no body, or that of `ttl`."""
+    body = {"ttl_seconds": 3600} if method == "PUT" else None
+    headers = {"X-API-Key": f"tml-{client.key}"}
+    return await client.http.request(method, f"/api/v1/{path}", json=body, headers=headers, timeout=30)
 
 
 def filled(route: str, session: str, run: str, sampler: str) -> str:
     """A path with the names of a tenant's things in it."""
     names = {"session_id": session, "sampler_id": sampler, "sampling_session_id": sampler}
+    names |= {"kind": "weights", "name": "mine"}
     return route.format_map(Named(names, run))
 
 
 class Named(dict[str, str]):
-    """Names for the places of a path; those that are not known get the last one."""
+    """Names for the places of a path; those that are not known get the run."""
 
     def __init__(self, known: dict[str, str], run: str) -> None:
         super().__init__(known)
         self._run = run
 
     def __missing__(self, key: str) -> str:
-        return "weights/mine" if "checkpoint" in key else self._run
+        return self._run
 
 
 def says_nothing(answer: httpx.Response, session: str) -> bool:
