@@ -287,7 +287,7 @@ async def test_a_failed_turn_is_an_error_with_its_reason(server: ApiServer) -> N
             return stream, msgspec.structs.replace(result, failure=failure, stop_reason="failed")
 
     async with played(Failing(server.bus)):
-        with pytest.raises(openai.APIStatusError, match=r"corrupt_adapter.*sha256 is wrong"):
+        with pytest.raises(openai.APIStatusError, match="the version is damaged: its sha256 is wrong"):
             await server.openai.chat.completions.create(model="tiny", messages=HELLO)
 
 
