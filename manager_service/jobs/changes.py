@@ -72,6 +72,7 @@ class Changes:
     retire: dict[str, float | None] = field(
         default_factory=dict
     )  # ended run -> when to look at its versions; None: never
+    settled: list[str] = field(default_factory=list)  # runs that have just ended
     over: list[Moved] = field(default_factory=list)  # ended runs that leave Redis
     results: dict[str, list[OperationResult]] = field(default_factory=dict)  # run -> of its operations
 

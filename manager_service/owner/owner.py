@@ -350,7 +350,7 @@ class Owner:
         self._with_payloads.update(out[1].job for out, path in zip(changes.published, paths, strict=True) if path)
         for job in self._with_payloads & changes.oldest_in_use.keys():
             self._untidy.put_nowait((job, changes.oldest_in_use[job]))
-        for job in changes.finished:
+        for job in (*changes.finished, *changes.settled, *(moved.job for moved in changes.over)):
             self._with_payloads.discard(job)
             self._untidy.put_nowait((job, math.inf))
 

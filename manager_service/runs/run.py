@@ -162,17 +162,16 @@ class Run:
         saved = Saved(state.version, load_of(operation).path)
         self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
 
-    def fail(self, error: JobError, _now: float, changes: Changes) -> None:
-        """Refuses everything from now on. Call for a trouble of ours."""
+    def fail(self, error: JobError, now: float, changes: Changes) -> None:
+        """Refuses everything from now on but to be unloaded. Call for a trouble of ours."""
         self._refuse_all(Failure("infrastructure", error.message), changes)
+        self.advance(now, changes)
 
     def _refuse_all(self, failure: Failure, changes: Changes) -> None:
         self._drop_log(changes)
         self.state.status, self.state.failure, self.state.sent = "failed", failure, 0
         if self.state.version < 0:
             self._answer(OperationResult(0, failure=failure), changes)
-        while self.state.head in self._waiting:
-            self._refuse(self.state.head, failure, changes)
         self._dirty(changes)
 
     def end(self, reason: str, now: float, changes: Changes) -> None:
@@ -212,7 +211,7 @@ class Run:
 
     def _answered_here(self, operation: Operation, now: float, changes: Changes) -> bool:
         state, number = self.state, operation.seq
-        failure = state.failure or operation.failure
+        failure = (None if operation.action == "unload" else state.failure) or operation.failure
         if failure is None and operation.action == "optim_step" and state.failed_at is not None:
             told = f"the gradient is not whole: operation {state.failed_at} of this step {state.failed_why}"
             failure = Failure("invalid", told)

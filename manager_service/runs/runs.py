@@ -196,7 +196,12 @@ class Runs:
         optimiser's state. `changes` is committed before the next call.
         """
         self._retired_at = now
-        await self._load_ended(await self._due(now), now)
+        due = await self._due(now)
+        await self._load_ended(due, now)
+        for name in due:
+            if name not in self._ended:  # unreadable, or lost: it would be among the first ones due for ever
+                log.error("not_retired", run_id=name)
+                changes.retire[name] = None
         copied: dict[str, Needs] = {}
         for source, whole in (*copies, *(copy for run in self.table.values() for copy in run.copies())):
             needs = copied.setdefault(source.job, {})
@@ -267,6 +272,7 @@ class Runs:
                 run.changed_at = now
                 self._count(run, changes)
                 if run.settled:
+                    changes.settled.append(name)
                     self.table.remove(name)
                     if run.retention.under_way:
                         self._ended[name] = run.retention

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from common.messages import Failure, OptimSpec
 from common.operations import SaveWeights
 from common.spelling import did_you_mean
-from manager_service.api.context import Base, Parts, Tenant
+from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.reading.tasks import ReadPass
 from manager_service.runs.records import Sampler
 from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name, ttl_fault
@@ -50,6 +50,7 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: 
     run = await known.runs.named(tenant.id, given.model)
     fault = given.fault or _misfit(run.base, given)
     return await _submitted(
+        api,
         run,
         Asked(
             seq=given.seq,
@@ -77,13 +78,15 @@ def _misfit(base: Base, given: CheckedPass) -> str:
 
 
 @router.post("/optim_step")
-async def optim_step(request: Request, tenant: Tenant, known: Known) -> Response:
+async def optim_step(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, StepAsked)
     run = await known.runs.named(tenant.id, asked.model_id)
     optim = _optim(asked)
     if isinstance(optim, Failure):
-        return await _submitted(run, Asked(seq=asked.seq_id, action="optim_step", failure=optim))
-    return await _submitted(run, Asked(seq=asked.seq_id, action="optim_step", payload=msgspec.msgpack.encode(optim)))
+        return await _submitted(api, run, Asked(seq=asked.seq_id, action="optim_step", failure=optim))
+    return await _submitted(
+        api, run, Asked(seq=asked.seq_id, action="optim_step", payload=msgspec.msgpack.encode(optim))
+    )
 
 
 def _optim(asked: StepAsked) -> OptimSpec | Failure:
@@ -103,32 +106,32 @@ def _optim(asked: StepAsked) -> OptimSpec | Failure:
 
 
 @router.post("/save_weights")
-async def save_weights(request: Request, tenant: Tenant, known: Known) -> Response:
+async def save_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, SaveAsked)
     run = await known.runs.named(tenant.id, asked.model_id)
     payload = SaveWeights(_name(asked), ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
-    return await _saved(run, asked, "save_weights", payload)
+    return await _saved(api, run, asked, "save_weights", payload)
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request, tenant: Tenant, known: Known) -> Response:
+async def save_weights_for_sampler(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, SaveAsked)
     run = await known.runs.named(tenant.id, asked.model_id)
     if asked.path is not None or asked.sampling_session_seq_id is None:
         payload = SaveWeights(_name(asked), ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
-        return await _saved(run, asked, "save_for_sampler", payload)
+        return await _saved(api, run, asked, "save_for_sampler", payload)
     name = sampler_name(run.spec.session, asked.sampling_session_seq_id)
     payload = SaveWeights(sampler=name, inflight=asked.kind == "inflight", ttl_s=asked.ttl_seconds)
     sampler = Sampler(name, tenant.id, run.base.name, run.spec.asked_model, SAVED_KEPT_S, run.id)
-    return await _saved(run, asked, "save_for_sampler", payload, sampler)
+    return await _saved(api, run, asked, "save_for_sampler", payload, sampler)
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(request: Request, tenant: Tenant, known: Known) -> Response:
+async def save_weights_external(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     """The files of any version are those that PEFT loads, so there is nothing to convert."""
     asked = await read(request, SaveAsked)
     run = await known.runs.named(tenant.id, asked.model_id)
-    return await _saved(run, asked, "save_external", SaveWeights(_name(asked), ttl_s=asked.ttl_seconds))
+    return await _saved(api, run, asked, "save_external", SaveWeights(_name(asked), ttl_s=asked.ttl_seconds))
 
 
 def _name(asked: SaveAsked) -> str:
@@ -137,7 +140,7 @@ def _name(asked: SaveAsked) -> str:
 
 
 async def _saved(
-    run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
+    api: Api, run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
 ) -> Response:
     """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
     first one's."""
@@ -150,7 +153,7 @@ async def _saved(
         sampler=None if fault else sampler,
         known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")) if sampler else None,
     )
-    return await _submitted(run, operation)
+    return await _submitted(api, run, operation)
 
 
 def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
@@ -168,5 +171,5 @@ def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
     return ""
 
 
-async def _submitted(run: RunRow, asked: Asked) -> Response:
-    return answer({"request_id": await submit(run, asked), "model_id": run.spec.public_id})
+async def _submitted(api: Api, run: RunRow, asked: Asked) -> Response:
+    return answer({"request_id": await submit(run, asked, api.objects), "model_id": run.spec.public_id})

@@ -11,7 +11,7 @@ from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, Failure, LoraSpec
 from common.operations import LoadWeights
 from common.spelling import did_you_mean
-from manager_service.api.context import Base, Parts, Tenant
+from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.records import TenantRecord
 from manager_service.runs.records import RunSpec
 from manager_service.tinker.names import find_base, numbered, parse_path, run_name, tokenizer_id
@@ -45,7 +45,7 @@ async def create_model(request: Request, api: Parts, tenant: Tenant, known: Know
 async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, LoadAsked)
     if asked.session_id is None:
-        return await _load_into(tenant, known, asked)
+        return await _load_into(api, tenant, known, asked)
     await _check_session(tenant, known, asked)
     source = await _source(tenant, known, asked)
     _check_optimizer(asked.optimizer_config or OptimizerAsked())
@@ -66,7 +66,7 @@ async def _check_session(tenant: TenantRecord, known: Records, asked: CreateAske
     check_told(user_metadata=asked.user_metadata)
 
 
-async def _load_into(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
+async def _load_into(api: Api, tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
     """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
     run = await known.runs.named(tenant.id, asked.model_id or "")
     load = await _find_load(tenant, known, run, asked)
@@ -74,7 +74,7 @@ async def _load_into(tenant: TenantRecord, known: Records, asked: LoadAsked) -> 
         operation = Asked(seq=asked.seq_id or 0, action="load", failure=load)
     else:
         operation = Asked(seq=asked.seq_id or 0, action="load", payload=msgspec.msgpack.encode(load))
-    return answer({"request_id": await submit(run, operation), "model_id": run.spec.public_id})
+    return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})
 
 
 async def _find_load(tenant: TenantRecord, known: Records, run: RunRow, asked: LoadAsked) -> LoadWeights | Failure:
@@ -129,9 +129,9 @@ async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -
 
 
 @router.post("/unload_model")
-async def unload_model(request: Request, tenant: Tenant, known: Known) -> Response:
+async def unload_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
-    return answer({"request_id": await submit_unload(run), "model_id": run.spec.public_id})
+    return answer({"request_id": await submit_unload(run, api.objects), "model_id": run.spec.public_id})
 
 
 def _spec(

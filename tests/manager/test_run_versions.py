@@ -112,6 +112,16 @@ async def test_a_name_that_expires_keeps_its_version_no_longer_also_when_its_run
         await until(lambda: _nothing_to_retire(world))
 
 
+async def test_runs_that_cannot_be_read_do_not_stop_those_behind_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LOAD_COUNT", 2)
+    key = world.bus.cell.retire(world.partition)
+    await world.bus.client.hset(world.bus.cell.run("run-0-1"), mapping={"spec": b"{", "state": b"{"})
+    await world.bus.client.zadd(key, {"run-0-1": 1, "run-0-2": 2, "run-0-3": 3})  # the latter two are lost
+    await until(lambda: _nothing_to_retire(world))
+
+
 async def test_a_version_goes_with_the_name_that_is_deleted_also_when_its_run_has_ended(world: World) -> None:
     async with world.trainer():
         run = await world.create()

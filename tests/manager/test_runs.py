@@ -179,8 +179,10 @@ async def test_a_failed_runs_operations_are_answered(world: World) -> None:
         await world.send(run, (1, "forward"), (2, "optim_step"))
         assert await world.failure(run, 0) == "no such layer"
         assert [await world.failure(run, seq) for seq in (1, 2)] == ["no such layer"] * 2
-        await world.send(run, (3, "forward"))
+        await world.send(run, (3, "forward"), (4, "unload"))
         assert await world.failure(run, 3) == "no such layer"
+        await world.result(run, 4)
+        assert (await world.state(run)).status == "ended"  # no longer counted as unfinished
 
 
 async def test_what_the_api_found_wrong_fails_in_its_turn(world: World) -> None:
@@ -299,6 +301,7 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
         await world.result(run, 1)
         trainer.hold = asyncio.Event()
         await world.send(run, (2, "optim_step"))
+        await world.objects.write(f"payloads/{run}/00000000/large", b"of an operation")
         await world.bus.client.delete(world.bus.cell.session(SESSION))
         assert "session has ended" in await world.failure(run, 2)
         assert (await world.state(run)).status == "ended"
@@ -306,6 +309,11 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
         assert "has ended" in await world.failure(run, 3)
         await until(lambda: world.open_operations(0))
         assert await world.bus.client.scard(world.bus.cell.active(PARTITION)) == 0
+
+        async def are_gone() -> bool:
+            return await world.objects.paths(f"payloads/{run}") == []
+
+        await until(are_gone)
 
 
 async def test_a_session_that_is_back_in_time_loses_no_run(world: World) -> None:

@@ -4,7 +4,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
+from common.errors import Unavailable
 from common.messages import Failure
+from common.objects import Objects
 from common.operations import Action, Operation
 from common.streams import partition_of
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
@@ -33,7 +37,7 @@ _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
 local status, head, log = unpack(redis.call('HMGET', KEYS[2], 'status', 'head', 'log'))
-if not status or status == 'ended' or status == 'failed' then return status or 'ended' end
+if not status or status == 'ended' or status == 'failed' and ARGV[3] ~= 'unload' then return status or 'ended' end
 head = tonumber(head)
 if seq < head then return 'past' end
 local numbers, bytes = {}, tonumber(ARGV[4])
@@ -64,6 +68,7 @@ return 'new'
 """
 
 MAX_SEQ = 2**31 - 1
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +97,16 @@ def wrong(reason: str) -> Failure:
     return Failure("invalid", reason)
 
 
-async def submit(run: RunRow, asked: Asked) -> str:
+async def submit(run: RunRow, asked: Asked, objects: Objects) -> str:
     """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
     too many are open."""
-    answer = await _submit(run, asked)
+    answer = await _submit(run, asked, objects)
     if answer not in ("new", "known"):
         raise _refusal(answer, run, asked.seq)
     return f"{run.id}:{asked.seq}"
 
 
-async def submit_unload(run: RunRow) -> str:
+async def submit_unload(run: RunRow, objects: Objects) -> str:
     """Ends a run, behind all of its operations."""
     while True:
         keys = run.base.cell.seqs(run.id)
@@ -109,14 +114,14 @@ async def submit_unload(run: RunRow) -> str:
         if known is not None:
             return f"{run.id}:{int(known)}"
         seq = max(int(last or 0) + 1, (await run.state()).head)
-        answer = await _submit(run, Asked(seq=seq, action="unload"))
+        answer = await _submit(run, Asked(seq=seq, action="unload"), objects)
         if answer in ("new", "known"):
             return f"{run.id}:{seq}"
         if answer not in ("other", "past"):  # these two: another operation was faster
             raise _refusal(answer, run, seq)
 
 
-async def _submit(run: RunRow, asked: Asked) -> str:
+async def _submit(run: RunRow, asked: Asked, objects: Objects) -> str:
     if not 0 < asked.seq <= MAX_SEQ:
         raise ApiError(400, f"seq_id is between 1 and {MAX_SEQ}", param="seq_id", retry=False)
     cell, partition, sampler = run.base.cell, partition_of(run.spec.tenant), asked.sampler
@@ -139,7 +144,19 @@ async def _submit(run: RunRow, asked: Asked) -> str:
     fields = await run.base.bus.fields(operation)
     words: list[Any] = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, *kept, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
+    if answer not in (b"new", b"known"):  # "known" may be this one's: Redis' answer to the first try was lost
+        await _tidy(fields, objects)
     return answer.decode()
+
+
+async def _tidy(fields: list[Any], objects: Objects) -> None:
+    """Deletes the payload of an operation that was refused, if it was written to object storage."""
+    name, path = fields[-2:]
+    if name == "ref":
+        try:
+            await objects.delete(path)
+        except Unavailable as error:  # it goes with the run's others
+            log.warning("not_deleted", path=path, reason=str(error))
 
 
 def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:

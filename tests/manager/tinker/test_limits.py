@@ -209,6 +209,9 @@ async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
             assert (await client.retrieve(answer.json()["request_id"])).status_code == 200
         refused = await client.send(pass_over(second, 2, num_tokens=200))
         assert refused.status_code == 429 and "call optim_step" in refused.json()["error"]["message"]
+        large = await client.send(pass_over(second, 2, num_tokens=2000, num_data=60))
+        assert large.status_code == 429
+        assert await server.api.objects.paths(f"payloads/{run_of(second)}") == []
         other = await client_of(server, "acme")
         theirs = await other.run(await other.session())
         assert (await other.send(pass_over(theirs, 1, num_tokens=200))).status_code == 200
