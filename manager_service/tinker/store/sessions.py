@@ -2,6 +2,7 @@
 its sessions alive, what each says of itself, and the sessions that are kept.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -142,8 +143,16 @@ class Sessions:
 
     async def _show_alive(self, session: Session) -> None:
         """Tells the owners of each cell."""
-        for base in self._api.bases.values():
-            await base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)
+        signs = (
+            base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)
+            for base in self._api.bases.values()
+        )
+        told = await asyncio.gather(
+            *signs, return_exceptions=True
+        )  # a Redis that is away keeps no other from hearing it
+        for error in told:
+            if isinstance(error, BaseException):
+                raise error
 
 
 def _key(session: str) -> str:
