@@ -22,6 +22,8 @@ MAX_ALIVE = 1024
 """Sessions of one tenant that are alive at once."""
 MAX_KEPT = 4096
 """Sessions of one tenant that are kept, alive or not: the oldest that are not alive go first."""
+RECENT_S = 3600
+"""A sign of life so long ago or less: its client may come back after an outage."""
 MAX_TOLD_BYTES = 4 << 10
 """What a client may tell of a session or of a run: its metadata, name and tags."""
 
@@ -86,10 +88,24 @@ class Sessions:
             return
         oldest_first = await self._api.redis.zrange(of, 0, -1)
         alive = await self._api.redis.zmscore(_alive(tenant), oldest_first)
-        ended = [session.decode() for session, sign in zip(oldest_first, alive, strict=True) if sign is None]
-        if gone := ended[:too_many]:
+        silent = [session.decode() for session, sign in zip(oldest_first, alive, strict=True) if sign is None]
+        if gone := (await self._surely_ended_first(silent))[:too_many]:
             await self._api.redis.delete(*map(_key, gone))
             await self._api.redis.zrem(of, *gone)
+
+    async def _surely_ended_first(self, silent: Sequence[str]) -> list[str]:
+        """Those that were alive a moment ago and did not finish come last: an outage may have cut their clients off."""
+        pipe = self._api.redis.pipeline(transaction=False)
+        for session in silent:
+            pipe.ttl(_key(session))
+        seconds_left = await pipe.execute() if silent else []
+        recent = [
+            session for session, left in zip(silent, seconds_left, strict=True) if left > SESSION_KEPT_S - RECENT_S
+        ]
+        records = await self._api.redis.mget([_key(session) for session in recent]) if recent else []
+        found = [msgspec.json.decode(record, type=Session) for record in records if record is not None]
+        last = {session.id for session in found if not session.finished}
+        return sorted(silent, key=lambda session: session in last)
 
     async def find(self, tenant: str, session: str) -> Session:
         """Raises NotFound, also for another tenant's."""

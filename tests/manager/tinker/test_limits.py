@@ -12,6 +12,7 @@ import pytest
 
 from common.adapters import PEFT_FILES
 from manager_service.api import body_limit
+from manager_service.records import GLOBAL
 from manager_service.runs import names, retention, runs
 from manager_service.runs import run as run_module
 from manager_service.runs import samplers as run_samplers
@@ -101,6 +102,20 @@ async def test_the_oldest_sessions_that_have_ended_are_forgotten(
     for session in ended:
         assert (await client.get(f"sessions/{session}")).status_code == 404
     assert (await client.get(f"sessions/{alive}")).status_code == 200
+
+
+async def test_sessions_that_an_outage_cut_off_are_forgotten_last(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_KEPT", 3)
+    cut_off, long_silent, finished = [await client.session() for _ in range(3)]
+    await client.post(f"sessions/{finished}/finish", reason={"type": "success"})
+    await server.bus.client.delete(f"{GLOBAL}alive:default")
+    left_s = sessions.SESSION_KEPT_S - 2 * sessions.RECENT_S
+    await server.bus.client.expire(f"{GLOBAL}session:{long_silent}", left_s)
+    newest = [await client.session() for _ in range(2)]
+    kept = (await client.get("sessions?limit=100")).json()["sessions"]
+    assert set(kept) == {cut_off, *newest}
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
