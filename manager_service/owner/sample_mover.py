@@ -3,7 +3,7 @@
     a step's script writes them to Redis ─► follow ─► run: write the file, then delete in Redis what is still the same
 
 They are read there and here, so a move may be late, may be repeated, and may never happen: what a dead owner left is moved after the
-job's next step, or archived with the job.
+job's next step, or archived with the job. While the storage is away, the oldest are dropped beyond some megabytes a job.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ from manager_service.scheduling.members import MemberTable
 
 AGAIN_S = 5.0
 """After which it is tried again when the storage was away."""
+MAX_WAITING_BYTES = 8 << 20
+"""Of a job's samples in Redis while the storage is away."""
 # KEYS: samples:<job>. ARGV: version, what was written to the file.
 DELETE_IF_SAME = "if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end"
 
@@ -64,11 +66,14 @@ class SampleMover:
 
     async def _move_all(self) -> None:
         while self._tenants:
-            job, tenant = self._tenants.popitem()
+            job = next(iter(self._tenants))
+            tenant = self._tenants.pop(job)
             try:
                 await self._move(tenant, job)
             except Unavailable:
                 self._tenants[job] = tenant
+                for waiting in self._tenants:
+                    await self._shorten(waiting)
                 raise
         while self._dropped:
             job, (tenant, first, end) = self._dropped.popitem()
@@ -86,6 +91,16 @@ class SampleMover:
             samples: Any = found[version]
             await self._files.write(tenant, job, int(version), samples)
             await self._bus.retrying(lambda version=version, samples=samples: self._delete(key, version, samples))
+
+    async def _shorten(self, job: str) -> None:
+        """Drops a job's oldest samples while the storage takes none: Redis has room for a few steps' alone."""
+        key, left = self._bus.cell.samples(job), MAX_WAITING_BYTES
+        found: Any = await self._bus.retrying(lambda: self._bus.client.hgetall(key))
+        for version in sorted(found, key=int, reverse=True):
+            left -= len(found[version])
+            if left < 0:
+                log.warning("samples_dropped", job_id=job, version=int(version), reason="the storage is away")
+                await self._bus.retrying(lambda version=version: self._delete(key, version, found[version]))
 
     async def _delete(self, key: str, version: bytes, samples: bytes) -> None:
         await self._delete_if_same(keys=[key], args=[version, samples])

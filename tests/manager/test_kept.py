@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.bus import Bus
+from common.errors import StoreUnavailable
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.objects import Objects
+from common.tasks import running
 from harness.standin import create_job, job_spec, state_of, until_status
 from manager_service.archive.samples import SampleFiles
 from manager_service.jobs.changes import Changes
@@ -21,6 +23,7 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.samples import chosen
 from manager_service.kept import Kept, Limits
+from manager_service.owner import sample_mover
 from manager_service.owner.memory import bound
 from manager_service.owner.owner import Owner
 from manager_service.owner.sample_mover import SampleMover
@@ -121,6 +124,28 @@ async def test_samples_that_changed_while_they_were_moved_stay(bus: Bus, objects
         mover.follow(Changes(samples=[(job.id, 1, b"new")]), jobs)
         await until(lambda: _reads(files, job.id, b"new"))
     moving.cancel()
+
+
+async def test_while_the_storage_is_away_redis_holds_the_newest_samples_of_some_megabytes(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_mover, "MAX_WAITING_BYTES", 25)
+    mover, job = SampleMover(bus, objects), Job(bus.cell, job_spec(), JobState(), Items(), Items())
+    key, jobs = bus.cell.samples(job.id), MemberTable[Job]()
+    jobs.add(job)
+    await bus.client.hset(key, mapping={str(version): bytes(10) for version in (8, 9, 10, 11)})
+
+    async def away(self: SampleFiles, tenant: str, name: str, version: int, samples: bytes) -> None:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(SampleFiles, "write", away)
+    mover.follow(Changes(samples=[(job.id, 11, bytes(10))]), jobs)
+    async with running(mover.run()):
+        await until(lambda: _has(bus, key, {b"10", b"11"}))
+
+
+async def _has(bus: Bus, key: str, versions: set[bytes]) -> bool:
+    return set(await bus.client.hkeys(key)) == versions
 
 
 async def _reads(files: SampleFiles, job: str, expected: bytes) -> bool:
