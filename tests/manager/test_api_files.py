@@ -73,7 +73,7 @@ BAD = [
     (b'{"messages": ["x"]}\n', r"line 1: messages\[0\] must be an object"),
     (jsonl({"messages": [{"role": "robot", "content": "x"}]}), r"line 1: messages\[0\].role"),
     (jsonl({"messages": [{"role": "assistant", "content": "x"}]}), "line 1: before the assistant's first message"),
-    (jsonl({"messages": [{"role": "tool", "content": "x"}], "completion": 3}), "line 1: prompt must be a list"),
+    (jsonl({"completion": 3}), "line 1: prompt must be a list"),
     (b'{"a": 1, "a": 2}\n', "line 1: the key 'a' stands twice"),
     (b'{"messages": [{"role": "user", "content": "x"}], "n": NaN}\n', "line 1: NaN is not a JSON number"),
     (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e999}\n', "line 1: the number 1e999 is too large"),
