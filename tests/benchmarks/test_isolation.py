@@ -19,6 +19,7 @@ from common.errors import InvalidInput
 from common.graders import validate_grader
 from common.skills import SKILLS
 from manager_service.api.hyperparameters import parse_hyperparameters, resolve
+from manager_service.kept import LIMITS
 from simulator.calibration import jain
 
 SETTINGS = Settings(num_watched=2, num_jobs=8, deterministic_steps=3, default_steps=3, num_seeds=4)
@@ -277,7 +278,10 @@ async def test_a_job_alone_and_among_others_on_real_clusters() -> None:
     assert pair.alone.status == pair.among.status == "succeeded"
     assert findings.same_bytes(pair).same == findings.same_bytes(pair).num_versions == 3
     assert [step["step"] for step in pair.among.steps] == [1, 2] and set(pair.among.evals) == {"0", "2"}
-    assert len(pair.among.samples) == 2 * 2 * 8 and findings.stale_steps([pair.alone, pair.among]) == 0
+    kept = (
+        LIMITS.sample_groups * 8 + 2 * LIMITS.other_samples
+    )  # of a step: whole groups, the best and the worst of the others
+    assert len(pair.among.samples) == 2 * kept and findings.stale_steps([pair.alone, pair.among]) == 0
     assert pair.alone.samples == pair.among.samples
     assert [other.name for other in among.others] == [each.name for each in (*beside, *BROKEN)]
     assert all(other.status == "running" and not other.error for other in among.others[:2])
