@@ -18,9 +18,7 @@ class Limits(msgspec.Struct, frozen=True):
     dead: int = 64 << 20  # bytes of a cell's dead letters
     telemetry: int = 64 << 20  # bytes of a cell's reports
     sample_groups: int = 2  # groups of each step that are kept whole
-    other_samples: int = (
-        4  # trajectories of each step that are kept as its best, its worst and its failed: so many of each
-    )
+    other_samples: int = 4  # trajectories of each step that are kept: so many of its best, its worst and its failed
 
 
 LIMITS = Limits()

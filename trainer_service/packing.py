@@ -20,6 +20,9 @@ from trainer_service.batch import Batch, Bools, Ints
 
 PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
 WINDOW = 2  # a micro-batch is chosen from work for so many
+ATTENTION_COST = (
+    4  # time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU
+)
 PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as the overhead of one micro-batch more
 
 
@@ -55,6 +58,11 @@ class Cost:
 
     per_token: int  # linear layers
     per_pair: int  # attention, for each pair of positions
+
+    @classmethod
+    def of_layer(cls, num_weights: int, num_heads: int, head_dim: int) -> "Cost":
+        """The cost of a layer with so many weights in its linear layers."""
+        return cls(num_weights, ATTENTION_COST * 2 * num_heads * head_dim)
 
     def of(self, length: int, *, dense: bool) -> float:
         pairs = length * length if dense else length * length / 2

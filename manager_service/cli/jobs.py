@@ -1,5 +1,6 @@
 """`jobs, events, logs, cancel, pause, resume`."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 import typer
@@ -42,8 +43,7 @@ def events(
 ) -> None:
     """What happened in a job, oldest first."""
     with connect(url, data) as client:
-        found = client.follow(job) if follow else reversed(list(client.items(f"{JOBS}/{job}/events")))
-        for event in found:
+        for event in _events(client, job, follow):
             if as_json:
                 print_json(event)
             else:
@@ -60,12 +60,16 @@ def logs(
 ) -> None:
     """What a job said of itself, oldest first, each message whole; the figures of steps are left to `events`."""
     with connect(url, data) as client:
-        found = client.follow(job) if follow else reversed(list(client.items(f"{JOBS}/{job}/events")))
-        for event in found:
+        for event in _events(client, job, follow):
             severe = LEVELS.index(event["level"]) >= LEVELS.index(level)
             if severe and (event["type"] == "message" or event["level"] != "info"):
                 line = f"{clock(event['created_at'])}  {event['level']:<5}  {event['message']}"
                 print_json(event) if as_json else say(line)
+
+
+def _events(client: Client, job: JobId, follow: bool) -> Iterable[Record]:
+    """Oldest first."""
+    return client.follow(job) if follow else reversed(list(client.items(f"{JOBS}/{job}/events")))
 
 
 def cancel(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:

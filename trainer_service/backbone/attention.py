@@ -51,6 +51,10 @@ class Span:
         return seen_TT
 
 
+Masks = dict[tuple[int, int | None], Tensor | None]
+"""By span and window."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pack:
     """Sequences end to end, on the device."""
@@ -59,12 +63,8 @@ class Pack:
     positions_N: Tensor
     predictors_M: Tensor  # index in the pack
     spans: Sequence[Span]
-    masks: dict[tuple[int, int | None], Tensor | None] = field(
-        default_factory=dict[tuple[int, int | None], Tensor | None]
-    )
-    """By span and window: made once, for all layers."""
-    windows: set[int | None] = field(default_factory=set[int | None])
-    """Those that layers asked for."""
+    masks: Masks = field(default_factory=Masks)
+    """Made once, for all layers."""
 
     @classmethod
     def of(cls, trees: Sequence[Tree], device: torch.device) -> "Pack":
@@ -89,7 +89,6 @@ class Pack:
         return cls(on_device([tree.tokens for tree in trees]), positions_N, on_device(predictors), spans)
 
     def mask(self, number: int, window: int | None) -> Tensor | None:
-        self.windows.add(window)
         if (number, window) not in self.masks:
             self.masks[number, window] = self.spans[number].mask(window)
         return self.masks[number, window]

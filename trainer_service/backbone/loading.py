@@ -1,6 +1,6 @@
 """Loads a base model into transformers' modules, and refuses by name what would be computed otherwise than meant."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def load_modules(
     return backbone
 
 
-def _refuse(folder: Path, reasons: Iterator[str]) -> None:
+def _refuse(folder: Path, reasons: Iterable[str]) -> None:
     if found := list(reasons):
         raise InvalidInput(f"{folder}: the transformers backbone does not compute {', nor '.join(found)}")
 
@@ -123,9 +123,9 @@ def _check_packed(folder: Path, backbone: ModulesBackbone) -> None:
     apart = float((ours_M - theirs_M).abs().mean())
     kind = backbone.model.config.model_type
     if not apart <= TOLERANCE[backbone.model.dtype]:
-        _refuse(folder, iter([f"model_type {kind!r}: log-probs of packed rows are off by {apart:.3g}"]))
+        _refuse(folder, [f"model_type {kind!r}: log-probs of packed rows are off by {apart:.3g}"])
     if not _window_is_asked_for(backbone, Pack.of([lone], backbone.device)):
-        _refuse(folder, iter([f"model_type {kind!r}: its layers do not say their sliding window"]))
+        _refuse(folder, [f"model_type {kind!r}: its layers do not say their sliding window"])
 
 
 @torch.no_grad()
@@ -145,4 +145,4 @@ def _window_is_asked_for(backbone: ModulesBackbone, pack: Pack) -> bool:
     if window is None or (types and "sliding_attention" not in types):
         return True
     backbone.hidden(pack, ())
-    return window in pack.windows
+    return window in {asked for _, asked in pack.masks}

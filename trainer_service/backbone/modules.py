@@ -21,8 +21,6 @@ from trainer_service.backbone.head import MAX_SCORES, target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.packing import Cost
 
-ATTENTION_COST = 4
-"""Time of a multiply-add in attention over one in a linear layer, as on a CPU."""
 BYTES_OF_SCORE = 16
 """Of a score while log-probs are computed, copies included."""
 SCORES_SHARE = 16
@@ -72,8 +70,7 @@ class ModulesBackbone:
         config = self._config
         num_weights = sum(p.numel() for layer in self.layers for p in layer.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_pair = ATTENTION_COST * 2 * config.num_attention_heads * head_dim
-        return Cost(num_weights // len(self.layers), per_pair)
+        return Cost.of_layer(num_weights // len(self.layers), config.num_attention_heads, head_dim)
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         pack = Pack.of(sequences.trees, self.device)

@@ -21,9 +21,6 @@ from trainer_service.backbone.projection import Projection
 from trainer_service.batch import Ints
 from trainer_service.packing import Cost
 
-ATTENTION_COST = 4
-"""Time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderBackbone:
@@ -53,8 +50,8 @@ class DecoderBackbone:
 
     def cost(self) -> Cost:
         shapes, config = self.decoder.linear_shapes().values(), self.decoder.config
-        per_token = sum(out * width for out, width in shapes) // config.num_layers
-        return Cost(per_token, ATTENTION_COST * 2 * config.num_heads * config.head_dim)
+        num_weights = sum(out * width for out, width in shapes)
+        return Cost.of_layer(num_weights // config.num_layers, config.num_heads, config.head_dim)
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         project = plain if adapters is None else Projection.of(adapters)

@@ -22,9 +22,7 @@ class FoundItems(msgspec.Struct, frozen=True):
 
     num_lines: int  # blank ones included
     num_items: int
-    longest: dict[
-        str, int
-    ]  # base model -> tokens of the longest prompt, or example; not for bases whose template refuses one
+    longest: dict[str, int]  # base model -> tokens of the longest prompt or example; not for bases that refuse one
     num_examples: int = 0  # of the items: those with an answer to learn
 
     def __add__(self, more: "FoundItems") -> "FoundItems":

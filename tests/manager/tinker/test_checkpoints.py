@@ -5,7 +5,6 @@ import re
 import tarfile
 import time
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,23 +15,12 @@ from common.messages import AdapterRef
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker.rest.files import VALID_S, Grant, sign, verified
 from tests.common.test_worker import until
-from tests.support.api_server import ApiServer, running_api
+from tests.support.api_server import ApiServer
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
 from tests.support.tinker_client import TinkerClient, client_of
 
 DAY_S = 86_400
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
 
 
 @pytest.fixture(autouse=True)

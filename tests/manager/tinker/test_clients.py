@@ -31,11 +31,6 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
 
 
 @pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
-
-
-@pytest.fixture
 async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
     async with standing_in(server.bus) as running:
         yield running

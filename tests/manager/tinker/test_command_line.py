@@ -10,18 +10,12 @@ import pytest
 from common.adapters import PEFT_FILES, AdapterStore
 from common.messages import AdapterRef
 from manager_service.runs.records import run_of
-from tests.support.api_server import ApiServer, running_api
+from tests.support.api_server import ApiServer
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
 from tests.support.tinker_sdk import VERSION, Ended, run_command, run_sdk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -25,17 +25,6 @@ SHORT_S = 0.2
 
 
 @pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
-
-
-@pytest.fixture
 async def run(client: TinkerClient) -> str:
     return await client.run(await client.session())
 

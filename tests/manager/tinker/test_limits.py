@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,6 @@ from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
 
 
 # ---- sessions -------------------------------------------------------------------------------------------------------

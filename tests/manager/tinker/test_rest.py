@@ -23,17 +23,6 @@ EVENTS = "billing/usage/events"
 
 
 @pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
-
-
-@pytest.fixture
 async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
     async with owned_runs(server) as running:
         yield running

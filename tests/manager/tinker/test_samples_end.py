@@ -1,7 +1,6 @@
 """How requests for samples end that cannot be served, or that nobody wants any more."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,6 @@ from tests.support.tinker_client import TinkerClient, client_of
 pytestmark = pytest.mark.timeout(120)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 SAMPLE: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}}
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
 
 
 async def sampler_of(client: TinkerClient, **of: Any) -> str:

@@ -1,7 +1,6 @@
 """The unmodified `tinker` SDK, in a process of its own, against the real HTTP server and a stand-in for the owner."""
 
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,17 +11,11 @@ from manager_service.tinker import operations, sessions
 from manager_service.tinker.store import runs as store_runs
 from manager_service.tinker.store import sessions as store_sessions
 from manager_service.tinker.store import submission
-from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.api_server import ApiServer, Script, played
 from tests.support.standin_runs import StandInRuns, standing_in
 from tests.support.tinker_sdk import run_sdk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 @pytest.fixture

@@ -41,11 +41,6 @@ async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
         yield running
 
 
-@pytest.fixture
-async def client(server: ApiServer) -> TinkerClient:
-    return await client_of(server)
-
-
 async def answered(client: TinkerClient, run: str, seq: int) -> dict[str, Any]:
     """What an operation comes to, however long it takes."""
     while (told := await client.retrieve(f"{run_of(run)}:{seq}")).status_code == 408:
