@@ -58,7 +58,7 @@ up: .venv/.ready
 test: .venv/.ready-dev
 	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 $(ARGS)
 	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]
-	@$(RUN) -m pytest -m "slow and not vllm" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	@$(RUN) -m pytest -m "slow and not vllm" -n 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
 
 test-exact: .venv/.ready-dev
