@@ -173,6 +173,7 @@ class Act:
 
     async def _outlive_runs(self) -> list[str]:
         """Lets days pass for the managers, until they have forgotten the runs that were deserted."""
+        self.story.tell("models and files are deleted; days pass for the managers")
         days, end = OUTLIVE_DAYS, time.monotonic() + OUTLIVE_S
         while left := await asyncio.to_thread(verify.runs, self.cluster):
             if time.monotonic() > end:
