@@ -63,7 +63,10 @@ async def test_a_sound_service_gives_the_hostile_tenant_nothing(server: ApiServe
     ids=lambda act: act.__name__,
 )  # fmt: skip
 async def test_an_answer_that_nobody_may_get_is_found(act: Act) -> None:
+    writers: list[asyncio.StreamWriter] = []
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         head = await reader.readuntil(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         with contextlib.suppress(asyncio.IncompleteReadError):  # of a file that comes half
@@ -77,3 +80,6 @@ async def test_an_answer_that_nobody_may_get_is_found(act: Act) -> None:
         await act(foe)
         assert foe.wrong
     stub.close()
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)  # in which their sockets are closed
