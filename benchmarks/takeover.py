@@ -1,22 +1,29 @@
 """Measures how soon the work of a killed worker goes on, beside workers that have no slot free, and what that costs these.
 
-    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--json FILE]
+    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--json FILE]
 
 A consumer reads entries and is never heard again. Three workers take over, each with all of its slots taken by work that lasts two
 to six leases, and with more of it waiting. An orphan goes on when its handler begins. The survivors' speed is the time that they
 spent on work of their own in six leases, against the same without orphans. Redis is the one of `marlaas up`.
+
+Then the same with rollout workers and real turns: tokens a second of the survivors' own turns from the kill until a lease and 2 s
+later, against the same window of a run without a kill; the median of some rounds.
 """
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks._report import Goal, Report, make_table, run
+from benchmarks._takeover_turns import Speed
+from benchmarks._takeover_turns import measure as measure_turns
 from common.bus import Bus, Out
 from common.messages import BASE, EnvSpec, Sampling, Start
+from common.objects import Objects
 from common.streams import GROUP_ENV, Cell
 from common.telemetry import Reporter
 from common.worker import Beat, Inbox, Worker
@@ -117,6 +124,14 @@ def measure(options: Any) -> Report:
     in_time = sum(wait <= lease_s + 2 for wait in found.waits_s)
     last = found.waits_s[-1] if found.waits_s else float("nan")
     speed = found.own_s / undisturbed.own_s
+    rounds = [_round(lease_s, num_orphans) for _ in range(int(options.rounds))]
+    ratio = statistics.median(after.per_s / before.per_s for before, after in rounds)
+    cpu_ratio = statistics.median(after.per_cpu_s / before.per_cpu_s for before, after in rounds)
+    turns = make_table(
+        "Tokens a second of the survivors' own turns",
+        ("without a kill", "with one", "per processor second", "with one", "orphans that went on"),
+        [(a.per_s, b.per_s, a.per_cpu_s, b.per_cpu_s, b.taken_over) for a, b in rounds],
+    )
     columns = ("orphans", "went on", "within lease + 2 s", "last: lease + s", "survivors' speed %")
     table = make_table("Take-over", columns, [(num_orphans, len(found.waits_s), in_time, last - lease_s, 100 * speed)])
     figures = {
@@ -126,13 +141,26 @@ def measure(options: Any) -> Report:
         "last_s": last,
         "lease_s": lease_s,
         "survivors_speed": speed,
+        "token_ratio": ratio,
+        "token_ratio_cpu": cpu_ratio,
     }
     goals = [
         Goal("orphans that go on in time", 100 * in_time / num_orphans, 100, " %"),
         Goal("survivors' speed", 100 * speed, 90, " %"),
+        Goal("survivors' own tokens", 100 * ratio, 90, " %"),
     ]
-    return Report([table], figures, goals)
+    return Report([table, turns], figures, goals)
+
+
+def _round(lease_s: float, num_orphans: int) -> tuple[Speed, Speed]:
+    """Without a kill, and with one."""
+    found: list[Speed] = []
+    for kills in (False, True):
+        with embedded_redis() as server:
+            objects = Objects.open("memory:///")
+            found.append(asyncio.run(measure_turns(server.url, objects, lease_s, num_orphans, kills=kills)))
+    return found[0], found[1]
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, lease_s=2, orphans=20)
+    run(__doc__, measure, lease_s=2, orphans=20, rounds=5)

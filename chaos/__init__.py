@@ -17,7 +17,7 @@ A run has two acts, in deterministic mode and in default mode, on a cluster each
     inflict.py     applies and heals each kind of fault
     client.py      calls the API as a patient user does
     tenants.py     the jobs of four tenants, submitted again as they end
-    hostile.py     what the hostile tenant does
+    hostile/       a tenant that means harm
     verify.py      the checks at the end
     report.py      prints faults, verdict, and time lost by cause
 """

@@ -11,7 +11,8 @@ from chaos import verify
 from chaos.client import Client, Unplanned
 from chaos.cluster import Cluster
 from chaos.faults import Fault, draw
-from chaos.hostile import Hostile
+from chaos.hostile.acts import Foe
+from chaos.hostile.jobs import Hostile
 from chaos.inflict import inflict
 from chaos.report import Story
 from chaos.tenants import TENANTS, Run, Tenant
@@ -26,6 +27,11 @@ DRAIN_S = 300.0
 STUCK_S = 120.0
 """Without any version for so long, nothing moves any more."""
 POLL_S = 0.5
+HOSTILE_JOBS = 64
+"""Jobs and runs of the hostile tenant at once, so that deserted runs do not keep its jobs waiting."""
+DAY_S = 86_400.0
+OUTLIVE_DAYS, OUTLIVE_S = 8, 60.0
+"""Days after which a run is forgotten, and the time in which it must be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,10 @@ class Act:
             self.admin = Client(self.cluster.urls, self.cluster.services.admin_key)
             stack.push_async_callback(self.admin.close)
             self.tenants = [Tenant(name, await self._client(name, stack)) for name in TENANTS]
-            self.hostile = Hostile(await self._client("hostile", stack), self.cluster.urls)
+            client = await self._client("hostile", stack, max_jobs=HOSTILE_JOBS)
+            self.hostile = Hostile(
+                client, Foe(self.cluster.urls, client.key, self._mine, self._others, self.cluster.age)
+            )
             for one in (*self.tenants, self.hostile):
                 await one.prepare()
             await self._play()
@@ -70,8 +79,15 @@ class Act:
     def runs(self) -> list[Run]:
         return [run for tenant in self.tenants for run in tenant.runs]
 
-    async def _client(self, tenant: str, stack: AsyncExitStack) -> Client:
-        await self.admin.post("/admin/tenants", {"id": tenant, "name": tenant})
+    def _others(self) -> list[str]:
+        """Jobs that are not the hostile tenant's."""
+        return [run.id for run in self.runs]
+
+    def _mine(self) -> list[str]:
+        return [attempt.id for attempt in self.hostile.attempts if attempt.id]
+
+    async def _client(self, tenant: str, stack: AsyncExitStack, **limits: int) -> Client:
+        await self.admin.post("/admin/tenants", {"id": tenant, "name": tenant, **limits})
         key = (await self.admin.post(f"/admin/tenants/{tenant}/keys", {}))["key"]
         client = Client(self.cluster.urls, key)
         stack.push_async_callback(client.close)
@@ -138,20 +154,35 @@ class Act:
         wrong = self.story.wrong
         for run in self.runs:
             wrong += verify.ended_well(run)
-        wrong += verify.ended_as_planned(self.hostile.attempts)
+        wrong += verify.ended_as_planned(self.hostile.attempts) + self.hostile.foe.wrong
         for tenant in self.tenants:
             wrong += await self._judge_jobs(tenant)
         wrong += await self._judge_lists()
         await self._clear()
+        wrong += await self._outlive_runs()
         await self.cluster.stop_services()
         wrong += verify.left_keys(self.cluster)
         wrong += verify.left_objects(self.cluster.store, self._forgotten())
         wrong += verify.left_files(self.cluster.folder)
+        wrong += verify.left_memory(self.cluster)
         wrong += [f"process {line} is left" for line in self.cluster.left_processes()]
 
     def _forgotten(self) -> list[str]:
         attempts = [attempt.id for attempt in self.hostile.attempts if attempt.forgotten]
-        return attempts + [run.id for run in self.runs if run.forgotten]
+        return attempts + self.hostile.forgotten + [run.id for run in self.runs if run.forgotten]
+
+    async def _outlive_runs(self) -> list[str]:
+        """Lets days pass for the managers, until they have forgotten the runs that were deserted."""
+        self.story.tell("models and files are deleted; days pass for the managers")
+        days, end = OUTLIVE_DAYS, time.monotonic() + OUTLIVE_S
+        while left := await asyncio.to_thread(verify.runs, self.cluster):
+            if time.monotonic() > end:
+                return [f"run {run} is not forgotten" for run in left]
+            self.cluster.shift_managers(days * DAY_S)
+            days += 1
+            await asyncio.sleep(1)
+        self.story.tell("all deserted runs are forgotten")
+        return []
 
     async def _judge_jobs(self, tenant: Tenant) -> list[str]:
         wrong, paths, store = list[str](), self.cluster.store.paths(), self.cluster.store

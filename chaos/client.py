@@ -17,7 +17,8 @@ class Client:
     """One key's view of the API."""
 
     def __init__(self, urls: list[str], key: str) -> None:
-        self._urls = [f"{url}/v1" for url in urls]
+        self.key = key
+        self._urls = list(urls)
         self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S, trust_env=False)
 
     async def close(self) -> None:
@@ -25,6 +26,13 @@ class Client:
 
     async def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         """The first answer that is no error of the service's own (5xx), however long it takes to come."""
+        return await self._patiently(method, f"/v1{path}", **options)
+
+    async def tinker(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The same of the Tinker protocol."""
+        return await self._patiently(method, f"/api/v1{path}", **options)
+
+    async def _patiently(self, method: str, path: str, **options: Any) -> httpx.Response:
         while True:
             try:
                 answer = await self._http.request(method, self._urls[0] + path, **options)

@@ -1,5 +1,6 @@
 """The processes of one act: managers and workers, kept running as `marlaas up` keeps them; Redis and an S3 server behind links."""
 
+import asyncio
 import ctypes
 import os
 import time
@@ -11,6 +12,7 @@ import psutil
 
 from chaos.clock import Clock
 from chaos.faults import MANAGERS, PROCESSES
+from common.streams import Cell
 from harness.processes import with_descendants
 from harness.proxy import Proxy
 from harness.redis_server import free_port
@@ -18,6 +20,8 @@ from harness.replaceable_redis import ReplaceableRedis
 from harness.s3_server import BUCKET, S3Server, environment
 from manager_service.local.supervisor import ROOT, LocalCluster, ServiceCommand, service_commands
 
+CELL = Cell("tiny")
+"""Of the base model that it serves."""
 LEASE_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36
 MANIFEST = b"/manifest.json"
@@ -34,6 +38,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         adopt_orphans()
+        self.shared_memory = shared_memory()
+        """What there was before."""
         (self.folder / "tmp").mkdir(parents=True)
         self.second_port = free_port()
         self.clocks = {name: Clock(self.folder / f"clock-{name}") for name in PROCESSES}
@@ -80,6 +86,15 @@ class Cluster:
         ours = {self.redis.server.pid, self.store.process.pid, os.getpid()}
         return [_described(p) for p in with_descendants([os.getpid()]) if p.pid not in ours and _lives(p)]
 
+    async def age(self, session: str) -> None:
+        """Lets five minutes pass in which a client of the Tinker protocol is silent. Without effect while Redis is away."""
+        await asyncio.to_thread(self.redis.delete, CELL.session(session))
+
+    def shift_managers(self, seconds: float) -> None:
+        """Sets their clocks ahead."""
+        for name in MANAGERS:
+            self.clocks[name].shift(seconds)
+
     def on_call(self, piece: bytes) -> bytes:
         told = self.refuse(piece)
         head = piece[:300].split(b" ", 2)
@@ -114,6 +129,12 @@ class Cluster:
 def adopt_orphans() -> None:
     """From now on what a dead child leaves behind is a child of this process, where it is found at the end."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def shared_memory() -> set[str]:
+    """Ids of System V shared memory of this machine."""
+    file = Path("/proc/sysvipc/shm")
+    return {line.split()[1] for line in file.read_text().splitlines()[1:]} if file.exists() else set()
 
 
 def _lives(process: psutil.Process) -> bool:

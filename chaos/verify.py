@@ -8,22 +8,21 @@ from typing import Any
 
 import msgspec
 
-from chaos.cluster import Cluster
-from chaos.hostile import Attempt
+from chaos.cluster import CELL, Cluster, shared_memory
+from chaos.hostile.jobs import Attempt
 from chaos.tenants import STEPS, Run
 from common.adapters import PEFT_FILES, Manifest
-from common.streams import Cell
 from harness.live import is_balanced
 from harness.s3_server import S3Server
 
-CELL = Cell("tiny")
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "samples:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "owners", "bits", "memory", "dropped", "telemetry", "control",
     "adapters:new", "done",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
-EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:", "ended:")
+EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:", "ended:",
+            "session:", "finished-session:", "sampler:", "tenant-samplers:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
 Objects = Mapping[str, bytes]
@@ -116,6 +115,20 @@ def is_work(name: str) -> bool:
     """Is it a stream of which every entry is open work, or a dead letter?"""
     inbox = name.startswith(("scored:", "adapters:", "jobs:", "ops:")) and name.rpartition(":")[2].isdigit()
     return inbox or name in ("env", "rollout", "rollout:first", "train", "dead")
+
+
+def runs(cluster: Cluster) -> list[str]:
+    """Runs of the Tinker protocol that the service knows. Nobody uses their versions any more."""
+    with cluster.redis.client() as client:
+        if used := client.keys(CELL.key("use:*")):
+            client.delete(*used)
+        names: Any = [run for key in client.keys(CELL.tenant_runs("*")) for run in client.zrange(key, 0, -1)]
+    return names
+
+
+def left_memory(cluster: Cluster) -> list[str]:
+    """Shared memory outlives the process that made it."""
+    return [f"shared memory {name} is left" for name in shared_memory() - cluster.shared_memory]
 
 
 def left_objects(store: S3Server, forgotten: Iterable[str]) -> list[str]:

@@ -140,6 +140,7 @@ class Forget(Message, frozen=True, kw_only=True):
     adapter: AdapterRef  # the newest version, which stays
     versions: tuple[int, ...] = ()  # whose files are deleted; the manifests stay
     optimizers: tuple[int, ...] = ()  # of which the optimiser's state alone is deleted
+    everything: bool = False  # the run is forgotten: its manifests go too
 
 
 class Forgotten(Message, frozen=True, kw_only=True):

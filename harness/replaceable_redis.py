@@ -1,6 +1,7 @@
 """Redis behind a proxy, so that its address stays while it is killed, started again, or replaced by a replica."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ class ReplaceableRedis:
     def client(self) -> "redis.Redis":
         """A connection around the proxy; it answers in text."""
         return redis.Redis(port=self.server.port, decode_responses=True)
+
+    def delete(self, key: str) -> None:
+        """Without effect while Redis is away."""
+        with contextlib.suppress(redis.RedisError), self.client() as client:
+            client.delete(key)
 
     async def restart(self) -> None:
         await asyncio.to_thread(self.server.restart)

@@ -29,6 +29,12 @@ class Kept(msgspec.Struct):
 
     runs: list[tuple[int, int]] = []  # first number, bytes; oldest first
     dropped: int = 0  # records that are gone
+    cleared: int = 0  # no record of a number below has a file any more
+
+    @property
+    def first(self) -> int:
+        """The oldest that is kept; all below are dropped."""
+        return self.runs[0][0] if self.runs else 0
 
     def add(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
         """Counts a new record, of a number above all before. Returns the numbers to drop: the first, and one past the last."""

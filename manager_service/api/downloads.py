@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import IO
@@ -60,15 +61,19 @@ class Download(StreamingResponse):
     def __init__(self, file: IO[bytes], ended: Callable[[], None], media_type: str, headers: Mapping[str, str]) -> None:
         length = {"Content-Length": str(file.seek(0, os.SEEK_END))}
         super().__init__(_parts(file), media_type=media_type, headers={**headers, **length})
-        self._file = file
-        self._ended = ended
+        self._end = weakref.finalize(self, _end, file, ended)
+        """Also if nobody sends the answer: its request may be cancelled first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._file.close()
-            self._ended()
+            self._end()
+
+
+def _end(file: IO[bytes], ended: Callable[[], None]) -> None:
+    file.close()
+    ended()
 
 
 async def _parts(file: IO[bytes]) -> AsyncGenerator[bytes]:

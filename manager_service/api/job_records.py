@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import msgspec
 
 from manager_service.api.context import Base
-from manager_service.archive.store import Archived
-from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord
+from manager_service.archive.store import Archived, sample_versions
+from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, JobState
 
 EVENTS_AT_ONCE = 500
 """Events that are read, and decoded, before others have their turn."""
@@ -37,7 +37,7 @@ class JobRecords(Protocol):
         ...
 
     async def sample_versions(self) -> list[int]:
-        """Those of which samples are kept, ascending."""
+        """Those of which samples may be kept, ascending."""
         ...
 
     async def ledger(self) -> dict[str, int]:
@@ -56,6 +56,7 @@ class LiveRecords:
     base: Base
     tenant: str
     job: str
+    state: JobState
 
     async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
         if before == 0:
@@ -88,8 +89,8 @@ class LiveRecords:
         return kept or await self.base.archive.sample_files.read(self.tenant, self.job, version)
 
     async def sample_versions(self) -> list[int]:
-        kept = map(int, await self.base.redis.hkeys(self.base.cell.samples(self.job)))
-        return sorted({*kept, *await self.base.archive.sample_files.versions(self.tenant, self.job)})
+        found = await self.base.redis.hkeys(self.base.cell.samples(self.job))
+        return sample_versions(self.state, map(int, found))
 
     async def ledger(self) -> dict[str, int]:
         pipe = self.base.redis.pipeline(transaction=True)
@@ -129,7 +130,7 @@ class ArchivedRecords:
         return await self.base.archive.samples(self.archived, version)
 
     async def sample_versions(self) -> list[int]:
-        return await self.base.archive.sample_versions(self.archived)
+        return self.base.archive.sample_versions(self.archived)
 
     async def ledger(self) -> dict[str, int]:
         return dict.fromkeys(LEDGER, 0) | self.archived.ledger

@@ -77,7 +77,7 @@ class JobRow:
     def records(self) -> JobRecords:
         if self.archived is not None:
             return ArchivedRecords(self.base, self.archived)
-        return LiveRecords(self.base, self.spec.tenant, self.spec.id)
+        return LiveRecords(self.base, self.spec.tenant, self.spec.id, self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,5 +110,7 @@ class Archiver:
         parts |= in_parts("checkpoints", sorted((int(version), value) for version, value in checkpoints.items()))
         parts |= {f"samples/{int(version)}": value for version, value in samples.items()}
         await self._archive.write(archived, parts)
+        if (kept := state.kept.get("samples")) and kept.dropped:  # an owner that died may have left files of them
+            await self._archive.sample_files.drop_below(spec.tenant, job, kept.first)
         await self._objects.delete_folder(f"payloads/{job}")
         return Moved(job, spec.tenant, usage)

@@ -31,10 +31,14 @@ class SampleFiles:
             return b"[]"
 
     async def versions(self, tenant: str, job: str) -> list[int]:
-        """Those that have a file, ascending."""
+        """Those that have a file, ascending. Lists all files of the job."""
         names = await self._objects.paths(self._folder(tenant, job))
         return sorted(int(name.rpartition("/")[2].removesuffix(".json")) for name in names)
 
     async def drop(self, tenant: str, job: str, versions: Iterable[int]) -> None:
         folder = self._folder(tenant, job)
         await self._objects.delete(*(f"{folder}/{version}.json" for version in versions))
+
+    async def drop_below(self, tenant: str, job: str, first: int) -> None:
+        """Deletes whatever is there of versions below `first`."""
+        await self.drop(tenant, job, [version for version in await self.versions(tenant, job) if version < first])

@@ -13,7 +13,7 @@ replaced when the model is deleted. Whoever writes a job again writes the same.
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -144,14 +144,14 @@ class Archive:
 
     async def samples(self, job: Archived, version: int | None) -> bytes:
         """Those of a version; without one, of the newest that has some: a list of SampleRecord as JSON."""
-        found = max(await self.sample_versions(job), default=0) if version is None else version
+        found = max(self.sample_versions(job), default=0) if version is None else version
         if f"samples/{found}" in job.parts:
             return await self._part(job, f"samples/{found}")
         return await self.sample_files.read(job.spec.tenant, job.spec.id, found)
 
-    async def sample_versions(self, job: Archived) -> list[int]:
-        """Those that have samples, ascending."""
-        return sorted({*_starts(job, "samples"), *await self.sample_files.versions(job.spec.tenant, job.spec.id)})
+    def sample_versions(self, job: Archived) -> list[int]:
+        """Those that may have samples, ascending."""
+        return sample_versions(job.state, _starts(job, "samples"))
 
     async def _newest(
         self,
@@ -178,6 +178,15 @@ class Archive:
             return b"[]"
         path = f"{self._folder(job.spec.tenant)}/{job.spec.id}/{job.parts_file}"
         return await self._objects.get_part(path, *job.parts[part])
+
+
+def sample_versions(state: JobState, elsewhere: Iterable[int]) -> list[int]:
+    """A job's versions that may have samples, ascending: those with a file, which its state says, and those of which samples are
+    elsewhere, of the newest above all."""
+    known, kept = set(elsewhere), state.kept.get("samples")
+    return sorted(
+        known if kept is None else known.union(range(kept.dropped + 1, max(known, default=state.version) + 1))
+    )
 
 
 def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:

@@ -163,6 +163,7 @@ class Owner:
             self._owned[number] = (partition, fence)
             self._with_payloads.update(partition.jobs)  # of the last owner, for all that is known
             await self._commit(number, changes)
+            self._samples.resume(partition.jobs)
         if partition.arriving:
             self._arrived.set()
         if partition.jobs:

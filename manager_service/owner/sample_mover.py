@@ -4,9 +4,13 @@
 
 They are read there and here, so a move may be late, may be repeated, and may never happen: what a dead owner left is moved after the
 job's next step, or archived with the job. While the storage is away, the oldest are dropped beyond some megabytes a job.
+
+Files of dropped samples are deleted behind the commit that drops them. The job's state says which samples are dropped, and how far their
+files are deleted; so the next owner goes on, and the archiver deletes what is left.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -19,6 +23,8 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
 from manager_service.scheduling.members import MemberTable
 
+AT_ONCE = 8
+"""Jobs that are worked for at once, so that calls which are slow hold up few others."""
 AGAIN_S = 5.0
 """After which it is tried again when the storage was away."""
 MAX_WAITING_BYTES = 8 << 20
@@ -29,59 +35,70 @@ DELETE_IF_SAME = "if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A job that has samples to move, and the first version that it keeps, if files below may be there."""
+
+    job: Job
+    first: int = 0
+
+
 class SampleMover:
-    """Works for the jobs of an owner, one at a time."""
+    """Works for the jobs of an owner: for some at once, and in one task for each."""
 
     def __init__(self, bus: Bus, objects: Objects) -> None:
         self._bus = bus
         self._files = SampleFiles(objects, bus.cell.base_model)
         self._delete_if_same = bus.client.register_script(DELETE_IF_SAME)
-        self._tenants: dict[str, str] = {}  # job with samples to move -> its tenant
-        self._dropped: dict[str, tuple[str, int, int]] = {}  # job -> tenant, first version, one past the last
-        self._wanted = asyncio.Event()
+        self._due: dict[str, Due] = {}
+        self._busy: set[str] = set()  # jobs that are worked for; what is due of them comes behind that
+        self._waiting = asyncio.Queue[str]()  # jobs that are due and not busy
+        self._away = asyncio.Event()  # the storage refused something
 
     def follow(self, changes: Changes, jobs: "MemberTable[Job]") -> None:
         """Takes in what was committed. Samples of a job that has left stay in Redis, and are archived with it."""
         for name, *_ in changes.samples:
-            if job := jobs.get(name):
-                self._tenants[name] = job.spec.tenant
-        for name, first, end in changes.dropped_samples:
-            if job := jobs.get(name):
-                known = self._dropped.get(name)
-                self._dropped[name] = (job.spec.tenant, min(first, known[1]) if known else first, end)
-        if self._tenants or self._dropped:
-            self._wanted.set()
+            self._want(jobs.get(name))
+        for name, _, end in changes.dropped_samples:
+            self._want(jobs.get(name), end)
+
+    def resume(self, jobs: "MemberTable[Job]") -> None:
+        """Takes in jobs of another owner, which may have left files of dropped samples."""
+        for job in jobs.values():
+            if (kept := job.state.kept.get("samples")) and kept.dropped and kept.cleared < kept.first:
+                self._want(job, kept.first)
 
     async def run(self) -> None:
-        """Moves until cancelled."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            try:
-                await self._move_all()
-            except Unavailable as error:
-                log.warning("samples_not_moved", reason=str(error))
-                self._wanted.set()
-                await asyncio.sleep(AGAIN_S)
+        """Works until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_short())
+            for _ in range(AT_ONCE):
+                group.create_task(self._work())
 
-    async def _move_all(self) -> None:
-        while self._tenants:
-            job = next(iter(self._tenants))
-            tenant = self._tenants.pop(job)
+    def _want(self, job: Job | None, first: int = 0) -> None:
+        if job is None:
+            return
+        known = self._due.get(job.id)
+        self._due[job.id] = Due(job, max(first, known.first if known else 0))
+        if known is None and job.id not in self._busy:
+            self._waiting.put_nowait(job.id)
+
+    async def _work(self) -> None:
+        while True:
+            name = await self._waiting.get()
+            due = self._due.pop(name)
+            self._busy.add(name)
             try:
-                await self._move(tenant, job)
-            except Unavailable:
-                self._tenants[job] = tenant
-                for waiting in self._tenants:
-                    await self._shorten(waiting)
-                raise
-        while self._dropped:
-            job, (tenant, first, end) = self._dropped.popitem()
-            try:
-                await self._files.drop(tenant, job, range(first, end))
-            except Unavailable:
-                self._dropped[job] = (tenant, first, max(end, self._dropped.get(job, (tenant, first, end))[2]))
-                raise
+                await self._move(due.job.spec.tenant, name)
+                await self._clear(due)
+            except Unavailable as error:
+                log.warning("samples_not_moved", job_id=name, reason=str(error))
+                self._want(due.job, due.first)
+                self._away.set()
+                await asyncio.sleep(AGAIN_S)
+            self._busy.remove(name)
+            if name in self._due:
+                self._waiting.put_nowait(name)
 
     async def _move(self, tenant: str, job: str) -> None:
         """Moves all but the newest version's, which readers ask for most."""
@@ -91,6 +108,26 @@ class SampleMover:
             samples: Any = found[version]
             await self._files.write(tenant, job, int(version), samples)
             await self._bus.retrying(lambda version=version, samples=samples: self._delete(key, version, samples))
+
+    async def _clear(self, due: Due) -> None:
+        """Deletes the files of samples that are dropped. The job's state says so from its next step on."""
+        kept = due.job.state.kept.get("samples")
+        if kept is not None and kept.cleared < due.first:
+            await self._files.drop(due.job.spec.tenant, due.job.id, range(kept.cleared, due.first))
+            kept.cleared = due.first
+
+    # ---- while the storage is away ----------------------------------------------------------------------------------
+
+    async def _keep_short(self) -> None:
+        while True:
+            await self._away.wait()
+            self._away.clear()
+            try:
+                for job in [*self._due, *self._busy]:
+                    await self._shorten(job)
+            except Unavailable as error:
+                log.warning("samples_not_shortened", reason=str(error))
+            await asyncio.sleep(AGAIN_S)
 
     async def _shorten(self, job: str) -> None:
         """Drops a job's oldest samples while the storage takes none: Redis has room for a few steps' alone."""

@@ -12,7 +12,8 @@ What the owner alone writes, beside `state`:
 
     versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
     samplers:<run>                  hash     sampler -> SamplerState
-    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them
+    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them; and
+                                             `tenant:<tenant>` of tenants that are crowded, which an API replica adds
     unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
     held:<tenant>                   hash     run -> bytes of its operations that wait, and of its log; a submit writes it too
 
@@ -97,6 +98,7 @@ class Leaving(msgspec.Struct):
     versions: dict[int, bool]  # version -> its optimiser's state was there
     optimizers: list[int]  # versions that lose their optimiser's state alone
     asked: bool = False  # the message is sent: there is no way back
+    everything: bool = False  # whatever else the store has of the run is deleted too
 
 
 class SamplerState(msgspec.Struct, frozen=True):
@@ -125,6 +127,8 @@ class RunState(msgspec.Struct):
     leaving: Leaving | None = None
     num_left: int = 0  # messages to trainers that had them delete versions
     ended_at: int = 0  # seconds since 1970
+    erased: bool = False  # the run is forgotten, and the store has nothing of it
+    makes_room: bool = False  # its tenant has so many runs that it is forgotten sooner
 
     def fields(self) -> dict[Any, Any]:
         """Of the record, as Redis keeps them."""
@@ -133,6 +137,10 @@ class RunState(msgspec.Struct):
 
 UNNAMED_KEPT_S = 7 * 86_400
 """A run without checkpoints is forgotten, with its versions, so long after its end; one that never had a version after an hour."""
+CROWDED = 9_000
+"""Runs of one tenant in a cell from which on the oldest that have ended without a checkpoint are forgotten an hour after their end."""
+CROWDED_TENANT = "tenant:"
+"""Before a tenant's name in `retire:<p>`."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
 

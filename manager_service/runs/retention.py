@@ -5,13 +5,13 @@
 A version stays while the run, a name or a reader needs it:
 
     the run         its newest two versions: it goes on from them, and a trainer may have to compute them again; until UNNAMED_KEPT_S
-                    after its end
+                    after its end; of a tenant that has very many, the oldest go sooner
     a checkpoint    that has not expired; `weights/…` keep the optimiser's state too
     a use           `use:<run>:<version>`: a turn, a sampler, a request for a copy, for USED_S after it was noted
     a copy          a run or a job that begins with it, or an operation that loads it, until it is made
 
-The optimiser's state goes as soon as no one needs that, the adapter itself later. A run that has ended and has no version left
-leaves Redis.
+The optimiser's state goes as soon as no one needs that, the adapter itself later. Of a run that has ended and has no version left,
+the manifests go too; then it leaves Redis.
 
 Nothing that is needed is ever deleted, whatever happens at the same time:
 
@@ -23,7 +23,7 @@ Nothing that is needed is ever deleted, whatever happens at the same time:
 - Who asks for a copy notes a use first. Long before it lapses, this owner has read the request: runs and jobs of one tenant have one
   owner. From then on the copy itself keeps the version, also while it waits for days.
 - Marks stand in the run's state. A next owner looks at the uses again before it asks, and asks again for what was asked for before
-  if nothing is in any stream. To delete twice is harmless; manifests stay, so no version is ever made again.
+  if nothing is in any stream. To delete twice is harmless; manifests stay for as long as the run does, so no version is made again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -83,11 +83,12 @@ class Retention:
         leaving = self.state.leaving
         if leaving is None:
             self._forget_expired(now, changes)
-            self._mark(needs, changes)
+            self._mark(needs, now, changes)
         elif not leaving.asked:
             self._take_back(leaving, needs, changes)
             self.samplers.forget(leaving.versions, changes)
-            if leaving.versions or leaving.optimizers:
+            leaving.everything = not self.versions and self._is_forgotten(now)
+            if leaving.versions or leaving.optimizers or leaving.everything:
                 self.ask(now, changes)
             else:
                 self.state.leaving = None
@@ -107,6 +108,7 @@ class Retention:
             adapter=AdapterRef(self.spec.tenant, run, self.state.version),
             versions=tuple(leaving.versions),
             optimizers=tuple(leaving.optimizers),
+            everything=leaving.everything,
         )
         changes.published.append((self._cell.train, message))
         self._dirty(changes)
@@ -114,6 +116,7 @@ class Retention:
     def forgotten(self, forget: str, changes: Changes) -> None:
         """Takes in that a `Forget` was carried out, or that nobody can read it: then the files stay, and cost space alone."""
         if self.state.leaving is not None and self.state.leaving.id == forget:
+            self.state.erased = self.state.leaving.everything
             self.state.leaving = None
             self._dirty(changes)
 
@@ -125,9 +128,15 @@ class Retention:
         ends = self._forgotten_at() if not self.state.checkpoints else None
         return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
 
+    def make_room(self, changes: Changes) -> None:
+        """Lets an ended run go as soon as nobody waits for its results, unless it has a checkpoint."""
+        if not (self.state.checkpoints or self.state.makes_room):
+            self.state.makes_room = True
+            self._dirty(changes)
+
     def is_over(self, now: float) -> bool:
         """May an ended run leave Redis? Nothing of it is in the store any more, and nobody can come to need it."""
-        return self._is_forgotten(now) and not self.versions and self.state.leaving is None
+        return self._is_forgotten(now) and not self.versions and self.state.erased
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
@@ -148,13 +157,15 @@ class Retention:
         """When an ended run without checkpoints is forgotten."""
         if self.state.status != "ended":
             return None
-        return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
+        is_kept = self.state.version >= 0 and not self.state.makes_room
+        return self.state.ended_at + (UNNAMED_KEPT_S if is_kept else KEEP_RESULTS_S)
 
-    def _mark(self, needs: Needs, changes: Changes) -> None:
-        """Takes what nobody needs off the list."""
+    def _mark(self, needs: Needs, now: float, changes: Changes) -> None:
+        """Takes what nobody needs off the list. Of a forgotten run the last mark may be an empty one: then all that is left goes."""
         gone = [version for version in self.versions if version not in needs][:MAX_LEAVING]
         bare = [version for version, whole in self.versions.items() if whole and not needs.get(version, True)]
-        if not (gone or bare):
+        is_last = not self.versions and self._is_forgotten(now)
+        if not (gone or bare or is_last):
             return
         self.state.num_left += 1
         leaving = Leaving(f"{self.spec.id}/forget-{self.state.num_left}", {}, bare[:MAX_LEAVING])

@@ -13,7 +13,7 @@ from common.streams import Cell
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.records import USAGE_COUNTERS, JobError
 from manager_service.runs.names import change_name
-from manager_service.runs.records import RunSpec, RunState, SamplerState
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, SamplerState
 from manager_service.runs.retention import LOOK_AGAIN_S, Needs, Retention, read_versions
 from manager_service.runs.run import Run
 from manager_service.runs.samplers import read_samplers
@@ -196,8 +196,11 @@ class Runs:
         optimiser's state. `changes` is committed before the next call.
         """
         self._retired_at = now
-        due = await self._due(now)
+        found = await self._due(now)
+        due = [name for name in found if not name.startswith(CROWDED_TENANT)]
         await self._load_ended(due, now)
+        for name in set(found).difference(due):
+            await self._make_room(name, now, changes)
         for name in due:
             if name not in self._ended:  # unreadable, or lost: it would be among the first ones due for ever
                 log.error("not_retired", run_id=name)
@@ -218,6 +221,19 @@ class Runs:
             if each.state.leaving is None:
                 changes.retire[name] = each.due_at(now, wait_s=LOOK_AGAIN_S)
                 del self._ended[name]
+
+    async def _make_room(self, crowded: str, now: float, changes: Changes) -> None:
+        """Lets the oldest of a tenant's ended runs go that have no checkpoint. `crowded`: as `retire:<p>` names the tenant."""
+        client, key = self._bus.client, self._cell.tenant_runs(crowded.removeprefix(CROWDED_TENANT))
+        too_many: int = await self._bus.retrying(lambda: client.zcard(key)) - CROWDED + 1
+        changes.retire[crowded] = now + RETIRE_EVERY_S if too_many > 0 else None
+        if too_many > 0:
+            of: Any = {key: 0, self._cell.retire(self._number): 1}  # by when they are to be looked at
+            names: Any = await self._bus.retrying(lambda: client.zinter(of))
+            oldest = [name.decode() for name in names[: min(too_many, LOAD_COUNT)]]
+            await self._load_ended(oldest, now)
+            for keeping in (self._ended[name] for name in oldest if name in self._ended):
+                keeping.make_room(changes)
 
     async def _used_up(self, spec: RunSpec) -> Moved:
         """What a run that leaves Redis has used in all."""

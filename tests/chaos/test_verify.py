@@ -1,5 +1,6 @@
 """The checks at the end of chaos find what they look for."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import pytest
 import redis
 
 from chaos import verify
-from chaos.hostile import ATTACKS, Attempt
+from chaos.cluster import shared_memory
+from chaos.hostile.jobs import ATTACKS, Attempt
 from chaos.tenants import RECIPES, STEPS, Run
 from common.adapters import Manifest, StoredFile
 from common.messages import AdapterRef
@@ -111,3 +113,24 @@ def test_keys_work_and_files_that_are_left_are_found(cluster: Any) -> None:
     }
     assert len(found.splitlines()) == 4
     assert verify.left_files(cluster.folder) == ["file tmp/rest is left"]
+
+
+def test_runs_that_are_left_are_found(cluster: Any) -> None:
+    client = cluster.client
+    client.zadd(CELL.tenant_runs("hostile"), {"run-1-0": 1})
+    client.set(CELL.use("run-1-0", 3), "", ex=3600)
+    client.set(CELL.session("ses-1"), "hostile", ex=300)
+    assert verify.runs(cluster) == ["run-1-0"]
+    assert not client.exists(CELL.use("run-1-0", 3)), "as after an hour"
+    assert verify.left_keys(cluster) == ["key tenant-runs:hostile (zset) is left"]
+
+
+def test_shared_memory_that_is_left_is_found(cluster: Any) -> None:
+    libc = ctypes.CDLL(None)
+    cluster.shared_memory = shared_memory()
+    segment = libc.shmget(0, 4096, 0o1600)
+    try:
+        assert f"shared memory {segment} is left" in verify.left_memory(cluster)
+    finally:
+        libc.shmctl(segment, 0, None)
+    assert f"shared memory {segment} is left" not in verify.left_memory(cluster)

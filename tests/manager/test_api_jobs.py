@@ -17,6 +17,8 @@ from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, EnvSpec, Failure
 from common.streams import partition_of
 from manager_service.api.adapters import with_base
+from manager_service.archive.samples import SampleFiles
+from manager_service.kept import Kept
 from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Written
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
@@ -484,6 +486,27 @@ async def test_samples_are_found_by_reward_and_by_failure(server: ApiServer) -> 
     assert await found(failed=True, min_reward=0) == []
     for refused in ({"min_reward": "nan"}, {"failed": "perhaps"}, {"format": "csv"}, {"newest": 0}):
         assert (await server.http.get(url, params=refused)).status_code == 400
+
+
+async def test_the_newest_of_many_steps_are_exported_without_a_look_at_all_the_others(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = (await create(server)).id
+    state = JobState(status="running", version=60, kept={"samples": Kept([(41, 1)], dropped=40)})
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
+    encoded = {step: JSON.encode([SampleRecord(step, 0, 0, "95", 1.0, "stop", "add 37+58")]) for step in range(40, 61)}
+    files = SampleFiles(server.api.objects, "tiny")
+    for step in range(40, 60):  # 40 was dropped, and an owner died before it deleted the file
+        await files.write("default", job, step, encoded[step])
+    await server.api.redis.hset(server.bus.cell.samples(job), "60", encoded[60])
+    monkeypatch.setattr(SampleFiles, "versions", None)  # which lists all
+    url = f"/v1/fine_tuning/jobs/{job}/samples?format=jsonl"
+
+    async def steps(more: str) -> list[int]:
+        return [json.loads(line)["step"] for line in (await server.http.get(url + more)).content.splitlines()]
+
+    assert await steps("&newest=3") == [58, 59, 60]
+    assert await steps("") == list(range(41, 61))
 
 
 async def test_samples_are_exported_step_by_step_as_jsonl(server: ApiServer) -> None:

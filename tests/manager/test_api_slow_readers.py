@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncGenerator, Generator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -163,3 +164,15 @@ async def test_a_tenants_downloads_are_bounded(
     while (answer := await server.http.get(file_url)).status_code == 429:
         await asyncio.sleep(0.01)
     assert answer.status_code == 200 and len(answer.content) == LARGE
+
+
+async def test_a_download_that_nobody_sends_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "MAX_OPEN", 1)
+    made, files = downloads.Downloads(), list[IO[bytes]]()
+
+    async def read() -> dict[str, bytes]:
+        return {}
+
+    for _ in range(2):  # the first one's request was cancelled before its answer was begun
+        await made.answer("acme", read, lambda _, file: files.append(file), "text/plain", {})
+    assert [file.closed for file in files] == [True, True]

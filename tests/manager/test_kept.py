@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.objects import Objects
 from common.tasks import running
 from harness.standin import create_job, job_spec, state_of, until_status
+from manager_service.archive.archiver import Archiver
 from manager_service.archive.samples import SampleFiles
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import Group, Scored
@@ -27,7 +28,7 @@ from manager_service.owner import sample_mover
 from manager_service.owner.memory import bound
 from manager_service.owner.owner import Owner
 from manager_service.owner.sample_mover import SampleMover
-from manager_service.records import JobState
+from manager_service.records import JSON, JobState
 from manager_service.scheduling.members import MemberTable
 from tests.common.test_worker import until
 from tests.manager.test_owner import System
@@ -142,6 +143,77 @@ async def test_while_the_storage_is_away_redis_holds_the_newest_samples_of_some_
     mover.follow(Changes(samples=[(job.id, 11, bytes(10))]), jobs)
     async with running(mover.run()):
         await until(lambda: _has(bus, key, {b"10", b"11"}))
+
+
+async def test_a_slow_call_for_one_jobs_samples_delays_no_other_jobs(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, jobs, files = SampleMover(bus, objects), MemberTable[Job](), SampleFiles(objects, "tiny")
+    slow, quick = (Job(bus.cell, job_spec(name), JobState(), Items(), Items()) for name in ("job-a", "job-b"))
+    for job in (slow, quick):
+        jobs.add(job)
+        await bus.client.hset(bus.cell.samples(job.id), mapping={"1": b"old", "2": b"newest"})
+    real, under_way = SampleFiles.write, list[str]()
+
+    async def write(self: SampleFiles, tenant: str, name: str, version: int, samples: bytes) -> None:
+        under_way.append(name)
+        if name == slow.id:
+            await asyncio.Event().wait()
+        await real(self, tenant, name, version, samples)
+
+    monkeypatch.setattr(SampleFiles, "write", write)
+    mover.follow(Changes(samples=[(slow.id, 2, b"newest")]), jobs)
+    async with running(mover.run()):
+        await until(lambda: under_way == [slow.id])
+        for _ in range(2):  # the slow one's next step waits for its last, so that an older file never replaces a newer
+            mover.follow(Changes(samples=[(slow.id, 3, b"x"), (quick.id, 2, b"newest")]), jobs)
+        await until(lambda: _is(lambda: files.versions("acme", quick.id), [1]))
+        assert under_way.count(slow.id) == 1
+
+
+async def test_files_of_dropped_samples_are_deleted_by_the_next_owner(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, spec = Bounded(bus, objects), job_spec(num_steps=400, batch_size=2, group_size=2)
+    files, real, left = SampleFiles(objects, "tiny"), SampleFiles.drop, list[int]()
+
+    async def dies(self: SampleFiles, tenant: str, job: str, versions: Iterable[int]) -> None:
+        left.extend(versions)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(SampleFiles, "drop", dies)
+    await system.start()
+    await create_job(bus, spec)
+    await until(lambda: bool(left), seconds=30)
+    await system.kill_owner()
+    monkeypatch.setattr(SampleFiles, "drop", real)
+    before = await files.versions(spec.tenant, spec.id)
+    assert set(before) & set(left), "the first owner left files"
+    # When another owns the job, which makes no further step
+    monkeypatch.setattr(Owner, "_pass", _nothing)
+    system.start_owner()
+
+    async def gone() -> bool:
+        return not set(await files.versions(spec.tenant, spec.id)) & set(left)
+
+    await until(gone, seconds=30)
+    await system.kill_owner()
+
+
+async def _nothing(*_: object) -> None:
+    pass
+
+
+async def test_files_of_dropped_samples_go_when_their_job_is_archived(bus: Bus, objects: Objects) -> None:
+    spec, files = job_spec(), SampleFiles(objects, "tiny")
+    kept = Kept(runs=[(3, 10), (5, 10)], dropped=2, cleared=3)
+    state = JobState(status="succeeded", version=5, finished_at=1, kept={"samples": kept})
+    await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": JSON.encode(state)})
+    await bus.client.hset(bus.cell.samples(spec.id), "5", b"[]")
+    for version in (2, 3, 4):  # 2 was written by an owner that came back after its job had another
+        await files.write(spec.tenant, spec.id, version, b"[]")
+    await Archiver(bus, objects).copy([spec.id])
+    assert await files.versions(spec.tenant, spec.id) == [3, 4]
 
 
 async def _has(bus: Bus, key: str, versions: set[bytes]) -> bool:

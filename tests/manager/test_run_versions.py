@@ -381,4 +381,38 @@ def test_a_run_that_never_had_a_version_is_forgotten_with_its_results() -> None:
     assert keeping.due_at(0.0, wait_s=1) is None and not keeping.is_over(1e9)
     keeping.state.status, keeping.state.ended_at = "ended", 1000
     assert keeping.due_at(1000.0, wait_s=1) == 1000 + KEEP_RESULTS_S
-    assert [keeping.is_over(1000.0 + after_s) for after_s in (0, KEEP_RESULTS_S)] == [False, True]
+    over_at = 1000.0 + KEEP_RESULTS_S
+    assert [until_erased(keeping, now) for now in (over_at - 1, over_at)] == [[], [((), True)]]
+    assert [keeping.is_over(now) for now in (over_at - 1, over_at)] == [False, True]
+
+
+def until_erased(keeping: Retention, now: float) -> list[tuple[tuple[int, ...], bool]]:
+    """What a trainer is asked for when a run is looked at again and again: versions, and whether all the rest goes too."""
+    found: list[tuple[tuple[int, ...], bool]] = []
+    for _ in range(10):
+        keeping.look(({}, {}), now, changes := Changes())
+        for message in asked(changes):
+            found.append((message.versions, message.everything))
+            keeping.forgotten(message.id, Changes())
+        if keeping.is_over(now):
+            break
+    return found
+
+
+def test_all_that_the_store_has_of_a_run_goes_with_the_last_of_its_versions() -> None:
+    keeping = retention(4)
+    assert until_erased(keeping, 0.0) == [((0, 1), False)], "while it lives, its manifests stay"
+    keeping.state.status, keeping.state.ended_at = "ended", 1000
+    assert until_erased(keeping, 1000.0 + UNNAMED_KEPT_S - 1) == []
+    assert until_erased(keeping, 1000.0 + UNNAMED_KEPT_S) == [((2, 3), True)]
+
+
+def test_a_forgotten_runs_version_that_is_used_keeps_the_rest_until_it_goes() -> None:
+    keeping, now = retention(2), 1e9
+    keeping.state.status, keeping.state.ended_at = "ended", 1000
+    keeping.look(({}, {}), now, Changes())
+    keeping.look(({}, {1: False}), now, changes := Changes())
+    assert [(message.versions, message.everything) for message in asked(changes)] == [((0,), False)]
+    keeping.forgotten(asked(changes)[0].id, Changes())
+    assert not keeping.is_over(now)
+    assert until_erased(keeping, now) == [((1,), True)]

@@ -61,6 +61,8 @@ class HashingTrainer(StandIn):
                 await self.store.drop_files(msgspec.structs.replace(message.adapter, version=version))
             for version in message.optimizers:
                 await self.store.drop_optimizer(msgspec.structs.replace(message.adapter, version=version))
+            if message.everything:
+                await self.store.delete_job(message.tenant, message.job)
             return [(stream, Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id))]
         self.seen.append(message)
         return [(stream, await self._done(message))]

@@ -329,6 +329,17 @@ async def test_what_its_owner_has_forgotten_is_deleted_and_is_not_made_again(sys
     assert again.adapter.version == 1 and (await system.manifest(1)).batch == "run-1:1-1"
 
 
+async def test_nothing_is_left_of_a_forgotten_run(system: System) -> None:
+    for version in range(2):
+        await system.run(stretch(optim_step(version + 1), version=version))
+    about: dict[str, Any] = {"tenant": "t", "job": "run-1", "partition": 3}
+    forget = Forget(id="f", **about, adapter=replace(RUN, version=2), versions=(1, 2), everything=True)
+    for _ in range(2):
+        [(_, answer)] = await system.first(forget, nothing)
+        assert isinstance(answer, Forgotten)
+    assert [await system.store.manifest(replace(RUN, version=version)) for version in range(3)] == [None] * 3
+
+
 async def test_a_version_with_a_strange_manifest_keeps_its_files(system: System, tmp_path: Path) -> None:
     await system.run(stretch(optim_step(1)))
     forget = Forget(

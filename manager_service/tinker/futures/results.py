@@ -12,6 +12,7 @@ from common.messages import Failure
 from common.operations import OperationResult, Outputs, Saved
 from manager_service.runs.records import SAVES, RunState
 from manager_service.tinker.store.runs import RunRow
+from manager_service.tinker.store.submission import NUM_KEPT
 from manager_service.tinker.wire import plain, protobuf
 
 CREATIONS = ("create_model", "load_weights")
@@ -51,13 +52,15 @@ async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> Answer | Pendi
 
     async def call() -> Any:
         pipe = bus.client.pipeline(transaction=False)
-        pipe.hget(cell.seqs(run.id), str(seq))
+        pipe.hmget(cell.seqs(run.id), str(seq), "last")
         pipe.hget(cell.results(run.id), str(seq))
         pipe.hmget(cell.run(run.id), "status", "head")
         return await pipe.execute()
 
-    asked, result, (status, head) = await bus.retrying(call)
+    (asked, last), result, (status, head) = await bus.retrying(call)
     if asked is None:
+        if head is not None and seq < int(head) and (last is None or seq <= int(last) - NUM_KEPT):
+            raise _expired(run, seq)
         raise NotFound(f"there is no request {run.id}:{seq}")
     action = asked.decode().split()[1]
     if action in CREATIONS:
@@ -66,8 +69,12 @@ async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> Answer | Pendi
         found = msgspec.msgpack.decode(result, type=OperationResult)
         return await asyncio.to_thread(_encoded, run, action, found, wants_protobuf=wants_protobuf)
     if status is None or seq < int(head):
-        raise Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
+        raise _expired(run, seq)
     return Pending(status.decode(), await _missing(run, head, seq))
+
+
+def _expired(run: RunRow, seq: int) -> Expired:
+    return Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
 
 
 async def _missing(run: RunRow, head: bytes, seq: int) -> int | None:

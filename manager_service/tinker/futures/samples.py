@@ -128,6 +128,7 @@ class Samples:
         self._open[tenant] += 1
         self._num_samples[tenant] += ask.num_choices
         request.task = asyncio.create_task(self._serve(request))
+        request.task.add_done_callback(lambda _: self._end(request))  # one that is cancelled may never have begun
         return name
 
     async def outcome(self, tenant: str, name: str, timeout_s: float) -> Outcome:
@@ -241,10 +242,15 @@ class Samples:
             log.error("samples_failed", request=request.id, exc_info=True)
             request.gone = True
         finally:
+            self._end(request)
+            await asyncio.shield(self._charge(request))
+
+    def _end(self, request: Request) -> None:
+        """Lets others have the room of a request; once, however often it is called."""
+        if not request.done.is_set():
             request.done.set()
             self._open[request.tenant] -= 1
             self._num_samples[request.tenant] -= request.ask.num_choices
-            await asyncio.shield(self._charge(request))
 
     async def _within_quota(self, request: Request) -> None:
         """Waits while the tenant's tokens of the day are used up."""

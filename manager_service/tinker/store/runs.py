@@ -17,7 +17,7 @@ from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
 from manager_service.jobs.retention import has_version
 from manager_service.records import JSON
-from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, run_of, session_of
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of
 from manager_service.tinker.names import Path, parse_path
 from manager_service.tinker.store.uses import use
 
@@ -30,18 +30,21 @@ MAX_KEPT = 10_000
 PAGE = 100
 """Runs that are read together: their states have up to a thousand checkpoints each."""
 
-# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished. ARGV: sha256 of what was asked, run id, score, spec, state, its status,
-# its head, what was asked, most unfinished jobs and runs, most bytes of their records, most runs that are kept, then the fields of the
-# stream entry. Answers `new`, `known`, `other` if something else was asked under the same id, or why there is no room for one more.
+# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished, retire. ARGV: sha256 of what was asked, run id, score, spec, state, its
+# status, its head, what was asked, most unfinished jobs and runs, most bytes of their records, most runs that are kept, from how many on
+# the tenant is crowded, how `retire` names it, then the fields of the stream entry. Answers `new`, `known`, `other` if something else was
+# asked under the same id, or why there is no room for one more.
 _CREATE = """
 local known = redis.call('HGET', KEYS[2], '0')
 if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then return 'kept' end
+local kept = redis.call('ZCARD', KEYS[3])
+if kept >= tonumber(ARGV[12]) then redis.call('ZADD', KEYS[7], 'NX', 0, ARGV[13]) end
+if kept >= tonumber(ARGV[11]) then return 'kept' end
 local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[4] + #ARGV[5], 0
 for _, each in ipairs(sizes) do total = total + each end
 if #sizes >= tonumber(ARGV[9]) or total + size > tonumber(ARGV[10]) then return 'unfinished ' .. #sizes end
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 12))
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 14))
 redis.call('HSET', KEYS[6], ARGV[2], size)
 redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5], 'status', ARGV[6], 'head', ARGV[7])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
@@ -159,11 +162,12 @@ class RunStore:
             id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
         )
         keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
-        keys += [cell.active(partition), cell.unfinished(spec.tenant)]
+        keys += [cell.active(partition), cell.unfinished(spec.tenant), cell.retire(partition)]
         digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
         settings = self._api.settings
         words += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, MAX_KEPT]
+        words += [CROWDED, f"{CROWDED_TENANT}{spec.tenant}"]
         fields = await base.bus.fields(command)
         answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
         if answer == b"other":
@@ -216,8 +220,8 @@ def _no_room(answer: str) -> ApiError:
     why, _, num = answer.partition(" ")
     if why == "kept":
         told = (
-            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more, for a run without any"
-            f" is forgotten {UNNAMED_KEPT_S // 86_400} days after its end"
+            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more; runs without any make"
+            " room, an hour after their end"
         )
         return ApiError(400, told, code="too_many_runs", retry=False)
     told = (

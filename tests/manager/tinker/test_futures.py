@@ -13,7 +13,7 @@ from common.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker import retrieval
-from manager_service.tinker.futures import patience
+from manager_service.tinker.futures import patience, results
 from manager_service.tinker.store import submission
 from manager_service.tinker.wire import protobuf
 from tests.manager.test_api_cluster import report, tell, until
@@ -147,6 +147,31 @@ async def test_a_result_that_is_gone_is_not_waited_for(
     await server.bus.client.delete(server.bus.cell.results(run_of(run) or ""))
     assert (await client.retrieve(future(run, 1))).status_code == 410
     assert (await client.retrieve(future(run, 2))).status_code == 404
+
+
+async def test_results_of_a_run_that_ended_an_hour_ago_are_gone_and_others_never_were(
+    server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seq in (1, 2):
+        await client.send(pass_over(run, seq))
+        assert (await client.retrieve(future(run, seq))).status_code == 200
+    cell, redis, name = server.bus.cell, server.bus.client, run_of(run) or ""
+    await redis.hset(cell.run(name), mapping=RunState(status="ended", version=0, head=3).fields())
+    for key in (cell.results(name), cell.seqs(name)):  # what expires an hour after a run's end
+        await redis.delete(key)
+    told = [(await client.retrieve(future(run, seq))).status_code for seq in range(4)]
+    assert told == [410, 410, 410, 404]
+
+
+async def test_a_number_that_was_passed_over_is_of_no_request_and_one_of_long_ago_is_gone(
+    server: ApiServer, client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "NUM_KEPT", 2)
+    cell, name = server.bus.cell, run_of(run) or ""
+    await server.bus.client.hset(cell.run(name), mapping=RunState(status="ready", version=0, head=5).fields())
+    await server.bus.client.hset(cell.seqs(name), "last", 4)
+    told = [(await client.retrieve(future(run, seq))).status_code for seq in (1, 2, 3)]
+    assert told == [410, 410, 404]
 
 
 # ---- creation -------------------------------------------------------------------------------------------------------

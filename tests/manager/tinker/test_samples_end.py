@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from common.messages import Cancel, Failure
+from common.messages import BASE, Cancel, Failure
+from common.tasks import cancel_all
+from manager_service.api.errors import ApiError
+from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.records import JSON, JobState
 from manager_service.tinker import retrieval
 from manager_service.tinker.futures import samples as samples_module
@@ -122,3 +125,21 @@ async def test_a_session_that_is_over_ends_its_samples_at_every_manager(
     with pytest.raises(Gone):
         samples.find("default", request)
     samples.find("default", kept)
+
+
+async def test_a_request_that_is_given_up_before_it_begins_leaves_its_room(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "MAX_OPEN", 1)
+    samples, tenant = server.api.bases["tiny"].samples, await server.api.tenants.get("default")
+    ask = InferenceRequest(
+        tenant=tenant, adapter=BASE, prompts=[[1]], num_choices=1, sampling=[], seed=0, stream=False, bulk=True
+    )
+    for _ in range(3):
+        request = samples.find("default", samples.start(ask))
+        with pytest.raises(ApiError, match="under way"):
+            samples.start(ask)
+        samples.cancel(request)
+        assert request.task is not None
+        await cancel_all([request.task])
+        assert request.done.is_set()

@@ -1,15 +1,12 @@
-"""What the hostile tenant does, again and again: each attack is refused, or is a job that ends as planned."""
+"""The jobs of the hostile tenant, again and again: each is refused, or ends as planned. Beside them it plays the acts of acts.py."""
 
 import asyncio
-import contextlib
-import json
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from chaos.client import Client
+from chaos.hostile.acts import ACTS, Foe, runs_of
 from chaos.tenants import POLL_S
 from common.skills import generate
 from harness.live import FINAL, jsonl
@@ -25,10 +22,15 @@ def grade(sample, item):
 """
 FORK = "import os\ndef grade(sample, item):\n    while True: os.fork()\n"
 LOOP = "def grade(sample, item):\n    while True: pass\n"
+MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+def grade(sample, item):
+    return float(any(libc.shmget(0, 2 ** 26, 0o1600) >= 0 for _ in range(64)))
+"""
+DEEP = "{{item" + ".answer" * 20_000 + "}}"
 BRACES, PARENTHESES, ANSI = "{{" * 100_000, "\\(" * 80_000, "\x1b[2J\x1b]0;owned\x07\x1b[31m"
 WORDS = "to be or not to be " * 6000
-HALF_OPEN = (b"", b"GET /v1/mo", b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\nab")
-NUM_HALF_OPEN = 30
 SIZE = {"max_steps": 1, "batch_size": 1, "group_size": 2, "max_tokens": 8}
 
 
@@ -60,6 +62,8 @@ ATTACKS = (
     Attack("a grader that leaves its session", _code(ESCAPE), ["longer than", "groups failed"]),
     Attack("a grader that forks", _code(FORK), ["groups failed"]),
     Attack("a grader that loops", _code(LOOP), ["groups failed"]),
+    Attack("a grader that leaves shared memory", _code(MEMORY), ["succeeded", "groups failed"]),
+    Attack("a deep template", {**ROUGE, "reference": DEEP, "evaluation_metric": "fuzzy_match"}, ["refused"]),
     Attack("a template of braces", {**ROUGE, "reference": BRACES, "evaluation_metric": "fuzzy_match"}, ["refused"]),
     Attack("an answer of parentheses", _math("{{item.answer}}"), ["the reference is empty"], _item(PARENTHESES)),
     Attack(
@@ -86,10 +90,12 @@ class Attempt:
 
 
 class Hostile:
-    def __init__(self, client: Client, urls: list[str]) -> None:
+    def __init__(self, client: Client, foe: Foe) -> None:
         self.client = client
+        self.foe = foe
         self.attempts: list[Attempt] = []
-        self._ports = [urlsplit(url).port for url in urls]
+        self.forgotten: list[str] = []
+        """Runs of its deserters that the service does not know."""
         self._files: dict[str, str] = {}
 
     async def prepare(self) -> None:
@@ -100,9 +106,16 @@ class Hostile:
     async def work(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._jobs(stop))
-            group.create_task(self._requests(stop))
+            group.create_task(self._act(stop))
 
     async def settle(self) -> None:
+        """Ends its sessions, and follows its jobs to their ends."""
+        await self.foe.http.aclose()
+        for session in self.foe.sessions:
+            await self.client.tinker("POST", f"/sessions/{session}/finish", json={})
+            for run in runs_of([session]):
+                known = await self.client.tinker("GET", f"/training_runs/{session}:train:{run[-1]}")
+                self.forgotten += [run] if known.status_code == 404 else []
         for attempt in self.attempts:
             await self._follow(attempt)
 
@@ -131,14 +144,9 @@ class Hostile:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def _requests(self, stop: asyncio.Event) -> None:
-        """Giant bodies, and connections that are left half open."""
-        while not stop.is_set():
-            body = json.dumps({"model": "tiny", "prompt": "x" * 5_000_000}).encode()
-            await self.client.call("POST", "/completions", content=body, headers={"Content-Type": "application/json"})
-            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-                for number in range(NUM_HALF_OPEN):
-                    address = ("127.0.0.1", self._ports[number % 2])
-                    connection = stack.enter_context(socket.create_connection(address, timeout=1))
-                    connection.send(HALF_OPEN[number % len(HALF_OPEN)])
-                await asyncio.sleep(5)
+    async def _act(self, stop: asyncio.Event) -> None:
+        while True:
+            for act in ACTS:
+                if stop.is_set():
+                    return
+                await act(self.foe)

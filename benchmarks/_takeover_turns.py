@@ -1,0 +1,171 @@
+"""How many tokens rollout workers sample for their own turns while they take over those of a worker that was killed.
+
+The worker that is killed holds turns, and computes nothing: it takes no processor from the others before, and gives them none after. Its
+turns have sampled some tokens already, as those of which progress is kept.
+"""
+
+import asyncio
+import random
+import time
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
+from benchmarks.rollout import NoEnd, request
+from common.adapters import AdapterStore
+from common.bus import Bus, Out
+from common.messages import BASE, TurnRequest, f32, i32, u8
+from common.objects import Objects
+from common.settings import TINY
+from common.streams import GROUP_ROLLOUT, Cell
+from common.takeover import ORPHANS_SHARE
+from common.tasks import cancel_all
+from common.telemetry import Reporter
+from common.worker import Inbox, Worker
+from rollout_service.adapters import AdapterCache
+from rollout_service.embedded.pools import EngineLimits
+from rollout_service.embedded.torch_engine import TorchEngine
+from rollout_service.handler import RolloutHandler
+
+CELL = Cell("tiny")
+NUM_WORKERS, SLOTS = 3, 32
+OWN_TOKENS = (100, 300)
+"""Of the survivors' own turns, at least and at most."""
+SAMPLED, LEFT = 100, 200
+"""Tokens of an orphan that were sampled before the kill, and those to come."""
+WARM_S = 3.0
+"""Until all slots have a turn, at different places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens of the survivors' own turns."""
+
+    per_s: float
+    per_cpu_s: float
+    """By this process' processor time: other programs of a busy machine slow the clock's alone."""
+    taken_over: int
+
+
+class Counting(RolloutHandler):
+    """Counts the tokens of turns that were not taken over."""
+
+    def __init__(self, engine: TorchEngine, objects: Objects) -> None:
+        async def send_delta(*_: object) -> None: ...
+
+        super().__init__(engine, AdapterCache(AdapterStore(objects), engine, idle_bytes=0), CELL, send_delta=send_delta)
+        self._ended = 0
+        self._under_way: set[str] = set()
+        self.orphans = 0
+
+    async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
+        if message.num_partial:
+            self.orphans += 1
+            return await super().__call__(message, beat)
+        self._under_way.add(message.id)
+        try:
+            return await super().__call__(message, beat)
+        finally:
+            self._under_way.remove(message.id)
+            self._ended += self._sampled(message.id, message.sampling.max_tokens)
+
+    @property
+    def tokens(self) -> int:
+        return self._ended + sum(self._sampled(turn, 0) for turn in self._under_way)
+
+    def _sampled(self, turn: str, default: int) -> int:
+        partial = self._engine.partial(turn)
+        return default if partial is None else partial.num_sampled
+
+
+def turn(name: str, num_tokens: int, num_partial: int = 0) -> TurnRequest:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    asked = request(BASE, rng.integers(97, 122, 16 + num_partial), 0, num_partial + num_tokens)
+    written = u8(np.repeat([0, 1], [16, num_partial]))
+    return TurnRequest(
+        id=name,
+        tenant="acme",
+        job="job",
+        partition=0,
+        adapter=BASE,
+        trajectory=asked.trajectory,
+        turn=0,
+        tokens=i32(asked.tokens.numpy()),
+        logprobs=f32(np.zeros(len(asked.tokens))),
+        written=written,
+        num_partial=num_partial,
+        sampling=asked.sampling,
+    )
+
+
+async def measure(url: str, objects: Objects, lease_s: float, num_orphans: int, *, kills: bool) -> Speed:
+    """Over a lease and 2 s, from the kill on or, without one, from the same moment on."""
+    bus = Bus.connect(url, CELL)
+    for stream in (CELL.rollout_first, CELL.rollout):
+        await bus.ensure_group(stream, GROUP_ROLLOUT)
+    await bus.publish([(CELL.rollout, turn(f"orphan-{n}", LEFT, SAMPLED)) for n in range(num_orphans)])
+    held = await bus.read([CELL.rollout], GROUP_ROLLOUT, "killed", count=num_orphans)
+    rng, num_own = random.Random(1), NUM_WORKERS * SLOTS * 20
+    await bus.publish([(CELL.rollout, turn(f"own-{n}", rng.randint(*OWN_TOKENS))) for n in range(num_own)])
+    async with surviving(url, objects, lease_s) as handlers:
+        renewing = asyncio.create_task(_renew(bus, [delivery.entry for delivery in held], lease_s))
+        await asyncio.sleep(WARM_S)
+        if kills:
+            await cancel_all([renewing])
+        found = await _speed(handlers, lease_s + 2)
+        await cancel_all([renewing])
+    await bus.close()
+    return found
+
+
+async def _renew(bus: Bus, entries: Sequence[str], lease_s: float) -> None:
+    """Until the worker is killed."""
+    try:
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            await bus.renew(CELL.rollout, GROUP_ROLLOUT, "killed", entries)
+    finally:
+        await bus.renew(CELL.rollout, GROUP_ROLLOUT, "killed", entries)
+
+
+async def _speed(handlers: Sequence[Counting], seconds: float) -> Speed:
+    since, cpu, before = time.monotonic(), time.process_time(), sum(handler.tokens for handler in handlers)
+    await asyncio.sleep(seconds)
+    num = sum(handler.tokens for handler in handlers) - before
+    taken_over = sum(handler.orphans for handler in handlers)
+    return Speed(num / (time.monotonic() - since), num / (time.process_time() - cpu), taken_over)
+
+
+@asynccontextmanager
+async def surviving(url: str, objects: Objects, lease_s: float) -> AsyncGenerator[list[Counting]]:
+    """Workers with an engine each."""
+    prepare_cpu(1)
+    decoder = Decoder.load(TINY, max_context=1024)
+    limits = EngineLimits(slots=SLOTS + SLOTS // ORPHANS_SHARE, kv_bytes=256 << 20)
+    engines = [TorchEngine(decoder, NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
+    buses, handlers, stop = (
+        [Bus.connect(url, CELL) for _ in engines],
+        [Counting(e, objects) for e in engines],
+        asyncio.Event(),
+    )
+    for engine in engines:
+        await engine.start()
+    workers = [_worker(*each, lease_s) for each in zip(buses, handlers, range(NUM_WORKERS), strict=True)]
+    tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
+    yield handlers
+    stop.set()
+    await asyncio.wait(tasks)
+    for engine, bus in zip(engines, buses, strict=True):
+        await engine.stop()
+        await bus.close()
+
+
+def _worker(bus: Bus, handler: Counting, number: int, lease_s: float) -> Worker:
+    reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, slots=SLOTS)
+    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
+    return Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=lease_s, progress_s=1.0)

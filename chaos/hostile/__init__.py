@@ -1,0 +1,8 @@
+"""A tenant that means harm: what it submits, what it sends, and what it leaves half done.
+
+Its files:
+
+    jobs.py        its jobs, each with one planned end, and the acts beside them
+    acts.py        floods, slow readers, strange names, deserted runs
+    deserter.py    a client of the Tinker protocol that never ends anything
+"""
