@@ -354,8 +354,8 @@ class Job:
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
-        failed = sum(state.reasons.values())
-        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason(), step.drops)
+        failed, why = sum(state.reasons.values()), self._commonest_reason()
+        state.training = Training(step.id, keys, state.window, versions, failed, why, step.drops, len(step.rows.tokens))
         state.window = step.next_group
         state.dropped = [number for number in state.dropped if number >= state.window]
         state.drawn = max(0, state.next_group - state.window)

@@ -30,7 +30,7 @@ from manager_service.scheduling.fairness import (
 )
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
-from manager_service.scheduling.training_queue import ReadyBatch, TrainingQueue
+from manager_service.scheduling.training_queue import ReadyBatch, Room, TrainingQueue
 
 STEPS_PER_SLOT = 2
 """Batches under way for each trainer slot: one is trained, one waits."""
@@ -44,6 +44,10 @@ class Slots(Protocol):
 
     def slots(self, service: str) -> int:
         """Live slots of a service's workers."""
+        ...
+
+    def num_workers(self, service: str) -> int:
+        """Live workers of a service."""
         ...
 
     def kv_tokens(self) -> int | None:
@@ -189,11 +193,13 @@ class Allocator:
             self._look_at(self._members[name], now)
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
-        free = max(1, STEPS_PER_SLOT * self.cluster.slots("trainer")) - self.demand.num_training
+        slots = self.cluster.slots("trainer")
+        free = max(1, STEPS_PER_SLOT * slots) - self.demand.num_training
         if free <= 0 or not self.demand.ready:
             return
         self.queue.fairness.busy(self.demand.active)
-        for name in self.queue.take(free, now, self._weight):
+        room = Room(slots, self.cluster.num_workers("trainer"), self.demand.handed.copy())
+        for name in self.queue.take(free, now, self._weight, room):
             self._guarded(self._members[name], now, changes, self._publish_step)
 
     def _publish_step(self, job: Member, now: float, changes: Changes) -> None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from manager_service.jobs.job import Job
 from manager_service.scheduling.fairness import is_longest_waiting
 from manager_service.scheduling.members import Urgency, View
+from manager_service.scheduling.training_queue import Handed
 
 
 def view_of(job: Job) -> View:
-    status, waiting, training = job.state.status, job.num_waiting, job.state.training is not None
+    status, waiting, training = job.state.status, job.num_waiting, job.state.training
     ready, running = job.next_batch() is not None, status == "running"
     return View(
         tenant=job.spec.tenant,
@@ -26,7 +27,8 @@ def view_of(job: Job) -> View:
         waiting=waiting,
         tokens=waiting * job.lengths.tokens,
         kv_tokens=waiting * job.lengths.kv_tokens,
-        training=training,
+        training=training is not None,
+        training_tokens=training.tokens if training else 0,
         ready=ready,
         urgency=_urgency(job),
         fresh=job.state.next_group == 0 and job.wants_group(),
@@ -87,6 +89,7 @@ class Demand:
 
     open_work: int = 0
     num_training: int = 0
+    handed: Handed = field(default_factory=Handed)
     num_running: int = 0
     waiting: Counter[str] = field(default_factory=Counter)  # tenant -> trajectories under way
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -171,6 +174,8 @@ class Demand:
         self.tokens[tenant] = self.tokens[tenant] + sign * view.tokens if self.waiting[tenant] else 0.0
         self.kv_tokens = self.kv_tokens + sign * view.kv_tokens if self.open_work else 0.0
         self.num_training += sign * view.training
+        if view.training:
+            (self.handed.add if sign > 0 else self.handed.remove)(tenant, view.training_tokens)
         self.num_running += sign * view.running
         self.active[tenant] += sign * view.active
         self.behind[tenant] += sign * view.behind

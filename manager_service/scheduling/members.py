@@ -23,7 +23,8 @@ class View:
     waiting: int = 0  # trajectories under way
     tokens: float = 0.0  # that the waiting trajectories will use, estimated
     kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
-    training: bool = False  # a TrainStep is under way
+    training: bool = False  # a trainer has a message of it
+    training_tokens: int = 0  # of that message
     ready: bool = False  # a TrainStep could be published
     urgency: Urgency | None = None  # None: wants nothing issued
     fresh: bool = False  # wants its first group

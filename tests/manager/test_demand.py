@@ -1,5 +1,6 @@
 """The sums over all jobs equal what a fresh look at each would give."""
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given
@@ -20,6 +21,7 @@ VIEWS = st.builds(
     tokens=st.integers(0, 1000).map(float),
     kv_tokens=st.integers(0, 1000).map(float),
     training=st.booleans(),
+    training_tokens=st.integers(0, 1000),
     ready=st.booleans(),
     urgency=URGENCY,
 ).map(
@@ -42,6 +44,11 @@ def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
             now[job] = view
     assert demand.open_work == sum(v.waiting for v in now.values())
     assert demand.num_training == sum(v.training for v in now.values())
+    handed = Counter(v.tenant for v in now.values() if v.training)
+    tokens = {
+        tenant: sum(v.training_tokens for v in now.values() if v.training and v.tenant == tenant) for tenant in handed
+    }
+    assert (demand.handed.batches, demand.handed.tokens) == (handed, tokens)
     assert demand.num_running == sum(v.running for v in now.values())
     assert demand.kv_tokens == sum(v.kv_tokens for v in now.values())
     assert demand.ready == {job: v.tenant for job, v in now.items() if v.ready}
