@@ -44,7 +44,7 @@ from common.underway import Active, Inbox, Underway
 MAX_ATTEMPTS = 3
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
-LOOK_FOR_LEFTOVERS_S = 0.05
+LOOK_FOR_LEFTOVERS_S = 0.02
 
 Beat = Callable[[], None]
 M = TypeVar("M", bound=Message)

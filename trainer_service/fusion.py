@@ -10,9 +10,10 @@ only the step that causes it fails.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -21,6 +22,7 @@ from base_model.device import compute_clock
 from common.fairness import Fairness
 from common.messages import TrainStep
 from trainer_service.open_step import OpenBatch, Trained, TrainState
+from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
 
@@ -33,6 +35,8 @@ class Opened(Protocol):
 
 AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
+SHARED_S, SHARED_PART = 10.0, 0.5
+"""So long after steps of several tenants were there together, a micro-batch takes this part of the budget: whoever comes waits for one."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=Opened)  # noqa: E741
@@ -66,6 +70,7 @@ class Fusion:
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
     _served: Fairness = field(default_factory=Fairness)  # tokens computed for each tenant
+    _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
 
     async def train(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
         """Trains the step; returns its result, and raises as `Trainer.begin` and `finish`."""
@@ -117,29 +122,33 @@ class Fusion:
                     outcomes[member] = began
                 else:
                     member.step = began
-        company = [m for m in members if m not in outcomes]
-        company = company[:1] if company and company[0].alone else self._in_turn([m for m in company if not m.alone])
-        return outcomes | self._micro_batch(company) | self._finish(company)
+        outcomes |= self._finish([m for m in members if m not in outcomes])
+        if outcomes:
+            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none
+        company = members[:1] if members[0].alone else self._in_turn([m for m in members if not m.alone])
+        return self._micro_batch(company) | self._finish(company)
 
     def _in_turn(self, company: Sequence[_Member]) -> list[_Member]:
         """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
         more than another come last."""
         tenants = {member.tenant for member in company}
         self._served.busy(tenants)
+        if len(tenants) > 1:
+            self._shared_at = time.monotonic()
         times = {tenant: self._served.virtual_time(tenant) for tenant in tenants}
         most = min(times.values(), default=0.0) + AHEAD * self.trainer.budget.tokens
         to_go: Counter[str] = Counter()
         keys: dict[_Member, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left
-            time = times[member.tenant]
-            keys[member] = (time if time > most else 0.0, to_go[member.tenant])
+            served = times[member.tenant]
+            keys[member] = (served if served > most else 0.0, to_go[member.tenant])
         return sorted(company, key=keys.__getitem__)
 
     def _micro_batch(self, company: Sequence[_Member]) -> "dict[_Member, object]":
         going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
-        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going])) if going else None
+        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], self._budget())) if going else None
         for (tenant, one), num_forward in zip(going, before, strict=True):
             self._served.charge(tenant, one.sums.num_forward - num_forward, 1.0)
         if failed is None:
@@ -150,6 +159,11 @@ class Fusion:
             self._discard(member)
             member.alone = True
         return outcomes
+
+    def _budget(self) -> Budget:
+        budget = self.trainer.budget
+        shared = time.monotonic() - self._shared_at < SHARED_S
+        return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
 
     def _finish(self, company: Sequence[_Member]) -> "dict[_Member, object]":
         done = [(m, m.step) for m in company if m.step is not None and m.step.opened.done]

@@ -19,13 +19,15 @@ from common.streams import GROUP_TRAINER, Cell
 from common.telemetry import Reporter
 from common.worker import Inbox, Worker
 from tests.common.test_worker import length, until
-from tests.support.run_cases import forward_backward, make_datum, make_run, stretch
+from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from trainer_service import run_step
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.fusion import AHEAD, Fusion
 from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
 from trainer_service.open_step import OpenBatch
 from trainer_service.packing import Budget
+from trainer_service.run_step import Gradient
 from trainer_service.training import Trainer
 
 BUDGET = 64
@@ -34,12 +36,12 @@ BUDGET = 64
 @dataclass(slots=True)
 class Noting(Trainer):
     num_micro_batches: int = 0
-    first: list[OpenBatch] = field(default_factory=list[OpenBatch])  # of each micro-batch
+    budgets: list[int] = field(default_factory=list[int])  # of each micro-batch
 
-    def micro_batch(self, opened: Sequence[OpenBatch]) -> None:
+    def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
         self.num_micro_batches += 1
-        self.first.append(opened[0])
-        Trainer.micro_batch(self, opened)
+        self.budgets.append((budget or self.budget).tokens)
+        Trainer.micro_batch(self, opened, budget)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,31 @@ async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusio
     await tenants.step("b", "small", 1)
     assert tenants.ends == ["before", "small"] and not large.done()
     await large
+
+
+async def test_a_step_that_needs_no_forward_waits_for_no_micro_batch(fusion: Fusion) -> None:
+    trainer, tenants = fusion.trainer, Tenants(fusion)
+    assert isinstance(trainer, Noting)
+    state = trainer.init(make_run("run"))
+    large = asyncio.create_task(tenants.step("a", "large", 20))
+    await asyncio.sleep(0)
+    await fusion.run(
+        "b",
+        lambda: run_step.begin(trainer, [optim_step(1)], state, Gradient(1, 0)),
+        lambda run: run_step.finish(trainer, run),
+        nothing,
+    )
+    assert trainer.num_micro_batches <= 1, "that of the large step had begun"
+    await large
+
+
+async def test_micro_batches_are_smaller_while_several_tenants_are_there(fusion: Fusion) -> None:
+    trainer, tenants = fusion.trainer, Tenants(fusion)
+    assert isinstance(trainer, Noting)
+    await tenants.all(("a", "large", 6), ("a", "another", 6))
+    assert set(trainer.budgets) == {BUDGET}
+    await tenants.all(("a", "large", 6), ("b", "small", 1))
+    assert trainer.budgets[-1] == BUDGET / 2
 
 
 # ---- what a trainer takes -------------------------------------------------------------------------------------------
