@@ -62,6 +62,7 @@ class BuiltService:
     counters: Callable[[], dict[str, float]] = field(default=dict)
     on_adapter_new: Callable[[AdapterNew], None] | None = None
     has_room: Callable[[], bool] = lambda: True
+    takes_leftovers: Callable[[], bool] = lambda: False
     close: Sequence[Callable[[], Awaitable[None]]] = ()
 
 
@@ -176,6 +177,7 @@ def _worker(settings: Settings, bus: Bus, service: BuiltService, reporter: Repor
         progress_s=service.progress_s,
         on_adapter_new=service.on_adapter_new,
         has_room=service.has_room,
+        takes_leftovers=service.takes_leftovers,
     )
 
 

@@ -89,10 +89,12 @@ class Underway:
         self._ended.set()
         self._changed.set()
 
-    async def one_ended(self) -> None:
-        """Waits until the next delivery ends."""
+    async def one_ended(self, timeout_s: float | None = None) -> None:
+        """Waits until the next delivery ends, or the time is over."""
         self._ended.clear()
-        await self._ended.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
 
     async def changed(self, timeout_s: float) -> None:
         """Waits until an orphan advances or a delivery ends."""

@@ -44,6 +44,7 @@ from common.underway import Active, Inbox, Underway
 MAX_ATTEMPTS = 3
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
+LOOK_FOR_LEFTOVERS_S = 0.02
 
 Beat = Callable[[], None]
 M = TypeVar("M", bound=Message)
@@ -136,9 +137,11 @@ class Worker:
         unavailable_limit_s: float = 600.0,
         on_adapter_new: Callable[[AdapterNew], None] | None = None,
         has_room: Callable[[], bool] = lambda: True,
+        takes_leftovers: Callable[[], bool] = lambda: False,
     ) -> None:
         """`reporter.slots` deliveries, and `ahead` more, are with the handler at once, fewer while `has_room` says no: asked after
-        each that ends.
+        each that ends. While `takes_leftovers` says yes it takes even then, one at a time, what lies in its inboxes: Redis gives a new
+        entry at once to a worker that waits for one, so an idle worker does not want it.
 
         `drain_s`: how long SIGTERM lets work finish before hand-back. `progress_s`: time between two writes of the progress of
         work under way, if the handler gives any; 0: none is kept.
@@ -157,6 +160,7 @@ class Worker:
         self._unavailable_limit_s = unavailable_limit_s
         self._on_adapter_new = on_adapter_new
         self._has_room = has_room
+        self._takes_leftovers = takes_leftovers
         self._underway = Underway()
         self._voided = Voided()
         self._settler = Settler(bus, reporter)
@@ -213,12 +217,14 @@ class Worker:
         while True:
             if self._takeover.running_alone or self._free <= 0:
                 self._drained = False  # what comes meanwhile is read in order
-                await (self._takeover.over() if self._takeover.running_alone else self._underway.one_ended())
+            if self._takeover.running_alone:
+                await self._takeover.over()
                 continue
-            found = await self._next()
+            found = await (self._next() if self._free > 0 else self._leftovers())
             await self._takeover.over()
             for delivery in found:
                 self._begin(delivery)
+            await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
 
     async def _next(self) -> list[Delivery]:
         """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not."""
@@ -233,6 +239,18 @@ class Worker:
         count = min(max(1, free // len(streams)), at_once)
         found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
         self._drained = len(found) < count
+        return found
+
+    async def _leftovers(self) -> list[Delivery]:
+        """Reads an entry that no idle worker wants, if one is there and may be taken. Else waits until a delivery ends, or to look
+        again."""
+        if len(self._underway) >= self._most or not self._takes_leftovers():
+            await self._underway.one_ended()
+            return []
+        streams = [inbox.stream for inbox in self._inboxes]
+        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1)
+        if not found and self._free <= 0:
+            await self._underway.one_ended(LOOK_FOR_LEFTOVERS_S)
         return found
 
     def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":

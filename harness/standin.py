@@ -223,6 +223,7 @@ class FixedSlots:
     rollout: int = 64
     trainer: int = 1
     env: int = 64
+    trainers: int = 1  # that have these slots
     workers: list[WorkerReport] = field(default_factory=list[WorkerReport])
 
     def working(self, service: str | None = None) -> list[WorkerReport]:
@@ -233,6 +234,9 @@ class FixedSlots:
 
     def slots(self, service: str) -> int:
         return {"rollout": self.rollout, "trainer": self.trainer, "env": self.env}[service]
+
+    def num_workers(self, service: str) -> int:
+        return self.trainers if service == "trainer" else 1
 
     def kv_tokens(self) -> int | None:
         return None

@@ -92,6 +92,9 @@ class Cluster:
         """Pieces of work that the live workers of a service can do at once."""
         return sum(worker.slots for worker in self.working(service))
 
+    def num_workers(self, service: str) -> int:
+        return len(self.working(service))
+
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: an engine does not announce it."""
         announced = [worker.kv_tokens for worker in self.working("rollout")]

@@ -126,6 +126,7 @@ class Training(msgspec.Struct, frozen=True):
     num_failed: int = 0  # trajectories that failed since the step before
     failed_reason: str = ""  # the commonest
     drops: tuple[int, ...] = ()  # versions that go once this one is committed
+    tokens: int = 0  # of all its rows, prompts included
 
 
 class EvalTally(msgspec.Struct):

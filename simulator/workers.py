@@ -240,7 +240,8 @@ class TrainerWorker:
     """Computes operations by age, one after another, and commits each while it computes the next.
 
     Steps that are trained together share micro-batches, but the oldest first: they end in order of their age, and what each
-    takes is its tokens. It takes operations while it has slots, and no more than its window of tokens.
+    takes is its tokens. It takes operations while it has slots, and no more than its window of tokens. Real trainers let a tenant's
+    shorter step overtake another's longer one, and take more for that; what jobs of like steps wait for is the same.
     """
 
     host: Host

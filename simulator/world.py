@@ -109,6 +109,10 @@ class World:
             "trainer": size.trainer * size.trainer_slots,
         }[service]
 
+    def num_workers(self, service: str) -> int:
+        size = self.calibration.size
+        return {"rollout": size.rollout, "env": size.env, "trainer": size.trainer}[service]
+
     def kv_tokens(self) -> int | None:
         return None
 

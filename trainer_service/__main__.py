@@ -60,6 +60,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
         resident=handler.resident,
         counters=handler.counters,
         has_room=handler.has_room,
+        takes_leftovers=handler.takes_leftovers,
     )
 
 

@@ -2,21 +2,27 @@
 
 waits for: a step (a TrainStep, or a stretch of a run's operations)   unblocked by: the handlers
 
-Steps are served by age, so none waits for the slowest, and none is overtaken for ever. The error of a step goes to its own
-caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a fault of ours) makes each step
-begin again, alone, so that only the step that causes it fails.
+A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
+time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more than the
+least served one comes after it, so that none is overtaken for ever. The error of a step goes to its own caller. An error of a
+micro-batch that cannot be put down to one step (memory that ran out, a fault of ours) makes each step begin again, alone, so that
+only the step that causes it fails.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from base_model.device import compute_clock
+from common.fairness import Fairness
 from common.messages import TrainStep
 from trainer_service.open_step import OpenBatch, Trained, TrainState
+from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
 
@@ -27,6 +33,11 @@ class Opened(Protocol):
     def opened(self) -> OpenBatch: ...
 
 
+AHEAD = 8
+"""Micro-batches that a tenant may be served more than another that waits."""
+SHARED_S, SHARED_PART = 10.0, 0.5
+"""So long after steps of several tenants were there together, a micro-batch takes this part of the budget: whoever comes waits for one."""
+
 T = TypeVar("T")
 O = TypeVar("O", bound=Opened)  # noqa: E741
 log = structlog.get_logger()
@@ -36,12 +47,17 @@ log = structlog.get_logger()
 class _Member:
     """A step that a caller waits for."""
 
+    tenant: str
     begin: Callable[[], Opened]
     finish: Callable[[Any], object]
     beat: Callable[[], None]
     result: "asyncio.Future[Any]"
     step: Opened | None = None
     alone: bool = False
+
+    @property
+    def tokens_left(self) -> int:
+        return 0 if self.step is None else self.step.opened.tokens_left
 
 
 @dataclass(slots=True)
@@ -53,18 +69,20 @@ class Fusion:
     """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
+    _served: Fairness = field(default_factory=Fairness)  # tokens computed for each tenant
+    _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
 
     async def train(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
         """Trains the step; returns its result, and raises as `Trainer.begin` and `finish`."""
-        return await self.run(lambda: self.trainer.begin(message, state), self.trainer.finish, beat)
+        return await self.run(message.tenant, lambda: self.trainer.begin(message, state), self.trainer.finish, beat)
 
-    async def run(self, begin: Callable[[], O], finish: Callable[[O], T], beat: Callable[[], None]) -> T:
-        """Opens a step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run in the
-        computing thread. `finish` closes the step. `beat` is called after every micro-batch.
+    async def run(self, tenant: str, begin: Callable[[], O], finish: Callable[[O], T], beat: Callable[[], None]) -> T:
+        """Opens a tenant's step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run
+        in the computing thread. `finish` closes the step. `beat` is called after every micro-batch.
 
         `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
         """
-        member = _Member(begin, finish, beat, asyncio.get_running_loop().create_future())
+        member = _Member(tenant, begin, finish, beat, asyncio.get_running_loop().create_future())
         self._members.append(member)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -104,13 +122,35 @@ class Fusion:
                     outcomes[member] = began
                 else:
                     member.step = began
-        company = [m for m in members if m not in outcomes]
-        company = company[:1] if company and company[0].alone else [m for m in company if not m.alone]
-        return outcomes | self._micro_batch(company) | self._finish(company)
+        outcomes |= self._finish([m for m in members if m not in outcomes])
+        if outcomes:
+            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none
+        company = members[:1] if members[0].alone else self._in_turn([m for m in members if not m.alone])
+        return self._micro_batch(company) | self._finish(company)
 
-    def _micro_batch(self, company: list[_Member]) -> "dict[_Member, object]":
-        steps = [m.step.opened for m in company if m.step is not None and not m.step.opened.done]
-        failed = _tried(lambda: self.trainer.micro_batch(steps)) if steps else None
+    def _in_turn(self, company: Sequence[_Member]) -> list[_Member]:
+        """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
+        more than another come last."""
+        tenants = {member.tenant for member in company}
+        self._served.busy(tenants)
+        if len(tenants) > 1:
+            self._shared_at = time.monotonic()
+        times = {tenant: self._served.virtual_time(tenant) for tenant in tenants}
+        most = min(times.values(), default=0.0) + AHEAD * self.trainer.budget.tokens
+        to_go: Counter[str] = Counter()
+        keys: dict[_Member, tuple[float, int]] = {}
+        for member in company:
+            to_go[member.tenant] += member.tokens_left
+            served = times[member.tenant]
+            keys[member] = (served if served > most else 0.0, to_go[member.tenant])
+        return sorted(company, key=keys.__getitem__)
+
+    def _micro_batch(self, company: Sequence[_Member]) -> "dict[_Member, object]":
+        going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
+        before = [one.sums.num_forward for _, one in going]
+        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], self._budget())) if going else None
+        for (tenant, one), num_forward in zip(going, before, strict=True):
+            self._served.charge(tenant, one.sums.num_forward - num_forward, 1.0)
         if failed is None:
             return {}
         log.warning("micro_batch_failed", num_jobs=len(company), reason=f"{type(failed).__name__}: {failed}")
@@ -120,7 +160,12 @@ class Fusion:
             member.alone = True
         return outcomes
 
-    def _finish(self, company: list[_Member]) -> "dict[_Member, object]":
+    def _budget(self) -> Budget:
+        budget = self.trainer.budget
+        shared = time.monotonic() - self._shared_at < SHARED_S
+        return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
+
+    def _finish(self, company: Sequence[_Member]) -> "dict[_Member, object]":
         done = [(m, m.step) for m in company if m.step is not None and m.step.opened.done]
         return {member: _tried(lambda member=member, step=step: member.finish(step)) for member, step in done}
 

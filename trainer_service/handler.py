@@ -30,6 +30,9 @@ from trainer_service.versions import Versions
 Outputs = list[tuple[str, Message]]
 Asked = Init | TrainStep | Operations | Forget
 BYTES_A_POSITION = 12  # of an operation's data, at least: a token, a target and a number
+LARGE = 16
+"""Micro-batches, as which a larger message counts among those that a trainer holds."""
+MOST_LARGE = 4
 log = structlog.get_logger()
 
 
@@ -64,7 +67,7 @@ class TrainHandler:
         self._runs = RunHandler(
             self._fusion, self._versions, base_model, worker=worker, cache_bytes=cache_bytes, fingerprints=fingerprints
         )
-        self._held_tokens = 0
+        self._held: list[int] = []  # tokens of each message
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
@@ -76,7 +79,7 @@ class TrainHandler:
         away or full after a few attempts: nothing is lost, deliver the message again.
         """
         num_tokens = _num_tokens(message)
-        self._held_tokens += num_tokens
+        self._held.append(num_tokens)
         try:
             match message:
                 case Operations():
@@ -86,7 +89,7 @@ class TrainHandler:
                 case _:
                     return await self._make_version(message, beat)
         finally:
-            self._held_tokens -= num_tokens
+            self._held.remove(num_tokens)
 
     async def _make_version(self, message: Init | TrainStep, beat: Callable[[], None]) -> Outputs:
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
@@ -103,7 +106,12 @@ class TrainHandler:
 
     def has_room(self) -> bool:
         """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
-        return self._held_tokens < WINDOW * self._trainer.budget.tokens
+        return sum(self._held) < WINDOW * self._trainer.budget.tokens
+
+    def takes_leftovers(self) -> bool:
+        """Whether it takes one message more that no other trainer waits for, so that a small one overtakes the large ones here."""
+        large = LARGE * self._trainer.budget.tokens
+        return sum(min(tokens, large) for tokens in self._held) < MOST_LARGE * large
 
     async def _delete(self, message: Forget, beat: Callable[[], None]) -> Outputs:
         """A version whose manifest cannot be read keeps its files, which costs space alone."""

@@ -86,6 +86,10 @@ class OpenBatch:
     def done(self) -> bool:
         return not self.queue
 
+    @property
+    def tokens_left(self) -> int:
+        return sum(map(len, self.queue))
+
     def fail(self, part: int, reason: str) -> None:
         """Makes a part fail; nothing of it needs to be computed any more."""
         self.failures[part] = reason

@@ -101,6 +101,7 @@ class RunHandler:
     async def _computed(self, message: Operations, gradient: Gradient, beat: Callable[[], None]) -> Computed:
         state, trainer = await self._versions.state(message.adapter, beat), self._fusion.trainer
         return await self._fusion.run(
+            message.tenant,
             lambda: run_step.begin(trainer, message.operations, state, gradient),
             lambda run: run_step.finish(trainer, run),
             beat,

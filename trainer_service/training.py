@@ -133,13 +133,14 @@ class Trainer:
             self._stacks[layout] = lora.AdapterStack(layout, self.backbone.device)
         return self._stacks[layout]
 
-    def micro_batch(self, opened: Sequence[OpenBatch]) -> None:
-        """Runs one forward and backward over some of the open sequences of these batches, oldest first; none of them is done.
+    def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
+        """Runs one forward and backward over some of the open sequences of these batches, first ones first; none of them is done.
+        `budget`: instead of its own.
 
         A part whose loss is not finite fails, and only that one.
         """
         start = time.perf_counter()
-        taken = self._take(opened)
+        taken = self._take(opened, budget or self.budget)
         sequences = self._sequences(taken)
         learns = taken[0][1][0].learns
         with torch.set_grad_enabled(learns):
@@ -151,11 +152,11 @@ class Trainer:
         _keep_logprobs(taken, logprobs_M.detach())
         _credit(taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, start)
 
-    def _take(self, opened: Sequence[OpenBatch]) -> Taken:
+    def _take(self, opened: Sequence[OpenBatch], budget: Budget) -> Taken:
         """Takes the next micro-batch out of the batches' queues."""
         queues = [one.queue for one in opened]
         padded = partial(next_micro_batch, exact=self.deterministic)
-        found = (padded if self.backbone.pads else next_pack)(queues, self.budget)
+        found = (padded if self.backbone.pads else next_pack)(queues, budget)
         taken = [(one, sequences) for one, sequences in zip(opened, found, strict=True) if sequences]
         for one, sequences in taken:
             gone = {id(tree) for tree in sequences}

@@ -199,10 +199,9 @@ class Job:
 
     @property
     def next_kv_tokens(self) -> float:
-        """Tokens whose keys and values the next group, or the next item of an evaluation, needs at once, estimated."""
-        hyper = self.spec.hyper
-        trained = 0 if self.spec.is_supervised else hyper.group_size  # nobody samples examples
-        return self.lengths.kv_tokens * (trained if self.wants_group() else hyper.eval_samples)
+        """Tokens whose keys and values rollout workers need at once for the next group, or item of an evaluation; estimated."""
+        hyper, sampled = self.spec.hyper, self.wants_group() and not self.spec.is_supervised
+        return self.lengths.kv_tokens * (hyper.group_size if sampled else hyper.eval_samples)
 
     def issue_eval(self, changes: Changes) -> None:
         """Publishes the next part of an evaluation: an item's sampled answers, or its greedy one."""
@@ -234,7 +233,7 @@ class Job:
             self._waste(entry, message.usage, changes)
             return
         changes.add_usage(self.spec.tenant, self.id, message.usage)
-        self.lengths.learn(message)
+        (self.lengths.learn_example if self.spec.is_supervised else self.lengths.learn)(message)
         if message.failure is None and not is_sound(message):
             broken = Failure("grader", f"reward {message.reward} or a log-prob is not a finite number of sensible size")
             message = msgspec.structs.replace(message, failure=broken, reward=None)
@@ -354,8 +353,8 @@ class Job:
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
-        failed = sum(state.reasons.values())
-        state.training = Training(step.id, keys, state.window, versions, failed, self._commonest_reason(), step.drops)
+        failed, why = sum(state.reasons.values()), self._commonest_reason()
+        state.training = Training(step.id, keys, state.window, versions, failed, why, step.drops, len(step.rows.tokens))
         state.window = step.next_group
         state.dropped = [number for number in state.dropped if number >= state.window]
         state.drawn = max(0, state.next_group - state.window)

@@ -1,4 +1,4 @@
-"""Estimates the tokens of a job's trajectories under way from those that settled lately."""
+"""Estimates the tokens of a job's trajectories under way, or of a supervised job's examples, from those that settled lately."""
 
 import math
 
@@ -23,6 +23,12 @@ class Lengths:
     def kv_tokens(self) -> float:
         """Keys and values that an engine sets aside for a turn: for the tokens before it, and for its longest answer."""
         return min(self._before_turn + self._max_tokens, self._max_context)
+
+    def learn_example(self, message: ScoredTrajectory) -> None:
+        """Takes in the length of an example; a rollout worker that measures one prefills all of it. One that failed has none."""
+        if length := len(message.tokens):
+            self._before_turn += (SMOOTHING if self._before_turn else 1.0) * (length - self._before_turn)
+            self.tokens = self.kv_tokens
 
     def learn(self, message: ScoredTrajectory) -> None:
         usage = message.usage

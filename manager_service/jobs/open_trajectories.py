@@ -89,7 +89,12 @@ class OpenTrajectories:
     @property
     def num_waiting(self) -> int:
         """Trajectories issued and not back yet, evaluations included."""
-        return sum(len(group.waiting) for group in self.groups.values()) + len(self.evals)
+        return self.num_in_groups + len(self.evals)
+
+    @property
+    def num_in_groups(self) -> int:
+        """Those of them that are for training."""
+        return sum(len(group.waiting) for group in self.groups.values())
 
     @property
     def held_entries(self) -> set[str]:

@@ -322,13 +322,11 @@ class Owner:
         await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
 
     async def _look_at_env(self) -> None:
-        """Counts the trajectories with env workers, only when that decides whether more may be issued."""
+        """Counts the trajectories and examples with env workers, only when that decides whether more may be issued."""
         allocator, backlog = self._allocator, 0
-        if (
-            allocator.demand.hungry
-            and not allocator.policy.holds_slots
-            and not allocator.room(in_env=0, share=allocator.share)
-        ):
+        demand = allocator.demand
+        frees_slots = demand.rollouts.tenants and not allocator.policy.holds_slots
+        if demand.examples.tenants or (frees_slots and not allocator.room(in_env=0, share=allocator.share)):
             backlog = await self._bus.retrying(lambda: self._bus.client.xlen(self._cell.env))
         allocator.env_backlog = backlog
 

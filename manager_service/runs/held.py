@@ -1,5 +1,6 @@
 """Operations that a run holds, and what the run asks of them."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -26,3 +27,8 @@ def is_trainers(operation: Operation) -> bool:
 def for_trainer(operation: Operation, head: int) -> RunOperation:
     assert operation.action in ("forward", "forward_backward", "optim_step")
     return RunOperation(operation.seq, operation.action, operation.payload, answered=operation.seq < head)
+
+
+def num_tokens(operations: Iterable[Operation]) -> int:
+    """Positions of a message to a trainer, at least 1."""
+    return max(1, sum(operation.tokens for operation in operations))

@@ -116,6 +116,7 @@ class RunState(msgspec.Struct):
     head: int = 1  # number of the first operation that has no result
     attempt: int = 0  # number of the last message to a trainer
     sent: int = 0  # number of the last operation of the message that is with a trainer; 0: none is
+    sent_tokens: int = 0  # positions of that message
     sent_to: str = ""  # the one trainer that can carry it out; empty: any
     holder: str = ""  # the trainer with the gradient; empty: none
     held: int = 0  # that trainer's count of the operations in it

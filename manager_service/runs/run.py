@@ -19,7 +19,7 @@ from common.operations import Operation, OperationResult, Operations, Operations
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
-from manager_service.runs.held import HeldOperation, for_trainer, is_trainers, load_of
+from manager_service.runs.held import HeldOperation, for_trainer, is_trainers, load_of, num_tokens
 from manager_service.runs.names import give_name
 from manager_service.runs.records import SAVES, RunSpec, RunState, SamplerState
 from manager_service.runs.retention import Needs, Retention
@@ -96,12 +96,13 @@ class Run:
             queued=self.state.status == "queued",
             active=self.state.status in ("creating", "ready"),
             training=self.under_way,
+            training_tokens=self.state.sent_tokens if self.state.sent else 0,
             ready=bool(self._next()),
         )
 
     def ready_tokens(self) -> int:
         """Positions of the next message to a trainer, at least 1."""
-        return max(1, sum(operation.tokens for operation in self._next()))
+        return num_tokens(self._next())
 
     def copies(self) -> list[tuple[AdapterRef, bool]]:
         """Versions that this run is to copy, and whether with the optimiser's state."""
@@ -293,7 +294,7 @@ class Run:
         if not operations:
             return
         state.attempt += 1
-        state.sent = operations[-1].seq
+        state.sent, state.sent_tokens = operations[-1].seq, num_tokens(operations)
         if operations[0].action == "load":
             self._publish_load(operations[0], changes)
             return

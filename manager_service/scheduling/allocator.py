@@ -22,6 +22,7 @@ from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
     OVERSUBSCRIPTION,
+    examples_room,
     is_longest_waiting,
     kv_room,
     largest_group,
@@ -30,7 +31,7 @@ from manager_service.scheduling.fairness import (
 )
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
-from manager_service.scheduling.training_queue import ReadyBatch, TrainingQueue
+from manager_service.scheduling.training_queue import ReadyBatch, Room, TrainingQueue
 
 STEPS_PER_SLOT = 2
 """Batches under way for each trainer slot: one is trained, one waits."""
@@ -44,6 +45,10 @@ class Slots(Protocol):
 
     def slots(self, service: str) -> int:
         """Live slots of a service's workers."""
+        ...
+
+    def num_workers(self, service: str) -> int:
+        """Live workers of a service."""
         ...
 
     def kv_tokens(self) -> int | None:
@@ -76,10 +81,13 @@ class Allocator:
     other_weight: float = 0.0  # of active tenants that other owners have
     admits: Callable[[Job], bool] = lambda job: True
     """May the job's complete batch be published? If not, the job is looked at again once it may."""
-    env_backlog: int = 0  # entries of the cell's `env` stream: trajectories that are not at a rollout worker
+    env_backlog: int = (
+        0  # entries of the cell's `env` stream: trajectories that are not at a rollout worker, and examples
+    )
     demand: Demand = field(default_factory=Demand)
     _members: dict[str, Member] = field(default_factory=dict)
     _rollouts: Fairness = field(default_factory=Fairness)
+    _examples: Fairness = field(default_factory=Fairness)
     _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
     _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
@@ -189,11 +197,13 @@ class Allocator:
             self._look_at(self._members[name], now)
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
-        free = max(1, STEPS_PER_SLOT * self.cluster.slots("trainer")) - self.demand.num_training
+        slots = self.cluster.slots("trainer")
+        free = max(1, STEPS_PER_SLOT * slots) - self.demand.num_training
         if free <= 0 or not self.demand.ready:
             return
         self.queue.fairness.busy(self.demand.active)
-        for name in self.queue.take(free, now, self._weight):
+        room = Room(slots, self.cluster.num_workers("trainer"), self.demand.handed.copy())
+        for name in self.queue.take(free, now, self._weight, room):
             self._guarded(self._members[name], now, changes, self._publish_step)
 
     def _publish_step(self, job: Member, now: float, changes: Changes) -> None:
@@ -208,7 +218,9 @@ class Allocator:
 
     def _issue(self, now: float, changes: dict[int, Changes]) -> None:
         demand = self.demand
-        if not demand.hungry:
+        if demand.examples.tenants:
+            self._issue_examples(now, changes)
+        if not demand.rollouts.tenants:
             return
         self._rollouts.busy(demand.tenants())
         share = self.share
@@ -216,15 +228,47 @@ class Allocator:
         left = self.room(self.in_env, share)
         if left <= 0:
             return
-        virtual = {t: self._virtual_time(t) for t in demand.hungry if self._within_quota(t, now, changes)}
+        virtual = {t: self._virtual_time(t) for t in demand.rollouts.tenants if self._within_quota(t, now, changes)}
         serve(virtual, lambda tenant: self._grant(tenant, share, now, changes), left)
+
+    def _issue_examples(self, now: float, changes: dict[int, Changes]) -> None:
+        """Issues examples of supervised jobs, which need no room of rollout workers and are no service of theirs."""
+        demand = self.demand
+        with_examples = demand.tenants_with_examples()
+        self._examples.busy(with_examples)
+        weight = sum(map(self._weight, with_examples))
+        everybody = sum(map(self._weight, with_examples | demand.tenants())) + self.other_weight
+        num_open = demand.open_examples.total()
+        left = examples_room(
+            slots=self.cluster.slots("env"),
+            open_examples=num_open,
+            others=max(0, self.env_backlog - num_open),
+            share=weight / everybody,
+            memory_used=self.memory_used,
+        )
+        waiting = (tenant for tenant in demand.examples.tenants if self._within_quota(tenant, now, changes))
+        virtual = {tenant: self._examples.virtual_time(tenant) for tenant in waiting}
+        serve(virtual, lambda tenant: self._grant_example(tenant, now, changes), left)
+
+    def _grant_example(self, tenant: str, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
+        """Issues the next example of the tenant's supervised job whose turn it is. Returns as `_grant`."""
+        name = self.demand.examples.next_job(tenant)
+        if name is None:
+            return None
+        job, before = self._members[name], self.demand.open_examples[tenant]
+        assert isinstance(job, Job)
+        self._guarded(job, now, changes, _issue_group)
+        self.demand.examples.granted(tenant, name)
+        issued = max(0, self.demand.open_examples[tenant] - before)
+        self._examples.charge(tenant, issued * job.lengths.tokens, self._weight(tenant))
+        return issued * job.lengths.tokens / self._weight(tenant), issued
 
     def _issue_first_groups(self, share: float, now: float, changes: dict[int, Changes]) -> None:
         """Issues one group for each tenant whose next job has had none, though earlier jobs fill the slots."""
         for tenant in dict.fromkeys(self.demand.fresh.values()):
             if self.room(self.in_env, share, FIRST_GROUPS) <= 0:
                 return
-            if self.demand.next_job(tenant) in self.demand.fresh and self._within_quota(tenant, now, changes):
+            if self.demand.rollouts.next_job(tenant) in self.demand.fresh and self._within_quota(tenant, now, changes):
                 self._grant(tenant, share, now, changes)
 
     def room(self, in_env: int, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
@@ -241,8 +285,9 @@ class Allocator:
 
     @property
     def in_env(self) -> int:
-        """Trajectories that env workers work on. Those that wait for an env slot count like those that wait for a rollout."""
-        return min(self.env_backlog, self.cluster.slots("env"))
+        """Trajectories, but for examples, that env workers work on. Those that wait for an env slot count like those that wait for
+        a rollout."""
+        return min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
 
     def _fits(self, job: Job, share: float) -> bool:
         """Is there room for the keys and values of what the job is issued next? What is alone under way always fits."""
@@ -257,7 +302,7 @@ class Allocator:
         If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. A job whose group never
         fits fails. Returns tokens over weight and trajectories that this added, or None if the tenant wants nothing.
         """
-        name = self.demand.next_job(tenant)
+        name = self.demand.rollouts.next_job(tenant)
         if name is None:
             return None
         job, before = self._members[name], self.demand.open_work
@@ -268,7 +313,7 @@ class Allocator:
         if not self._fits(job, share):
             return 0.0, sys.maxsize
         self._guarded(job, now, changes, _issue_one)
-        self.demand.granted(tenant, name)
+        self.demand.rollouts.granted(tenant, name)
         issued = self.demand.open_work - before
         return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
 
@@ -294,7 +339,7 @@ class Allocator:
     # ---- other owners -----------------------------------------------------------------------------------------------
 
     def active_weights(self, partitions: Iterable[int]) -> dict[int, float]:
-        """Weight of the tenants with work under way or wanted, by partition."""
+        """Weight of the tenants with rollouts under way or wanted, by partition."""
         weights = dict.fromkeys(partitions, 0.0)
         for tenant in self.demand.tenants():
             weights[partition_of(tenant)] += self._weight(tenant)
@@ -351,10 +396,15 @@ def _ready_tokens(member: Member) -> int:
 
 def _issue_one(job: Member, _now: float, changes: Changes) -> None:
     assert isinstance(job, Job)
-    if job.wants_group():
+    if job.wants_group() and not job.spec.is_supervised:
         job.issue_group(changes)
     else:
         job.issue_eval(changes)
+
+
+def _issue_group(job: Member, _now: float, changes: Changes) -> None:
+    assert isinstance(job, Job)
+    job.issue_group(changes)
 
 
 def _age(job: Member) -> tuple[int, str]:

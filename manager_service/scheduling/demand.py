@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from manager_service.jobs.job import Job
 from manager_service.scheduling.fairness import is_longest_waiting
 from manager_service.scheduling.members import Urgency, View
+from manager_service.scheduling.training_queue import Handed
 
 
 def view_of(job: Job) -> View:
-    status, waiting, training = job.state.status, job.num_waiting, job.state.training is not None
+    status, training, supervised = job.state.status, job.state.training, job.spec.is_supervised
     ready, running = job.next_batch() is not None, status == "running"
+    examples = job.open.num_in_groups if supervised else 0
+    waiting = job.num_waiting - examples
+    group = (*job.spec.urgency, 0, job.groups_missing()) if job.wants_group() else None
+    evaluation = (*job.spec.urgency, 1, 0) if job.wants_eval() else None
     return View(
         tenant=job.spec.tenant,
         queued=status == "queued",
@@ -26,17 +31,14 @@ def view_of(job: Job) -> View:
         waiting=waiting,
         tokens=waiting * job.lengths.tokens,
         kv_tokens=waiting * job.lengths.kv_tokens,
-        training=training,
+        training=training is not None,
+        training_tokens=training.tokens if training else 0,
         ready=ready,
-        urgency=_urgency(job),
-        fresh=job.state.next_group == 0 and job.wants_group(),
+        urgency=evaluation if supervised else group or evaluation,
+        fresh=job.state.next_group == 0 and group is not None and not supervised,
+        examples=examples,
+        example_urgency=group if supervised else None,
     )
-
-
-def _urgency(job: Job) -> Urgency | None:
-    if job.wants_group():
-        return (*job.spec.urgency, 0, job.groups_missing())
-    return (*job.spec.urgency, 1, 0) if job.wants_eval() else None
 
 
 @dataclass(slots=True)
@@ -82,11 +84,47 @@ class TenantDemand:
 
 
 @dataclass(slots=True)
+class Wishes:
+    """Jobs that want something of one kind issued, by tenant."""
+
+    tenants: dict[str, TenantDemand] = field(default_factory=dict)
+    _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
+
+    def add(self, tenant: str, job: str, urgency: Urgency | None) -> None:
+        if urgency is not None:
+            self.tenants.setdefault(tenant, TenantDemand()).add(job, urgency)
+
+    def remove(self, tenant: str, job: str, urgency: Urgency | None, *, leaves: bool) -> None:
+        """`leaves`: the job wants nothing more of this kind."""
+        if urgency is None:
+            return
+        self.tenants[tenant].remove(job, urgency, leaves=leaves)
+        if not self.tenants[tenant].line:
+            del self.tenants[tenant]
+
+    def next_job(self, tenant: str) -> str | None:
+        """The tenant's job whose turn it is."""
+        wanted = self.tenants.get(tenant)
+        return wanted.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if wanted else None
+
+    def granted(self, tenant: str, job: str) -> None:
+        """Moves a job that had its turn to the end of the line."""
+        self._turns[tenant] += 1
+        wanted = self.tenants.get(tenant)
+        if wanted is not None and job in wanted.line:
+            wanted.line.move_to_end(job)
+
+    def forget(self, tenant: str) -> None:
+        del self._turns[tenant]
+
+
+@dataclass(slots=True)
 class Demand:
     """The sums over all views. Only `update` changes them."""
 
     open_work: int = 0
     num_training: int = 0
+    handed: Handed = field(default_factory=Handed)
     num_running: int = 0
     waiting: Counter[str] = field(default_factory=Counter)  # tenant -> trajectories under way
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -96,9 +134,10 @@ class Demand:
     behind: Counter[str] = field(default_factory=Counter)  # tenant -> jobs that sample what they must train next
     queued: dict[str, "OrderedDict[str, None]"] = field(default_factory=dict)  # tenant -> jobs, oldest first
     ready: dict[str, str] = field(default_factory=dict)  # job -> tenant
-    hungry: dict[str, TenantDemand] = field(default_factory=dict)  # tenant -> jobs that want something issued
+    rollouts: Wishes = field(default_factory=Wishes)
+    examples: Wishes = field(default_factory=Wishes)  # of supervised jobs, for their steps
+    open_examples: Counter[str] = field(default_factory=Counter)  # tenant -> those under way; of tenants that have some
     fresh: dict[str, str] = field(default_factory=dict)  # job -> tenant, of those that want their first group
-    _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
     _views: dict[str, View] = field(default_factory=dict)
     _jobs: dict[str, set[str]] = field(default_factory=dict)  # of each tenant
 
@@ -106,30 +145,21 @@ class Demand:
         """Replaces the view of a job. None: the job is gone."""
         old = self._views.pop(job, None)
         if old is not None:
-            stays = view is not None and view.tenant == old.tenant and view.urgency is not None
-            self._subtract(job, old, stays_hungry=stays)
+            self._subtract(job, old, view if view is not None and view.tenant == old.tenant else None)
         if view is not None:
             self._views[job] = view
             self._add(job, view)
 
     def tenants(self) -> set[str]:
-        """Tenants with work under way or wanted."""
-        return {tenant for tenant, waiting in self.waiting.items() if waiting} | self.hungry.keys()
+        """Tenants with rollouts under way or wanted."""
+        return {tenant for tenant, waiting in self.waiting.items() if waiting} | self.rollouts.tenants.keys()
+
+    def tenants_with_examples(self) -> set[str]:
+        """Tenants with examples under way or wanted."""
+        return self.open_examples.keys() | self.examples.tenants.keys()
 
     def jobs_of(self, tenant: str) -> Set[str]:
         return self._jobs.get(tenant, frozenset())
-
-    def next_job(self, tenant: str) -> str | None:
-        """The tenant's job whose turn it is, among those that want something issued."""
-        wanted = self.hungry.get(tenant)
-        return wanted.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if wanted else None
-
-    def granted(self, tenant: str, job: str) -> None:
-        """Moves a job that had its turn to the end of the line."""
-        self._turns[tenant] += 1
-        wanted = self.hungry.get(tenant)
-        if wanted is not None and job in wanted.line:
-            wanted.line.move_to_end(job)
 
     def _add(self, job: str, view: View) -> None:
         tenant = view.tenant
@@ -141,10 +171,11 @@ class Demand:
             self.ready[job] = tenant
         if view.fresh:
             self.fresh[job] = tenant
-        if view.urgency is not None:
-            self.hungry.setdefault(tenant, TenantDemand()).add(job, view.urgency)
+        self.rollouts.add(tenant, job, view.urgency)
+        self.examples.add(tenant, job, view.example_urgency)
 
-    def _subtract(self, job: str, view: View, *, stays_hungry: bool) -> None:
+    def _subtract(self, job: str, view: View, next_one: View | None) -> None:
+        """`next_one`: that is added in its place, of the same tenant."""
         tenant = view.tenant
         self._count(view, -1)
         self._jobs[tenant].discard(job)
@@ -156,12 +187,14 @@ class Demand:
                 del self.queued[tenant]
         self.ready.pop(job, None)
         self.fresh.pop(job, None)
-        if view.urgency is not None:
-            self.hungry[tenant].remove(job, view.urgency, leaves=not stays_hungry)
-            if not self.hungry[tenant].line:
-                del self.hungry[tenant]
+        self.rollouts.remove(tenant, job, view.urgency, leaves=next_one is None or next_one.urgency is None)
+        self.examples.remove(
+            tenant, job, view.example_urgency, leaves=next_one is None or next_one.example_urgency is None
+        )
         if not self.active[tenant] and tenant not in self.queued:
-            del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant], self._turns[tenant]
+            del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant]
+            self.rollouts.forget(tenant)
+            self.examples.forget(tenant)
 
     def _count(self, view: View, sign: int) -> None:
         tenant = view.tenant
@@ -171,6 +204,11 @@ class Demand:
         self.tokens[tenant] = self.tokens[tenant] + sign * view.tokens if self.waiting[tenant] else 0.0
         self.kv_tokens = self.kv_tokens + sign * view.kv_tokens if self.open_work else 0.0
         self.num_training += sign * view.training
+        if view.training:
+            (self.handed.add if sign > 0 else self.handed.remove)(tenant, view.training_tokens)
         self.num_running += sign * view.running
+        self.open_examples[tenant] += sign * view.examples
+        if not self.open_examples[tenant]:
+            del self.open_examples[tenant]
         self.active[tenant] += sign * view.active
         self.behind[tenant] += sign * view.behind

@@ -59,6 +59,18 @@ def room(
     return max(0 if open_work else 1, int(capacity * share) - open_work)
 
 
+def examples_room(*, slots: int, open_examples: int, others: int, share: float, memory_used: float) -> int:
+    """Examples of supervised jobs that env workers may be given now. `slots`: of all env workers.
+
+    `others`: all other entries that wait for env workers or are with them. `share`: of the tenants with examples among all, by weight.
+    Examples have that share of the slots, and what the others leave idle.
+    """
+    if memory_used > MAX_MEMORY_USED or not slots:
+        return 0
+    capacity = OVERSUBSCRIPTION * slots
+    return max(0 if open_examples else 1, int(max(capacity * share, capacity - others)) - open_examples)
+
+
 def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:
     """Tokens of keys and values for which there is still room. `kv_tokens`: capacity of the engines; None: unknown.
 

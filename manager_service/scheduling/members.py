@@ -20,12 +20,15 @@ class View:
     active: bool = False  # counts towards the tenant's concurrent jobs
     running: bool = False
     behind: bool = False  # samples what it must train next
-    waiting: int = 0  # trajectories under way
+    waiting: int = 0  # trajectories under way, but for examples of a supervised job's steps
     tokens: float = 0.0  # that the waiting trajectories will use, estimated
     kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
-    training: bool = False  # a TrainStep is under way
+    training: bool = False  # a trainer has a message of it
+    training_tokens: int = 0  # of that message
     ready: bool = False  # a TrainStep could be published
-    urgency: Urgency | None = None  # None: wants nothing issued
+    urgency: Urgency | None = None  # None: wants nothing issued that rollout workers compute
+    examples: int = 0  # of a supervised job's steps, under way: env workers alone see them
+    example_urgency: Urgency | None = None  # None: wants no example issued
     fresh: bool = False  # wants its first group
 
 

@@ -7,7 +7,8 @@
     hrrn      highest response ratio next (Brinch Hansen 1971): (wait + service) / service
 
 `fused` and `drr` share by the tenants' weights. Among a tenant's own batches, priorities and deadlines decide, but every
-fourth time the one that waits longest is next, so that none starves. The other disciplines do not look at tenants.
+fourth time the one that waits longest is next, so that none starves. They also bound what trainers have of one tenant at a time
+(`Room`), for what was handed over is before the batches of a tenant that comes later. The other disciplines do not look at tenants.
 """
 
 import heapq
@@ -24,6 +25,8 @@ Discipline = Literal["fused", "fifo", "drr", "shortest", "hrrn"]
 DISCIPLINES: tuple[Discipline, ...] = get_args(Discipline)
 Weight = Callable[[str], float]
 
+TOKENS_A_SLOT = 1024
+"""For each trainer slot: a tenant of whom trainers have fewer tokens may always hand over one batch more."""
 FIRST_RATE = 5000.0
 """Tokens a second that a trainer is assumed to train until its rate is measured."""
 
@@ -37,6 +40,45 @@ class ReadyBatch:
     since: float  # when it was complete, seconds
     tokens: int  # of all its rows, prompts included
     urgency: tuple[float, ...] = ()  # smaller first among a tenant's own
+
+
+@dataclass(slots=True)
+class Handed:
+    """The batches that trainers have and have not answered, by tenant."""
+
+    batches: Counter[str] = field(default_factory=Counter)  # how many; of tenants that have some
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    def add(self, tenant: str, tokens: int) -> None:
+        self.batches[tenant] += 1
+        self.tokens[tenant] += tokens
+
+    def remove(self, tenant: str, tokens: int) -> None:
+        self.batches[tenant] -= 1
+        self.tokens[tenant] -= tokens
+        if not self.batches[tenant]:
+            del self.batches[tenant], self.tokens[tenant]
+
+    def copy(self) -> "Handed":
+        return Handed(self.batches.copy(), self.tokens.copy())
+
+
+@dataclass(slots=True)
+class Room:
+    """Says which tenants may hand over more.
+
+    A tenant always has a batch for each trainer; if it is alone, another that waits, so that no trainer is idle meanwhile.
+    """
+
+    slots: float = math.inf  # of all trainers
+    workers: int = 1
+    handed: Handed = field(default_factory=Handed)
+
+    def has(self, tenant: str) -> bool:
+        if self.handed.tokens[tenant] < TOKENS_A_SLOT * self.slots:
+            return True
+        alone = self.handed.batches.keys() <= {tenant}
+        return self.handed.batches[tenant] < max(1, self.workers) * (2 if alone else 1)
 
 
 @dataclass(slots=True)
@@ -71,23 +113,23 @@ class TrainingQueue:
         """Notes how long a trainer was busy with what was handed over."""
         self._train_s += train_s
 
-    def take(self, num: int, now: float, weight: Weight) -> list[str]:
-        """Takes at most `num` batches out of the queue for the trainers. Returns their jobs."""
+    def take(self, num: int, now: float, weight: Weight, room: Room | None = None) -> list[str]:
+        """Takes at most `num` batches out of the queue for the trainers, and fills `room` with them. Returns their jobs."""
         if num <= 0 or not self.batches:
             return []
-        taken = self._chosen(num, now, weight)
+        taken = self._chosen(num, now, weight, room or Room())
         for batch in taken:
             self._handed_tokens += batch.tokens
             del self.batches[batch.job]
         return [batch.job for batch in taken]
 
-    def _chosen(self, num: int, now: float, weight: Weight) -> list[ReadyBatch]:
+    def _chosen(self, num: int, now: float, weight: Weight, room: Room) -> list[ReadyBatch]:
         batches = self.batches.values()
         match self.discipline:
             case "fused":
-                return take_fair(batches, self.fairness, self.turns, num, weight)
+                return take_fair(batches, self.fairness, self.turns, num, weight, room)
             case "drr":
-                return take_deficit(batches, self.deficits, self.turns, num, weight)
+                return take_deficit(batches, self.deficits, self.turns, num, weight, room)
             case "fifo":
                 return heapq.nsmallest(num, batches, key=lambda b: (b.since, b.job))
             case "shortest":
@@ -104,18 +146,22 @@ def response_ratio(batch: ReadyBatch, now: float, tokens_per_s: float) -> float:
 
 
 def take_fair(
-    batches: Iterable[ReadyBatch], fairness: Fairness, turns: Counter[str], num: int, weight: Weight
+    batches: Iterable[ReadyBatch], fairness: Fairness, turns: Counter[str], num: int, weight: Weight, room: Room
 ) -> list[ReadyBatch]:
-    """Takes a batch of the tenant that was charged least, again and again. Each batch is charged as it is taken."""
+    """Takes a batch of the tenant that was charged least and has room, again and again. Each batch is charged as it is taken."""
     waiting = _by_tenant(batches)
     heap = [(fairness.virtual_time(tenant), tenant) for tenant in waiting]
     heapq.heapify(heap)
     taken: list[ReadyBatch] = []
     while heap and len(taken) < num:
         _, tenant = heap[0]
+        if not room.has(tenant):
+            heapq.heappop(heap)
+            continue
         batch = _next_of(waiting[tenant], turns)
         assert batch is not None, "without a limit there is always one"
         taken.append(batch)
+        room.handed.add(tenant, batch.tokens)
         fairness.charge(tenant, batch.tokens, weight(tenant))
         if waiting[tenant]:
             heapq.heapreplace(heap, (fairness.virtual_time(tenant), tenant))
@@ -125,15 +171,17 @@ def take_fair(
 
 
 def take_deficit(
-    batches: Iterable[ReadyBatch], deficits: Deficits, turns: Counter[str], num: int, weight: Weight
+    batches: Iterable[ReadyBatch], deficits: Deficits, turns: Counter[str], num: int, weight: Weight, room: Room
 ) -> list[ReadyBatch]:
     """Lets each tenant in turn use a quantum of tokens times its weight, plus what it saved while it waited.
 
     The quantum is the largest batch over the smallest weight, so each turn serves a batch (the O(1) of the paper). A tenant
-    without a batch leaves the ring and loses its savings.
+    without a batch, or without room, leaves the ring and loses its savings.
     """
-    waiting = _by_tenant(batches)
+    waiting = {tenant: own for tenant, own in _by_tenant(batches).items() if room.has(tenant)}
     _enter(deficits, waiting)
+    if not waiting:
+        return []
     weights = {tenant: weight(tenant) for tenant in waiting}
     quantum = max(1, *(b.tokens for each in waiting.values() for b in each)) / min(weights.values())
     taken: list[ReadyBatch] = []
@@ -142,14 +190,16 @@ def take_deficit(
         if not deficits.began:
             deficits.tokens[tenant] += quantum * weights[tenant]
             deficits.began = True
-        batch = _next_of(waiting[tenant], turns, limit=deficits.tokens[tenant]) if waiting[tenant] else None
+        goes_on = waiting[tenant] and room.has(tenant)
+        batch = _next_of(waiting[tenant], turns, limit=deficits.tokens[tenant]) if goes_on else None
         if batch is not None:
             deficits.tokens[tenant] -= batch.tokens
+            room.handed.add(tenant, batch.tokens)
             taken.append(batch)
             continue
         deficits.ring.pop(0)
         deficits.began = False
-        if waiting[tenant]:
+        if goes_on:
             deficits.ring.append(tenant)
         else:
             del deficits.tokens[tenant]

@@ -129,6 +129,46 @@ async def test_a_worker_without_room_leaves_work_to_others(bus: Bus) -> None:
         assert len(full.seen) == 1
 
 
+async def test_a_worker_without_room_takes_what_nobody_else_waits_for_while_it_may(bus: Bus) -> None:
+    handler = Recorder(for_ever)
+    options: dict[str, Any] = {"has_room": lambda: False, "takes_leftovers": lambda: handler.running < 3}
+    async with working(bus, handler, slots=8, a_read=1, **options):
+        await bus.publish([(CELL.env, start(n)) for n in range(6)])
+        await until(lambda: handler.running == 3)
+        await asyncio.sleep(0.2)
+        assert handler.seen == [start(n).id for n in range(3)]
+        assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 3
+
+
+async def test_leftovers_fill_no_more_than_the_slots(bus: Bus) -> None:
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=2, a_read=1, has_room=lambda: False, takes_leftovers=lambda: True):
+        await bus.publish([(CELL.env, start(n)) for n in range(6)])
+        await until(lambda: handler.running == 2)
+        await asyncio.sleep(0.2)
+        assert handler.most_at_once == 2
+
+
+async def test_an_idle_worker_gets_a_new_entry_before_one_that_takes_leftovers(bus: Bus) -> None:
+    held: set[str] = set()
+
+    async def hold(message: Start, beat: Beat) -> None:
+        held.add(message.id)
+        await for_ever(message, beat)
+
+    full, idle = Recorder(hold), Recorder(at_once)
+    async with working(bus, full, name="full", a_read=1, has_room=lambda: False, takes_leftovers=lambda: True):
+        await bus.publish([(CELL.env, start(0))])
+        await until(lambda: held)
+        async with working(bus, idle, name="idle"):
+            await asyncio.sleep(0.2)  # it waits for work now
+            for n in range(1, 6):
+                await bus.publish([(CELL.env, start(n))])
+                await until(lambda n=n: len(idle.seen) + len(full.seen) == n + 1)
+                await asyncio.sleep(0.1)
+        assert idle.seen == [start(n).id for n in range(1, 6)]
+
+
 async def test_a_worker_that_takes_one_at_a_time_does_so_from_all_its_inboxes(bus: Bus) -> None:
     handler, own = Recorder(for_ever), CELL.trainer("w")
     inboxes = [Inbox(stream, GROUP_ENV, at_once=1) for stream in (own, CELL.env)]

@@ -8,8 +8,11 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.environments import SUPERVISED
+from common.messages import EnvSpec
 from harness.standin import FixedSlots, job_spec
-from manager_service.records import TenantRecord
+from manager_service.records import JobSpec, TenantRecord
+from manager_service.scheduling.fairness import examples_room
 from tests.support.owner_world import World
 
 SEEDS = st.integers(0, 10**9)
@@ -137,3 +140,93 @@ def test_a_job_begins_at_once_though_others_fill_the_slots_but_not_without_limit
         waiting = [name for name, job in world.jobs.items() if job.state.version == 0 and not world.issued[name]]
         assert not (has_room and waiting)
         assert world.open_work <= 33, "one group may begin where one trajectory has room"
+
+
+# ---- supervised jobs ------------------------------------------------------------------------------------------------
+
+
+def supervised(name: str, tenant: str, *, num_eval_items: int = 0, **hyper: Any) -> JobSpec:
+    """Its examples never visit a rollout worker, but for held-out ones."""
+    spec = job_spec(name, tenant, created_at=1, group_size=1, max_staleness=1, **hyper)
+    return msgspec.structs.replace(spec, env=EnvSpec(SUPERVISED), num_eval_items=num_eval_items)
+
+
+def rollouts_of(world: World, *tenants: str) -> list[int]:
+    """Groups that were issued to each tenant's jobs of rewards."""
+    return [world.issued[f"job-{tenant}"] for tenant in tenants]
+
+
+def test_examples_of_a_supervised_job_take_no_room_from_rollouts() -> None:
+    """Room for 12 trajectories, and for 1.5 x 100 tokens of keys and values."""
+    world = World(random.Random(1), cluster=SmallMemory(rollout=8, trainer=1, env=8, held=100))
+    world.add(supervised("learner", "a", batch_size=8, num_steps=200, max_tokens=1))
+    while len(world.examples) < 6:
+        world.turn()
+    world.add(job_spec("job-b", "b", created_at=2, batch_size=8, group_size=2, num_steps=1, max_tokens=10))
+    most = 0
+    while "job-b" in world.jobs:
+        world.turn()
+        demand = world.allocator.demand
+        most = max(most, demand.open_work)
+        assert demand.open_examples.total() == len(world.examples)
+        assert demand.open_work == world.open_work - len(world.examples)
+    assert most >= 12
+
+
+@settings(max_examples=10, deadline=None)
+@given(SEEDS)
+def test_a_supervised_job_leaves_its_tenants_share_of_rollouts_as_it_was(seed: int) -> None:
+    world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=1, env=4))
+    for tenant in ("a", "b"):
+        world.add(job_spec(f"job-{tenant}", tenant, created_at=1, batch_size=4000, group_size=2, num_steps=1))
+    world.add(supervised("learner", "a", batch_size=4, num_steps=1000))
+    for _ in range(800):
+        world.turn()
+    one, other = rollouts_of(world, "a", "b")
+    assert abs(one - other) <= 0.05 * (one + other) + 4
+    assert world.issued["learner"] > 50, "and it is not kept waiting"
+
+
+def test_a_supervised_job_goes_on_without_a_rollout_worker() -> None:
+    world = World(random.Random(1), cluster=FixedSlots(rollout=0, trainer=1, env=4))
+    world.add(supervised("learner", "a", batch_size=4, num_steps=5))
+    world.run()
+
+
+def test_held_out_examples_need_rollout_workers() -> None:
+    world = World(random.Random(1), cluster=FixedSlots(rollout=8, trainer=1, env=4))
+    world.add(supervised("learner", "a", batch_size=4, num_steps=5, num_eval_items=6))
+    world.run()
+    assert world.issued["learner"] == 20 + 2 * 6
+
+
+def test_a_tenant_with_examples_alone_takes_nothing_from_another_owners_rollouts() -> None:
+    world = World(random.Random(1))
+    world.add(supervised("learner", "a", batch_size=4, num_steps=50))
+    while not world.examples:
+        world.turn()
+    assert sum(world.allocator.active_weights(range(16)).values()) == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(slots=st.integers(1, 64), others=st.integers(0, 200), share=st.floats(0, 1), open_examples=st.integers(0, 200))
+def test_examples_have_their_tenants_share_of_env_workers_and_what_others_leave(
+    slots: int, others: int, share: float, open_examples: int
+) -> None:
+    how: dict[str, Any] = {"slots": slots, "others": others, "share": share, "open_examples": open_examples}
+    found = examples_room(memory_used=0.0, **how)
+    allowed = max(1.5 * slots * share, 1.5 * slots - others)
+    assert found == max(0 if open_examples else 1, int(allowed) - open_examples)
+    assert examples_room(memory_used=0.7, **how) == 0
+
+
+@settings(max_examples=10, deadline=None)
+@given(SEEDS)
+def test_tenants_share_env_workers_for_their_examples_by_weight(seed: int) -> None:
+    world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=4, env=4))
+    world.allocator.tenants = {name: TenantRecord(id=name, created_at=0, weight=w) for name, w in (("a", 3), ("b", 1))}
+    for tenant in ("a", "b"):
+        world.add(supervised(f"learner-{tenant}", tenant, batch_size=500, num_steps=100))
+    while world.issued["learner-a"] < 600:
+        world.turn()
+    assert abs(world.issued["learner-b"] - 200) <= 20

@@ -1,5 +1,6 @@
 """The sums over all jobs equal what a fresh look at each would give."""
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given
@@ -20,8 +21,11 @@ VIEWS = st.builds(
     tokens=st.integers(0, 1000).map(float),
     kv_tokens=st.integers(0, 1000).map(float),
     training=st.booleans(),
+    training_tokens=st.integers(0, 1000),
     ready=st.booleans(),
     urgency=URGENCY,
+    examples=st.integers(0, 16),
+    example_urgency=URGENCY,
 ).map(
     lambda view: replace(
         view,
@@ -42,6 +46,12 @@ def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
             now[job] = view
     assert demand.open_work == sum(v.waiting for v in now.values())
     assert demand.num_training == sum(v.training for v in now.values())
+    handed = Counter(v.tenant for v in now.values() if v.training)
+    tokens = {
+        tenant: sum(v.training_tokens for v in now.values() if v.training and v.tenant == tenant) for tenant in handed
+    }
+    assert (demand.handed.batches, demand.handed.tokens) == (handed, tokens)
+    assert demand.open_examples.total() == sum(v.examples for v in now.values())
     assert demand.num_running == sum(v.running for v in now.values())
     assert demand.kv_tokens == sum(v.kv_tokens for v in now.values())
     assert demand.ready == {job: v.tenant for job, v in now.items() if v.ready}
@@ -51,7 +61,10 @@ def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
         assert set(demand.queued.get(tenant, ())) == {job for job, v in mine.items() if v.queued}
         assert set(demand.jobs_of(tenant)) == set(mine)
         wanted = [v.urgency for v in mine.values() if v.urgency is not None]
-        first = demand.hungry[tenant].first() if tenant in demand.hungry else None
+        assert (tenant in demand.tenants_with_examples()) == any(
+            v.examples or v.example_urgency is not None for v in mine.values()
+        )
+        first = demand.rollouts.tenants[tenant].first() if tenant in demand.rollouts.tenants else None
         assert (first is None) == (not wanted)
         if first is not None:
             assert now[first].urgency == min(wanted)
@@ -75,9 +88,9 @@ def test_within_one_urgency_the_first_to_ask_is_served_first() -> None:
     demand = Demand()
     for job in ("x", "y"):
         demand.update(job, hungry(0, 4))
-    assert demand.next_job("a") == "x"
+    assert demand.rollouts.next_job("a") == "x"
     demand.update("x", View(tenant="a", active=True, waiting=8, tokens=8.0, urgency=(0, 4)))
-    assert demand.next_job("a") == "y", "having been served, x stands behind"
+    assert demand.rollouts.next_job("a") == "y", "having been served, x stands behind"
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 2)), min_size=1, max_size=8))
@@ -88,7 +101,7 @@ def test_of_a_tenants_jobs_the_most_urgent_goes_first_and_none_waits_longer_than
     for job, urgency in enumerate(urgencies):
         demand.update(str(job), hungry(*urgency))
     for turn in range(200):
-        name = demand.next_job("a")
+        name = demand.rollouts.next_job("a")
         assert name is not None
         if turn % LONGEST_WAITING_EVERY != LONGEST_WAITING_EVERY - 1:
             assert urgencies[int(name)] == min(urgencies)
@@ -96,7 +109,7 @@ def test_of_a_tenants_jobs_the_most_urgent_goes_first_and_none_waits_longer_than
         waited[int(name)] = 0
         # The owner looks at it again, and it wants more: it keeps its place in the line until `granted`
         demand.update(name, hungry(*urgencies[int(name)]))
-        demand.granted("a", name)
+        demand.rollouts.granted("a", name)
         assert max(waited) <= LONGEST_WAITING_EVERY * len(urgencies)
 
 
@@ -107,5 +120,5 @@ def test_a_job_that_wants_nothing_for_a_while_goes_to_the_end_of_the_line() -> N
     demand.update("x", View(tenant="a", active=True))
     demand.update("x", hungry(0, 4))
     for _ in range(LONGEST_WAITING_EVERY - 1):
-        demand.granted("a", "nobody")
-    assert demand.next_job("a") == "y"
+        demand.rollouts.granted("a", "nobody")
+    assert demand.rollouts.next_job("a") == "y"

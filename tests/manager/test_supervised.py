@@ -8,7 +8,7 @@ import pytest
 
 from common.bus import Bus
 from common.environments import SUPERVISED
-from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
+from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef, i32
 from common.objects import Objects
 from common.streams import Cell
 from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
@@ -127,6 +127,11 @@ def test_the_version_of_the_smallest_loss_is_the_best() -> None:
     assert changes.events[-1][1].message == "Evaluation of version 2: loss 0.7500 over 1 examples"
 
 
-def test_its_groups_need_no_room_in_an_engine() -> None:
-    job = Job(Cell("tiny"), supervised(), JobState(status="running", version=0), Items(), Items())
-    assert job.wants_group() and job.next_kv_tokens == 0
+def test_a_held_out_example_needs_keys_and_values_for_all_of_it() -> None:
+    job = Job(Cell("tiny"), supervised(max_tokens=1), JobState(status="running", version=0), Items(), Items())
+    before = job.lengths.kv_tokens
+    for length in (600, 400):
+        message = msgspec.structs.replace(measured(0, -1.0, 1), tokens=i32([1] * length), num_prompt=5, num_turns=1)
+        job.lengths.learn_example(message)
+    job.lengths.learn_example(measured(0, None, 1))  # failed: it has no length
+    assert before == 1 and 400 < job.next_kv_tokens == job.lengths.tokens <= 601

@@ -4,19 +4,26 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.standin import FixedSlots, job_spec
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
+from manager_service.records import JobState
+from manager_service.scheduling.allocator import Allocator
+from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.training_queue import (
     DISCIPLINES,
     Discipline,
     ReadyBatch,
+    Room,
     TrainingQueue,
     response_ratio,
 )
-from tests.support.owner_world import World
+from tests.support.owner_world import CELL, World
 
 SIZES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000)), min_size=1, max_size=12)
 STARVES_NOBODY: tuple[Discipline, ...] = ("fused", "fifo", "drr", "hrrn")
@@ -127,6 +134,65 @@ def test_priorities_and_deadlines_order_a_tenants_own_batches_and_no_others() ->
     assert taken(queue_of("fused", *own)) == ["high", "soon", "late"]
     both = queue_of("fused", *own, *(batch(f"b{n}", "b", n, 100, 9) for n in range(3)))
     assert [name[0] == "b" for name in taken(both)] == [False, True] * 3
+
+
+FAIR: tuple[Discipline, ...] = ("fused", "drr")
+
+
+@pytest.mark.parametrize("discipline", FAIR)
+def test_a_tenant_hands_over_few_large_batches_beside_others(discipline: Discipline) -> None:
+    large = [batch(f"a{n}", "a", n, 45_000) for n in range(32)]
+    small = [batch(f"b{n}", "b", 40 + n, 500) for n in range(8)]
+    queue, room = queue_of(discipline, *large, *small), Room(slots=64, workers=2)
+    assert sorted(queue.take(128, 0.0, same, room)) == ["a0", "a1", *(f"b{n}" for n in range(8))]
+    assert queue.take(128, 0.0, same, room) == []
+    room.handed.remove("a", 45_000)
+    assert queue.take(128, 0.0, same, room) == ["a2"]
+
+
+@pytest.mark.parametrize("discipline", FAIR)
+@pytest.mark.parametrize(("tokens", "most"), [(45_000, 4), (20_000, 4), (4_000, 17), (500, 64)])
+def test_a_tenant_alone_hands_over_enough_that_no_trainer_waits(discipline: Discipline, tokens: int, most: int) -> None:
+    """65,536 tokens, and always one batch that is computed by each trainer and one that waits."""
+    queue = queue_of(discipline, *(batch(f"{n}", "a", n, tokens) for n in range(100)))
+    assert len(queue.take(64, 0.0, same, Room(slots=64, workers=2))) == most
+
+
+def test_without_a_trainer_a_tenant_waits_with_one_batch_and_one_more() -> None:
+    queue = queue_of("fused", *(batch(f"{n}", "a", n) for n in range(5)))
+    assert len(queue.take(5, 0.0, same, Room(slots=0, workers=0))) == 2
+
+
+@pytest.mark.parametrize("discipline", ["fifo", "shortest", "hrrn"])
+def test_disciplines_that_do_not_look_at_tenants_have_no_bound(discipline: Discipline) -> None:
+    queue = queue_of(discipline, *(batch(f"{n}", "a", n, 45_000) for n in range(9)))
+    assert len(queue.take(9, 0.0, same, Room(slots=1))) == 9
+
+
+def test_what_trainers_have_of_a_tenant_is_bounded_and_known_to_the_next_owner() -> None:
+    """Steps of 4 x 180 trajectories of 3 tokens; 2 x 1,024 for the two slots, which would take four steps."""
+    world = World(random.Random(1), cluster=FixedSlots(rollout=4000, trainer=2, env=8))
+    for n in range(4):
+        world.add(job_spec(f"large-{n}", created_at=1, batch_size=4, group_size=180, num_steps=1))
+    most = 0
+    while world.jobs:
+        world.turn()
+        handed = world.allocator.demand.handed
+        most = max(most, handed.batches["acme"])
+        assert handed.tokens["acme"] == 4 * 180 * 3 * len(world.training)
+        if world.training:
+            assert heir_of(world).demand.handed == handed
+    assert most == 2
+
+
+def heir_of(world: World) -> Allocator:
+    """Of an owner that reads the jobs' records."""
+    heir, members = Allocator(world.cluster), MemberTable[Job]()
+    for job in world.jobs.values():
+        state = msgspec.json.decode(msgspec.json.encode(job.state), type=JobState)
+        members.add(Job(CELL, job.spec, state, Items(), Items()))
+    heir.follow(members, 0.0)
+    return heir
 
 
 @settings(max_examples=15, deadline=None)

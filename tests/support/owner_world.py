@@ -5,6 +5,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from common.environments import SUPERVISED
 from common.messages import AdapterUpdate, Init, Start, TrainStep, Usage
 from common.streams import Cell
 from harness.standin import FixedSlots, StandInEnv
@@ -30,6 +33,7 @@ class World:
     cluster: FixedSlots = field(default_factory=lambda: FixedSlots(rollout=8, trainer=1, env=8))
     jobs: MemberTable[Job] = field(default_factory=MemberTable[Job])
     in_env: list[Any] = field(default_factory=list)  # scored trajectories that still wait for their grader
+    examples: list[Any] = field(default_factory=list)  # of supervised jobs' steps, with env workers
     on_its_way: list[Any] = field(default_factory=list)
     issued: Counter[str] = field(default_factory=Counter)  # job -> groups for training
     started: list[str] = field(default_factory=list)
@@ -42,7 +46,7 @@ class World:
         self.allocator = Allocator(self.cluster, self.policy, TrainingQueue(self.discipline))
 
     def add(self, spec: JobSpec) -> Job:
-        job = Job(CELL, spec, JobState(), Items(), Items())
+        job = Job(CELL, spec, JobState(), Items(), Items([b"{}"] * spec.num_eval_items))
         job.queue(self.now, Changes())
         self.jobs.add(job)
         return job
@@ -60,10 +64,12 @@ class World:
         changes = {number: Changes() for number in range(16)}
         if self.in_env and self.rng.random() < 0.3:
             self.on_its_way.append(self.in_env.pop(self.rng.randrange(len(self.in_env))))
+        if self.examples and self.rng.random() < 0.5:
+            self._deliver(self.examples.pop(self.rng.randrange(len(self.examples))), changes)
         if self.on_its_way:
             self._deliver(self.on_its_way.pop(self.rng.randrange(len(self.on_its_way))), changes)
         self.allocator.follow(self.jobs, self.now)
-        self.allocator.env_backlog = len(self.in_env)
+        self.allocator.env_backlog = len(self.in_env) + len(self.examples)
         self.allocator.decide(self.now, changes)
         for change in changes.values():
             for _, message in change.published:
@@ -98,6 +104,9 @@ class World:
             case Start():
                 self.issued[message.job] += 1
                 scored = [StandInEnv(CELL).scored(message, sample) for sample in message.samples]
+                if message.env.name == SUPERVISED and message.purpose == "train":  # no rollout worker has seen it
+                    self.examples += [msgspec.structs.replace(one, usage=Usage()) for one in scored]
+                    return
                 for trajectory in scored:
                     (self.in_env if self.rng.random() < 0.5 else self.on_its_way).append(trajectory)
             case Init() | TrainStep():

@@ -185,8 +185,8 @@ def replace_optim(step: TrainStep, rate: float) -> TrainStep:
 class Breaking(Trainer):
     """Raises what nobody expects whenever a certain job takes part."""
 
-    def micro_batch(self, opened: Sequence[OpenBatch]) -> None:
-        Trainer.micro_batch(self, opened)
+    def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
+        Trainer.micro_batch(self, opened, budget)
         if any(one.state.spec == LORAS[1] for one in opened):
             raise MemoryError("no room for this one")
 

@@ -1,0 +1,206 @@
+"""Whose steps a trainer computes first: no tenant waits for another's large step, and none is overtaken for ever."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from base_model.decoder import Decoder
+from common.adapters import AdapterStore
+from common.bus import Bus
+from common.objects import Objects
+from common.operations import Operations
+from common.streams import GROUP_TRAINER, Cell
+from common.telemetry import Reporter
+from common.worker import Inbox, Worker
+from tests.common.test_worker import length, until
+from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
+from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from trainer_service import run_step
+from trainer_service.backbone.sequences import DecoderBackbone
+from trainer_service.fusion import AHEAD, Fusion
+from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
+from trainer_service.open_step import OpenBatch
+from trainer_service.packing import Budget
+from trainer_service.run_step import Gradient
+from trainer_service.training import Trainer
+
+BUDGET = 64
+
+
+@dataclass(slots=True)
+class Noting(Trainer):
+    num_micro_batches: int = 0
+    budgets: list[int] = field(default_factory=list[int])  # of each micro-batch
+
+    def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
+        self.num_micro_batches += 1
+        self.budgets.append((budget or self.budget).tokens)
+        Trainer.micro_batch(self, opened, budget)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_tiny()
+
+
+@pytest.fixture
+def fusion(decoder: Decoder) -> Fusion:
+    return Fusion(Noting(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False))
+
+
+class Tenants:
+    """Sends steps, and notes in which order they end."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self.sent: Counter[str] = Counter()  # tenant -> tokens
+        self.ends: list[str] = []
+
+    async def step(self, tenant: str, name: str, num_groups: int) -> None:
+        rows = make_rows(len(name), num_groups=num_groups, group_size=2)
+        self.sent[tenant] += len(rows.tokens)
+        state = self.fusion.trainer.init(make_init(name))
+        await self.fusion.train(make_step(0, rows, name, tenant=tenant), state, nothing)
+        self.ends.append(name)
+
+    async def all(self, *steps: tuple[str, str, int]) -> list[str]:
+        await asyncio.gather(*(self.step(*step) for step in steps))
+        return self.ends
+
+
+async def test_a_small_step_ends_before_another_tenants_large_one_that_came_first(fusion: Fusion) -> None:
+    assert await Tenants(fusion).all(("a", "large", 20), ("b", "small", 1)) == ["small", "large"]
+
+
+async def test_a_step_that_comes_late_overtakes_at_the_next_micro_batch(fusion: Fusion) -> None:
+    tenants, trainer = Tenants(fusion), fusion.trainer
+    assert isinstance(trainer, Noting)
+    large = asyncio.create_task(tenants.step("a", "large", 20))
+    while not trainer.num_micro_batches:
+        await asyncio.sleep(0.001)
+    await tenants.step("b", "small", 1)
+    assert tenants.ends == ["small"] and not large.done()
+    await large
+
+
+async def test_a_tenants_own_steps_are_computed_by_age(fusion: Fusion) -> None:
+    steps = ("a", "large", 6), ("a", "small", 1), ("b", "other", 3)
+    ends = await Tenants(fusion).all(*steps)
+    assert ends == ["other", "large", "small"]
+
+
+async def test_steps_of_one_size_are_computed_by_age(fusion: Fusion) -> None:
+    names = [f"{n}" for n in range(5)]
+    assert await Tenants(fusion).all(*((f"tenant-{name}", name, 4) for name in names)) == names
+
+
+async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion) -> None:
+    tenants = Tenants(fusion)
+    large = asyncio.create_task(tenants.step("a", "large", 30))
+    await asyncio.sleep(0)
+
+    async def flood(name: str) -> None:
+        while not large.done() and tenants.sent["b"] < 20 * tenants.sent["a"]:
+            await tenants.step("b", name, 1)
+
+    await asyncio.gather(*(flood(f"small-{n}") for n in range(4)))
+
+    assert large.done()
+    assert tenants.sent["b"] > AHEAD * BUDGET
+    assert tenants.sent["b"] < 2 * tenants.sent["a"] + (AHEAD + 4) * BUDGET
+
+
+async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusion) -> None:
+    tenants = Tenants(fusion)
+    await tenants.step("b", "before", 30)
+    large = asyncio.create_task(tenants.step("a", "large", 30))
+    await asyncio.sleep(0)
+    await tenants.step("b", "small", 1)
+    assert tenants.ends == ["before", "small"] and not large.done()
+    await large
+
+
+async def test_a_step_that_needs_no_forward_waits_for_no_micro_batch(fusion: Fusion) -> None:
+    trainer, tenants = fusion.trainer, Tenants(fusion)
+    assert isinstance(trainer, Noting)
+    state = trainer.init(make_run("run"))
+    large = asyncio.create_task(tenants.step("a", "large", 20))
+    await asyncio.sleep(0)
+    await fusion.run(
+        "b",
+        lambda: run_step.begin(trainer, [optim_step(1)], state, Gradient(1, 0)),
+        lambda run: run_step.finish(trainer, run),
+        nothing,
+    )
+    assert trainer.num_micro_batches <= 1, "that of the large step had begun"
+    await large
+
+
+async def test_micro_batches_are_smaller_while_several_tenants_are_there(fusion: Fusion) -> None:
+    trainer, tenants = fusion.trainer, Tenants(fusion)
+    assert isinstance(trainer, Noting)
+    await tenants.all(("a", "large", 6), ("a", "another", 6))
+    assert set(trainer.budgets) == {BUDGET}
+    await tenants.all(("a", "large", 6), ("b", "small", 1))
+    assert trainer.budgets[-1] == BUDGET / 2
+
+
+# ---- what a trainer takes -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handler(decoder: Decoder, tmp_path: Path) -> TrainHandler:
+    return TrainHandler(
+        Trainer(DecoderBackbone(decoder), Budget(BUDGET)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny"
+    )
+
+
+def operation(job: str, num_data: int) -> Operations:
+    data = [make_datum("cross_entropy", n, num_answer=40) for n in range(num_data)]
+    return stretch(forward_backward(1, "cross_entropy", *data), job=job)
+
+
+def large_operation(number: int) -> Operations:
+    return operation(f"run-{number}", LARGE * BUDGET // 40)
+
+
+async def test_a_trainer_takes_leftovers_until_it_holds_some_large_messages(handler: TrainHandler) -> None:
+    for number in range(MOST_LARGE):
+        await handler(make_run(f"run-{number}"), nothing)
+    held: list[asyncio.Task[Any]] = []
+    for number in range(MOST_LARGE):
+        assert handler.takes_leftovers()
+        held.append(asyncio.create_task(handler(large_operation(number), nothing)))
+        await asyncio.sleep(0)
+        assert not handler.has_room()
+    assert not handler.takes_leftovers()
+    await asyncio.gather(*held)
+    assert handler.takes_leftovers() and handler.has_room()
+
+
+async def test_a_trainer_that_is_full_of_one_tenant_takes_anothers_small_operation_and_ends_it_first(
+    bus: Bus, handler: TrainHandler
+) -> None:
+    cell, stop = Cell("tiny"), asyncio.Event()
+    for name in ("large", "small"):
+        await handler(make_run(name), nothing)
+    reporter, inboxes = Reporter("w", "trainer", "tiny", slots=8), [Inbox(cell.train, GROUP_TRAINER, at_once=1)]
+    room: Any = {"has_room": handler.has_room, "takes_leftovers": handler.takes_leftovers}
+    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, **room)
+    working = asyncio.create_task(worker.run(stop))
+
+    await bus.publish([(cell.train, operation("large", 50))])
+    await until(lambda: not handler.has_room())
+    await bus.publish([(cell.train, replace(operation("small", 1), tenant="other"))])
+    await until(lambda: length(bus, cell.adapters(3), 2), seconds=60)
+
+    answers = [message.job for _, message in await bus.follow(cell.adapters(3), "0", block_ms=1) if message]
+    assert answers == ["small", "large"]
+    stop.set()
+    await working
