@@ -36,7 +36,8 @@ class Opened(Protocol):
 AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
 SHARED_S, SHARED_PART = 10.0, 0.5
-"""So long after steps of several tenants were there together, a micro-batch takes this part of the budget: whoever comes waits for one."""
+"""So long after steps of several tenants were there together, a micro-batch of a large step takes this part of the budget: whoever
+comes waits for one."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=Opened)  # noqa: E741
@@ -148,7 +149,8 @@ class Fusion:
     def _micro_batch(self, company: Sequence[_Member]) -> "dict[_Member, object]":
         going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
-        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], self._budget())) if going else None
+        budget = self._budget(max((one.tokens_left for _, one in going), default=0))
+        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
         for (tenant, one), num_forward in zip(going, before, strict=True):
             self._served.charge(tenant, one.sums.num_forward - num_forward, 1.0)
         if failed is None:
@@ -160,9 +162,10 @@ class Fusion:
             member.alone = True
         return outcomes
 
-    def _budget(self) -> Budget:
+    def _budget(self, largest: int) -> Budget:
+        """That of the next micro-batch. `largest`: tokens of the step that has most of them to go."""
         budget = self.trainer.budget
-        shared = time.monotonic() - self._shared_at < SHARED_S
+        shared = time.monotonic() - self._shared_at < SHARED_S and largest > AHEAD * budget.tokens
         return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
 
     def _finish(self, company: Sequence[_Member]) -> "dict[_Member, object]":
