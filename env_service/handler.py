@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from common.environments import BUILT_IN, SUPERVISED, is_multi_turn
+from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
 from common.errors import InvalidInput, Permanent, Retryable
 from common.messages import (
     Failure,
@@ -86,7 +86,6 @@ class EnvHandler:
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._slots = Places(lambda: slots)
-        self._can_multi_turn = tokenizer.is_prefix_stable()
         tools = ("tool_turns", "sum_log_tool_s", "sum_squared_log_tool_s")
         names = ("starts", "start_s", *tools, "graded", "grade_s", "sum_squared_calls")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
@@ -187,9 +186,9 @@ class EnvHandler:
 
     async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
-        if is_multi_turn(start.env) and not self._can_multi_turn:
-            raise InvalidInput("this base model's chat template allows single-turn environments only")
         environment = self._environments.get(start.env)
+        if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):
+            raise InvalidInput(fault)
         item = start.item if start.item is not None else made_item(environment, start)
         state, messages = environment.reset(item, seed_of(start, "environment"))
         tokens = self._render(messages, _tools(environment))
@@ -289,7 +288,7 @@ class EnvHandler:
     def _reply_tokens(self, result: TurnResult, step: Step) -> list[int]:
         """Returns the environment's tokens; they close the model's turn if a stop string, and no token, has ended it."""
         try:
-            reply = self._tokenizer.tool_reply(step.messages)
+            reply = self._tokenizer.reply(step.messages)
         except ValueError as error:
             raise EnvironmentFailed(f"the environment's messages cannot be shown to the model: {error}") from error
         ends = self._tokenizer.end_of_turn_ids

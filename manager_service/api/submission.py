@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import SUPERVISED, is_multi_turn, makes_items, wants_tools
+from common.environments import SUPERVISED, makes_items, reply_fault, reply_roles, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
@@ -234,9 +234,9 @@ def _environment(method: ReinforcementGiven) -> EnvSpec:
 def _check_base(base: Base, plan: JobPlan) -> None:
     """Checks the plan against the base model and the workers that serve it."""
     given, tokenizer = plan.given, base.tokenizer
-    if is_multi_turn(plan.env) and not tokenizer.is_prefix_stable():
+    if fault := reply_fault(tokenizer, reply_roles(plan.env)):
         raise InvalidInput(
-            f"the chat template of {base.name!r} cannot do multi-turn environments such as {plan.env.name!r}",
+            f"the environment {plan.env.name!r} cannot answer {base.name!r}: {fault}",
             param="method.reinforcement.environment",
         )
     if wants_tools(plan.env) and not tokenizer.shows_tools():
