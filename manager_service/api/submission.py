@@ -15,6 +15,7 @@ from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
+from manager_service.api.grader_models import pin_environment
 from manager_service.api.hyperparameters import (
     PARAM,
     SUPERVISED_PARAM,
@@ -128,6 +129,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     _check_labels(body)
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
+    env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
     if training is None and not makes_items(plan.env):
@@ -151,7 +153,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         training_file=body.training_file,
         validation_file=body.validation_file,
         method=plan.shown(hyper),
-        env=plan.env,
+        env=env,
         hyper=hyper,
         num_items=num_items,
         num_eval_items=validation.num_items if validation else 0,
@@ -220,6 +222,11 @@ def _method(body: JobGiven) -> ReinforcementGiven | SupervisedGiven:
     if method.reinforcement is None:
         raise InvalidInput("method.reinforcement is missing", param="method.reinforcement")
     return method.reinforcement
+
+
+def _grader_param(body: JobGiven) -> str:
+    where, given = "method.reinforcement", body.method and body.method.reinforcement
+    return f"{where}.environment.args.grader" if given and given.environment else f"{where}.grader"
 
 
 def _environment(method: ReinforcementGiven) -> EnvSpec:
