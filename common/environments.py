@@ -8,11 +8,13 @@
 Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
 two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as
 keyword arguments; a ValueError from it is shown to the user. Before any work is queued, the names of the args are checked; if
-the class has an attribute `Args`, a pydantic model, their values too.
+the class has an attribute `Args`, a pydantic model, their values too. A class whose steps answer with messages of other roles
+than `tool` says which in an attribute `reply_roles`, such as ("user", "system"): a base whose chat template cannot show them is then
+refused as early. Without it each trajectory fails, with the reason.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, cast
 
@@ -22,6 +24,7 @@ from common.errors import InvalidInput
 from common.graders import Declared, Grader, parse, validate_grader
 from common.messages import EnvSpec
 from common.spelling import cut, did_you_mean, quoted
+from common.text.tokens import REPLY_ROLES, ChatTokenizer
 
 ENTRY_POINTS = "marlaas.environments"
 
@@ -98,6 +101,9 @@ DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
 WITH_TOOLS = ("calculator", "search", "python")
 """The environments with tools that the model must be told of."""
 
+TOOL_REPLIES = ("tool",)
+"""Roles of an environment's messages, unless it says others."""
+
 MAKES_ITEMS = ("calculator",)
 """The environments that need no training file."""
 
@@ -136,6 +142,31 @@ def wants_tools(spec: EnvSpec) -> bool:
     if spec.name in (*BUILT_IN, SUPERVISED):
         return spec.name in WITH_TOOLS
     return bool(getattr(load_installed(spec.name), "tools", ()))
+
+
+def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
+    """Roles of the messages with which the environment says that it answers the model's turns. An installed one does so by
+    an attribute `reply_roles` of its class. Raises InvalidInput."""
+    if not is_multi_turn(spec):
+        return ()
+    if spec.name in BUILT_IN:
+        return TOOL_REPLIES
+    return roles_of(load_installed(spec.name))
+
+
+def roles_of(environment: Any) -> tuple[str, ...]:
+    """Those that an environment, or its class, says. Raises InvalidInput."""
+    said: Any = getattr(environment, "reply_roles", TOOL_REPLIES)
+    if isinstance(said, str) or not isinstance(said, Sequence) or any(role not in REPLY_ROLES for role in said):
+        raise InvalidInput(f"the environment's reply_roles must be a list of {', '.join(REPLY_ROLES)}")
+    return tuple(cast(Sequence[str], said))
+
+
+def reply_fault(tokenizer: ChatTokenizer, roles: Sequence[str]) -> str:
+    """Why a base model cannot show messages of one of these roles; "" if it can. A system message may need one of a user's
+    behind it, where the environment has both."""
+    shapes = [("system", "user") if role == "system" and "user" in roles else (role,) for role in roles]
+    return next(filter(None, map(tokenizer.reply_fault, shapes)), "")
 
 
 def makes_items(spec: EnvSpec) -> bool:

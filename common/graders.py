@@ -1,6 +1,7 @@
 """Graders as data: checks the shapes that users give. The env service runs them.
 
 string_check, text_similarity, python, multi     as in OpenAI's reinforcement fine-tuning
+score_model, label_model                         as there; a model of this service answers, or one at `url`, which is ours
 math, endpoint                                   ours
 """
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common import formula, templates
 from common.errors import InvalidInput
+from common.messages import MAX_REWARD
 from common.spelling import cut, did_you_mean, quoted
 from common.urls import check_url
 
@@ -22,7 +24,8 @@ MAX_SOURCE_CHARACTERS = 256 * 1024
 
 METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
 REFUSED_METRICS = ("cosine", "meteor")
-REFUSED_GRADERS = ("score_model", "label_model")
+MAX_GRADER_TOKENS = 1024
+"""That a grader's model may answer with; 64 unless told."""
 
 
 class Declared(BaseModel):
@@ -133,7 +136,104 @@ class EndpointGrader(Declared):
 _HEADER_NAME = frozenset(string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection")
 
-SingleGrader = StringCheck | TextSimilarity | PythonGrader | MathGrader | EndpointGrader
+
+class TextPart(Declared):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class GraderMessage(Declared):
+    """A message to a grader's model; its text is a template."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | TextPart | list[TextPart]
+    type: Literal["message"] = "message"
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        parts = [self.content] if isinstance(self.content, TextPart) else self.content
+        return "".join(part.text for part in parts)
+
+    @model_validator(mode="after")
+    def _is_a_template(self) -> "GraderMessage":
+        _template(self.text)
+        return self
+
+
+class SamplingParams(Declared):
+    max_completions_tokens: int | None = Field(None, ge=1, le=MAX_GRADER_TOKENS)
+    temperature: float | None = Field(None, ge=0, le=2)
+    """0 unless told: the likeliest answer."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = None
+    """Of a model at `url`. One of this service draws by the job's seed."""
+
+
+class ModelGrader(Declared):
+    """A model is asked about the answer. It is a base model or a tuned one, `ft:…`, of this service; with a `url`, that of an API like
+    OpenAI's (`https://api.example.org/v1`), a model of the operator's choice of hosts."""
+
+    name: str = ""
+    model: str = Field(min_length=1, max_length=512)
+    input: tuple[GraderMessage, ...] = Field(strict=False, min_length=1, max_length=64)
+    sampling_params: SamplingParams = Field(default_factory=lambda: SamplingParams.model_validate({}))
+    url: str | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str | None) -> str | None:
+        if url is not None:
+            check_url(url)
+        return url
+
+    @model_validator(mode="after")
+    def _seeds_elsewhere(self) -> "ModelGrader":
+        if self.url is None and self.sampling_params.seed is not None:
+            raise ValueError("sampling_params.seed: a model of this service draws by the job's seed; leave it out")
+        return self
+
+
+class ScoreModel(ModelGrader):
+    """The reward is the number with which the model answers: alone, or the `result` of a JSON object."""
+
+    type: Literal["score_model"]
+    range: tuple[float, float] = Field((0.0, 1.0), strict=False)
+    """An answer outside fails."""
+    pass_threshold: float | None = Field(None, allow_inf_nan=False)
+
+    @field_validator("range")
+    @classmethod
+    def _is_a_range(cls, ends: tuple[float, float]) -> tuple[float, float]:
+        if not -MAX_REWARD <= ends[0] < ends[1] <= MAX_REWARD:
+            raise ValueError(f"must be two numbers, the smaller first, of at most {MAX_REWARD:.0e} in size")
+        return ends
+
+
+class LabelModel(ModelGrader):
+    """Gives 1 if the model answers with a passing label, 0 if with another one: alone, or the `result` of a JSON object."""
+
+    type: Literal["label_model"]
+    labels: tuple[str, ...] = Field(strict=False, min_length=1, max_length=64)
+    passing_labels: tuple[str, ...] = Field(strict=False, min_length=1, max_length=64)
+
+    @model_validator(mode="after")
+    def _are_labels(self) -> "LabelModel":
+        if any(not label or label != label.strip() for label in self.labels) or len(set(self.labels)) < len(
+            self.labels
+        ):
+            raise ValueError("labels must be different texts, without white space around them")
+        for label in self.passing_labels:
+            if label not in self.labels:
+                raise ValueError(
+                    f"passing_labels: {quoted(label)} is not among the labels{did_you_mean(label, self.labels)}"
+                )
+        return self
+
+
+AnyModelGrader = ScoreModel | LabelModel
+SingleGrader = StringCheck | TextSimilarity | PythonGrader | MathGrader | EndpointGrader | ScoreModel | LabelModel
 _Single = Annotated[SingleGrader, Field(discriminator="type")]
 
 
@@ -170,7 +270,11 @@ GRADERS: dict[str, type[Declared]] = {
     "multi": MultiGrader,
     "math": MathGrader,
     "endpoint": EndpointGrader,
+    "score_model": ScoreModel,
+    "label_model": LabelModel,
 }
+
+MODEL_GRADERS = ("score_model", "label_model")
 
 
 def validate_grader(grader: Mapping[str, Any], *, param: str = "grader") -> Grader:
@@ -186,9 +290,20 @@ def validate_grader(grader: Mapping[str, Any], *, param: str = "grader") -> Grad
 def item_fields(grader: Grader) -> set[str]:
     """The fields of an item that the grader's templates name, such as `answer` or `meta.answer`."""
     parts = grader.graders.values() if isinstance(grader, MultiGrader) else (grader,)
-    texts = [text for part in parts for text in (getattr(part, "input", ""), getattr(part, "reference", ""))]
-    names = [name for text in texts for name in templates.variables(text)]
+    names = [name for part in parts for text in _templates_of(part) for name in templates.variables(text)]
     return {name.removeprefix("item.") for name in names if name.startswith("item.")}
+
+
+def _templates_of(grader: SingleGrader) -> list[str]:
+    if isinstance(grader, ModelGrader):
+        return [message.text for message in grader.input]
+    return [getattr(grader, "input", ""), getattr(grader, "reference", "")]
+
+
+def model_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(place in the grader, such as `graders.style`, or ""; grader) of those that ask a model of this service, of a valid grader."""
+    parts = [(f"graders.{name}", part) for name, part in _sub_graders(grader)] or [("", grader)]
+    return [(place, part) for place, part in parts if part.get("type") in MODEL_GRADERS and part.get("url") is None]
 
 
 def check_item(grader: Grader, item: Mapping[str, Any], *, param: str = "grader") -> None:
@@ -208,8 +323,6 @@ def check_fields(fields: Collection[str], item: Mapping[str, Any], *, param: str
 def _check_type(kind: Any, param: str) -> None:
     if isinstance(kind, str) and kind in GRADERS:
         return
-    if isinstance(kind, str) and kind in REFUSED_GRADERS:
-        raise InvalidInput(f"graders of type {kind} need a second model and are not available", param=param)
     known = ", ".join(GRADERS)
     raise InvalidInput(
         f"unknown grader type {quoted(kind)}{did_you_mean(str(kind), GRADERS)}; known: {known}", param=param

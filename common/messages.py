@@ -83,6 +83,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     rollout_s: float = 0.0  # engine busy seconds, split between the rows of a forward by their tokens
     env_s: float = 0.0
     train_s: float = 0.0
+    grader_tokens: int = 0  # of graders' models outside of this service, as they say themselves
 
     def __add__(self, other: "Usage") -> "Usage":
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
@@ -225,6 +226,12 @@ class TurnRequest(Message, frozen=True, kw_only=True):
     usage: Usage = Usage()
     reply_to: str = ""  # a reply stream; "": the env stream
     stream: bool = False  # inference: send TurnDelta as tokens come
+    judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
+
+    @property
+    def trajectory_adapter(self) -> AdapterRef:
+        """The version that samples the trajectory."""
+        return self.judges or self.adapter
 
     @property
     def num_prompt(self) -> int:
@@ -356,6 +363,7 @@ class GradeResult(Message, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = {}
     seconds: float = 0.0
     failure: Failure | None = None
+    usage: Usage = Usage()  # of graders' models
 
 
 class Cancel(Message, frozen=True, kw_only=True):

@@ -33,6 +33,9 @@ MARLAAS_BASE_MODELS=tiny
 MODELS_DIR=./models
 # hosts that `endpoint` graders may call
 MARLAAS_ENDPOINT_HOSTS=
+# hosts whose models `score_model` and `label_model` may ask, and the keys for them: https://api.example.org=sk-...
+MARLAAS_GRADER_HOSTS=
+MARLAAS_GRADER_KEYS=
 REDIS_MAXMEMORY=1gb
 # limits of the containers: Redis' own twice the line above, for it takes more while it rewrites its file; an env worker's
 # MARLAAS_SANDBOX_PROCESSES + 1 times MARLAAS_SANDBOX_MEMORY_MB, and 1.5gb more. docker-compose.yml has those of the others

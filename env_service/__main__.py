@@ -9,6 +9,7 @@ from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.graders.endpoint import Endpoints
+from env_service.graders.model_endpoint import ModelEndpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
@@ -30,12 +31,19 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     if not settings.weak_sandbox:
         check_strength(layers)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
+    models = ModelEndpoints(
+        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
+        settings.grader_keys,
+        timeout_s=settings.grader_model_timeout_s,
+        most=settings.grader_model_calls,
+    )
     text_comparer = TextComparer()
     graders = GraderRunner(
         sandbox=sandbox,
         endpoints=endpoints,
         text_comparer=text_comparer,
         timeout_s=settings.grader_timeout_s,
+        models=models,
     )
     environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
     handler = EnvHandler(
@@ -46,7 +54,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         slots=settings.env_slots,
     )
     inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [environments.close, text_comparer.close, endpoints.close, sandbox.close]
+    close = [environments.close, text_comparer.close, endpoints.close, models.close, sandbox.close]
     return BuiltService(
         handler,
         inboxes,

@@ -40,7 +40,7 @@ class Step:
     state: Any
     """msgpack-able, at most 64 KiB."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """Messages of role `tool`, shown to the model; none if done."""
+    """One or several of roles `tool`, `user` and `system`, shown to the model as its chat template does; none if done."""
     done: bool
     reward: float | None = None
     """The trajectory's reward is the sum of those of its steps; at its end there must be one."""
@@ -48,8 +48,9 @@ class Step:
 
 
 class Environment(Protocol):
-    """May also have `tools`, a sequence of tool definitions in OpenAI's form, and `make_item(seed, held_out)`, which makes
-    an item for jobs without a training file."""
+    """May also have `tools`, a sequence of tool definitions in OpenAI's form; `reply_roles`, those of its steps' messages if not
+    `tool` alone, by which a base model that cannot show them is refused at once; and `make_item(seed, held_out)`, which makes an item
+    for jobs without a training file."""
 
     def reset(self, item: dict[str, Any], seed: int) -> tuple[Any, Sequence[Mapping[str, Any]]]: ...
 

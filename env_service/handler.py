@@ -11,19 +11,17 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from common.environments import BUILT_IN, SUPERVISED, is_multi_turn
+from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
 from common.errors import InvalidInput, Permanent, Retryable
 from common.messages import (
     Failure,
-    FailureKind,
     GradeRequest,
-    GradeResult,
     Message,
     Parked,
     ScoredTrajectory,
@@ -42,26 +40,18 @@ from common.streams import Cell
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
 from env_service import work
+from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result
 from env_service.environment import Environment, Step, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.examples import example_of, log_prob, measured_by, trained_on
 from env_service.failures import EnvironmentFailed, TrajectoryFailed
-from env_service.graders.runner import as_reward
+from env_service.graders.model import ModelAsked
+from env_service.judging import Graded, graded_by, judge_request, resumed
 from env_service.requests import Written, first_request, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
 Out = tuple[str, Message]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The end of a trajectory: its reward, or the failure in place of one."""
-
-    stop_reason: StopReason
-    reward: float | None = None
-    parts: Mapping[str, float] | None = None
-    failure: Failure | None = None
 
 
 PUT_BACK_S = 2.0
@@ -86,7 +76,6 @@ class EnvHandler:
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._slots = Places(lambda: slots)
-        self._can_multi_turn = tokenizer.is_prefix_stable()
         tools = ("tool_turns", "sum_log_tool_s", "sum_squared_log_tool_s")
         names = ("starts", "start_s", *tools, "graded", "grade_s", "sum_squared_calls")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
@@ -110,10 +99,12 @@ class EnvHandler:
         match message:
             case Start():
                 return await self._start(message, doing)
+            case TurnResult() if message.request.judges is not None:
+                return await self._judged(message, doing)
             case TurnResult():
                 return await self._turn(message, doing)
             case GradeRequest():
-                return await self._grade(message)
+                return await self._grade(message, doing)
             case _:
                 raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
 
@@ -145,10 +136,13 @@ class EnvHandler:
         match message:
             case Start():
                 return self._failed_start(message, failure)
+            case TurnResult() if message.request.judges is not None:
+                return self.failed(graded_by(message), failure)
             case TurnResult():
-                return self._settled(message, None, Ending("failed", failure=failure), Usage())
+                reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
+                return self._settled(message, None, Ending(reason, failure=failure), Usage())
             case GradeRequest():
-                return [_graded(message, Ending("failed", failure=failure))]
+                return [grade_result(message, Ending("failed", failure=failure))]
             case _:
                 return []
 
@@ -187,9 +181,9 @@ class EnvHandler:
 
     async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
-        if is_multi_turn(start.env) and not self._can_multi_turn:
-            raise InvalidInput("this base model's chat template allows single-turn environments only")
         environment = self._environments.get(start.env)
+        if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):
+            raise InvalidInput(fault)
         item = start.item if start.item is not None else made_item(environment, start)
         state, messages = environment.reset(item, seed_of(start, "environment"))
         tokens = self._render(messages, _tools(environment))
@@ -222,12 +216,13 @@ class EnvHandler:
     # ------------------------------------------------------------------------------------------------ a turn
 
     async def _turn(self, result: TurnResult, doing: work.Work) -> list[Out]:
-        if (failure := _failure_of(result)) is not None:
-            reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
-            return self._settled(result, None, Ending(reason, failure=failure), Usage())
+        if (failure := failure_of(result)) is not None:
+            return self.failed(result, failure)
         since = time.monotonic()
-        outcome = await self._guarded(self._advance(result, doing))
-        usage = Usage(env_s=doing.busy_s)
+        outcome = await self._guarded(self._or_ask(self._advance(result, doing), result, doing))
+        usage = Usage(env_s=doing.busy_s, grader_tokens=doing.grader_tokens)
+        if isinstance(outcome, TurnRequest):
+            return [(self._cell.rollout_first, msgspec.structs.replace(outcome, usage=result.usage + usage))]
         if isinstance(outcome, Failure):
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             return self._settled(result, None, Ending(reason, failure=outcome), usage)
@@ -252,20 +247,20 @@ class EnvHandler:
         """Takes one step of the environment. Returns the trajectory's ending, or the tokens that follow the turn."""
         context = decode_context(result.request.context)
         if context.env.name == SUPERVISED:
-            return context, _ending("stop", None, log_prob(result, context)), []
+            return context, ending_of("stop", None, log_prob(result, context)), []
         environment = self._environments.get(context.env)
         turn = self._read_turn(result, context, environment)
         step = await environment.step(decode_state(context.state), turn)
         work.beat()
         if step.done or turn.last:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
-            return context, _ending(stop, context, step), []
+            return context, ending_of(stop, context, step), []
         reply = self._reply_tokens(result, step)
         written = Written(result.request, result)
         if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await environment.step(decode_state(context.state), replace(turn, last=True))
-            return context, _ending("context", context, step), []
-        return _advanced(context, step), None, reply
+            return context, ending_of("context", context, step), []
+        return advanced(context, step), None, reply
 
     def _read_turn(self, result: TurnResult, context: Context, environment: Environment) -> Turn:
         ids = result.tokens.numpy().tolist()
@@ -289,7 +284,7 @@ class EnvHandler:
     def _reply_tokens(self, result: TurnResult, step: Step) -> list[int]:
         """Returns the environment's tokens; they close the model's turn if a stop string, and no token, has ended it."""
         try:
-            reply = self._tokenizer.tool_reply(step.messages)
+            reply = self._tokenizer.reply(step.messages)
         except ValueError as error:
             raise EnvironmentFailed(f"the environment's messages cannot be shown to the model: {error}") from error
         ends = self._tokenizer.end_of_turn_ids
@@ -351,19 +346,40 @@ class EnvHandler:
 
     # ------------------------------------------------------------------------------------------------ grading
 
-    async def _grade(self, request: GradeRequest) -> list[Out]:
+    async def _grade(self, request: GradeRequest, doing: work.Work, before: Usage = NO_USAGE) -> list[Out]:
+        """`before`: what models that answered have cost."""
         started = time.monotonic()
-        outcome = await self._guarded(self._grade_once(request))
-        seconds = time.monotonic() - started
+        outcome = await self._guarded(self._or_ask(self._grade_once(request), request, doing))
+        usage = before + Usage(grader_tokens=doing.grader_tokens)
+        if isinstance(outcome, TurnRequest):
+            return [(self._cell.rollout_first, msgspec.structs.replace(outcome, usage=usage))]
         ending = Ending("failed", failure=outcome) if isinstance(outcome, Failure) else outcome
-        return [_graded(request, ending, seconds)]
+        return [grade_result(request, ending, time.monotonic() - started, usage)]
+
+    async def _judged(self, result: TurnResult, doing: work.Work) -> list[Out]:
+        """Goes on with the grading for which a grader's model has answered."""
+        graded, asked, answers = resumed(result)
+        if (failure := failure_of(result)) is not None:
+            told = Failure("grader", f"the grader's model: {failure.reason}")
+            return self.failed(graded, failure if failure.kind == "cancelled" else told)
+        doing.answers = answers | {asked: self._text(result)}
+        if isinstance(graded, GradeRequest):
+            return await self._grade(graded, doing, result.usage)
+        return await self._turn(graded, doing)
+
+    async def _or_ask(self, steps: Coroutine[Any, Any, T], graded: Graded, doing: work.Work) -> T | TurnRequest:
+        """Asks the model of this service that a grader waits for. Raises GraderFailed if that cannot be."""
+        try:
+            return await steps
+        except ModelAsked as asked:
+            return judge_request(graded, asked, doing, self._tokenizer)
 
     async def _grade_once(self, request: GradeRequest) -> Ending:
         environment = self._environments.get(request.env)
         state = None if request.env.name in BUILT_IN else environment.reset(request.item, 0)[0]
         turn = Turn(item=request.item, text=request.output_text, last=True, key=request.id)
         step = await environment.step(state, turn)
-        return _ending("stop", None, step)
+        return ending_of("stop", None, step)
 
     async def _guarded(self, steps: Coroutine[Any, Any, T]) -> T | Failure:
         """Makes values of the errors that foreign code raises. Leaves Retryable errors to the worker loop."""
@@ -389,55 +405,8 @@ def _weight_of(message: Message) -> float:
     return message.weight if isinstance(message, Start | GradeRequest) else 1.0
 
 
-def _graded(request: GradeRequest, ending: Ending, seconds: float = 0.0) -> Out:
-    result = GradeResult(
-        **request.about(),
-        id=request.id,
-        reward=ending.reward,
-        reward_parts=dict(ending.parts or {}),
-        seconds=seconds,
-        failure=ending.failure,
-    )
-    return request.reply_to, result
-
-
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
     return getattr(environment, "tools", ())
-
-
-def _failure_of(result: TurnResult) -> Failure | None:
-    """Returns a Failure for a turn that did not come to its end, even if nobody said why."""
-    if result.failure is not None:
-        return result.failure
-    kinds: dict[str, FailureKind] = {"cancelled": "cancelled", "failed": "infrastructure"}
-    if (kind := kinds.get(result.stop_reason)) is not None:
-        return Failure(kind, f"the turn was {result.stop_reason}")
-    if result.adapter != result.request.adapter:
-        return Failure("infrastructure", f"sampled with {result.adapter} instead of {result.request.adapter}")
-    return None
-
-
-def _ending(stop: StopReason, context: Context | None, step: Step) -> Ending:
-    reward = step.reward
-    if context is not None and context.reward is not None:
-        reward = context.reward + (0.0 if reward is None else _step_reward(reward))
-    if reward is None:
-        raise EnvironmentFailed("the environment ended without a reward")
-    parts = dict(context.reward_parts if context else {}) | dict(step.parts)
-    return Ending(stop, _step_reward(reward), parts)
-
-
-def _advanced(context: Context, step: Step) -> Context:
-    reward = context.reward
-    if step.reward is not None:
-        reward = (reward or 0.0) + _step_reward(step.reward)
-    parts = context.reward_parts | dict(step.parts)
-    return msgspec.structs.replace(context, state=encode_state(step.state), reward=reward, reward_parts=parts)
-
-
-def _step_reward(value: Any) -> float:
-    """Raises GraderFailed if an environment's reward is not a finite number."""
-    return as_reward(value, "environment")
 
 
 def _cut(text: str, stop_string: str) -> str:

@@ -25,5 +25,13 @@ class EnvSettings(Settings):
     called only if the address itself, or its network (`10.1.0.0/16`), is in the list as well."""
     endpoint_proxy: str = ""
     """`http://host:port` of the proxy that `endpoint` graders' calls go through. Empty: they go out directly."""
+    grader_hosts: str = ""
+    """Hosts whose models graders may ask (`score_model`, `label_model` with a `url`), written as in `endpoint_hosts`. Empty: none."""
+    grader_keys: str = Field(default="", repr=False)
+    """The operator's keys for them, comma-separated: `https://api.example.org=sk-…`. A key goes to that address alone."""
+    grader_model_timeout_s: float = Field(default=60.0, gt=0)
+    """Limit of one question to such a model."""
+    grader_model_calls: int = Field(default=8, ge=1)
+    """Questions of one tenant to such models at once, in this worker."""
     collections_dir: Path | None = None
     """Folder of the text collections that the `search` environment may name. None: only documents in its arguments."""

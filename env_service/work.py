@@ -29,6 +29,10 @@ class Work:
         """The tenant's, where places are shared."""
         self.beat = beat
         """Says that the work advanced, so that no other worker takes it over."""
+        self.answers: dict[str, str] = {}
+        """Of graders' models, by the grader's name in a `multi`, "" for one alone."""
+        self.grader_tokens = 0
+        """Of models outside of this service."""
         self.busy_s = 0.0
         """Seconds that the event loop, and helpers charged by `charge`, spent on it; waiting is not counted."""
 
@@ -52,6 +56,22 @@ def place(places: Places) -> AbstractAsyncContextManager[None]:
     """Waits for a place in the name of the tenant whose work this is, and holds it while the block runs."""
     work = _current.get() or Work(lambda: None, tenant="")
     return places.one(work.tenant, work.weight, work.beat)
+
+
+def answer_of(grader: str) -> str | None:
+    """What a grader's model has answered; None if it was not asked yet."""
+    work = _current.get()
+    return work.answers.get(grader) if work else None
+
+
+def tenant() -> str:
+    work = _current.get()
+    return work.tenant if work else ""
+
+
+def count_grader_tokens(number: int) -> None:
+    if work := _current.get():
+        work.grader_tokens += number
 
 
 def charge(seconds: float) -> None:

@@ -127,7 +127,7 @@ class RolloutHandler:
         scored = ScoredTrajectory(
             **message.about(),
             id=message.id,
-            adapter=message.adapter,
+            adapter=message.trajectory_adapter,
             trajectory=message.trajectory,
             stop_reason="failed",
             usage=message.usage,

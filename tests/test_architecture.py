@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "simulator": {"simulator", "manager_service", "common"},
     "harness": {"harness", "common", "manager_service"},
     "chaos": {"chaos", "harness", "common", "manager_service"},
-    "examples": {"examples", "common", "manager_service"},
+    "examples": {"examples", "common", "manager_service", "env_service"},
     "benchmarks": {"benchmarks", "harness", *PRODUCT},
 }
 

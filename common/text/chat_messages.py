@@ -21,7 +21,7 @@ DUMMY_TOOL: Message = {
 
 
 def dummy_turn(num_calls: int) -> list[Message]:
-    """A user's message and a model turn that calls tools.
+    """A user's message and a model turn, which calls tools if there are to be calls.
 
     The turn has a thought: Qwen3's template adds an empty one to a turn without, but only while that turn is the last.
     """
@@ -29,8 +29,8 @@ def dummy_turn(num_calls: int) -> list[Message]:
         {"id": f"call_{i}", "type": "function", "function": {"name": "tool", "arguments": '{"input": "x"}'}}
         for i in range(num_calls)
     ]
-    answer = {"role": "assistant", "content": "", "reasoning_content": "x", "tool_calls": calls}
-    return [{"role": "user", "content": "x"}, answer]
+    answer: dict[str, Any] = {"role": "assistant", "content": "" if calls else "x", "reasoning_content": "x"}
+    return [{"role": "user", "content": "x"}, answer | ({"tool_calls": calls} if calls else {})]
 
 
 def check_messages(messages: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
     ChatTokenizer.load(folder)
       render(messages, tools)      -> ids of a whole conversation
-      tool_reply(tool messages)    -> ids to append after a model turn that ended with its end-of-turn token
+      reply(messages)              -> ids to append after a model turn that ended with its end-of-turn token
       parse_tool_calls(text)       -> what a model turn says, and what it calls
       stream_decoder()             -> text from ids as they come, whole characters only
 
@@ -47,6 +47,8 @@ DEFAULT_LEARNING_RATE = 1e-4
 """The RL rate of a base model without `marlaas.json`."""
 KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
 """Number of replies whose ids are kept, for tools often say the same to the samples of a group; longer ones are not kept."""
+REPLY_ROLES = ("tool", "user", "system")
+"""Roles of messages with which an environment answers; `developer` counts as `system`."""
 MAX_SHRINKING = 4
 """Characters of a text that a tokenizer may join to one: normal forms of Unicode join two or three."""
 MAX_HELD_BACK = 8
@@ -110,6 +112,7 @@ class ChatTokenizer:
         """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
         self.tool_format: ToolFormat = tool_format(own.get("tool_format", "hermes"))
         self._reply_ids = lru_cache(KEPT_REPLIES)(self._render_reply)
+        self._append_fault = lru_cache(KEPT_REPLIES)(self._find_append_fault)
 
     # ------------------------------------------------------------------------------------------ text to ids
 
@@ -139,44 +142,56 @@ class ChatTokenizer:
         """No text of so many characters has fewer tokens, but for what a tokenizer removes from it, and that is refused too."""
         return num_characters // (MAX_SHRINKING * self._longest_token)
 
-    def tool_reply(self, replies: Sequence[Message]) -> list[int]:
+    def reply(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids to append after a model turn that ended with its end-of-turn token.
 
-        They are the tools' messages and the opening of the model's next turn. They do not depend on the
-        conversation; see `is_prefix_stable`.
+        They are an environment's messages, of the roles in `REPLY_ROLES`, and the opening of the model's next turn. They do
+        not depend on the conversation; see `reply_fault`.
 
-        Raises ValueError for a message that is not of role `tool`, or if the template is not prefix-stable.
+        Raises ValueError, with what can be done, for what is no such message or cannot be appended.
         """
-        if not replies or any(reply.get("role") != "tool" for reply in replies):
-            raise ValueError("replies must be one or more messages of role 'tool'")
-        try:
-            told = json.dumps(replies)
-            return list(self._reply_ids(told) if len(told) <= KEPT_CHARACTERS else self._render_reply(told))
-        except TypeError as error:
-            raise ValueError(f"replies must be JSON: {error}") from error
+        normal = [normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if fault := self.reply_fault([message["role"] for message in normal]):
+            raise ValueError(fault)
+        told = json.dumps(normal)
+        return list(self._reply_ids(told) if len(told) <= KEPT_CHARACTERS else self._render_reply(told))
 
     def _render_reply(self, replies_json: str) -> tuple[int, ...]:
         replies = json.loads(replies_json)
-        suffix = self._suffix(dummy_turn(len(replies)), replies)
-        if suffix is None:
-            raise ValueError("this base model's chat template is not prefix-stable: it cannot have multi-turn jobs")
+        suffix = self._suffix(dummy_turn(_num_tools(replies)), replies)
+        assert suffix is not None  # seen by `reply_fault`
         return tuple(suffix)
 
-    def is_prefix_stable(self) -> bool:
-        """True if tool messages can be appended to a conversation without changing the ids before them.
+    def reply_fault(self, roles: Sequence[str]) -> str:
+        """Why messages of these roles, in this order, cannot be appended to a conversation without changing the ids before
+        them, and what can be; "" if they can. A base is refused for an environment whose messages it cannot append."""
+        if not roles or any(role not in REPLY_ROLES for role in roles):
+            return f"an environment answers with one or more messages of roles {', '.join(REPLY_ROLES)}"
+        if not (why := self._append_fault(tuple(roles))):
+            return ""
+        can = [role for role in REPLY_ROLES if not self._append_fault((role,))]
+        what = f"it can append those of roles {', '.join(can)}" if can else "it cannot have multi-turn jobs"
+        shown = " and ".join(dict.fromkeys(roles))
+        return (
+            f"this base model's chat template cannot append messages of role {shown} to a conversation: {why}; {what}"
+        )
 
-        A base for which this is False is refused for multi-turn.
-        """
-        reply = {"role": "tool", "tool_call_id": "call_0", "content": "a reply"}
-        call = dummy_turn(1)
-        conversations = [call, [*call, reply, *call[1:]]]
+    def _find_append_fault(self, roles: tuple[str, ...]) -> str:
+        replies: list[Message] = [
+            {"role": role, "content": f"reply {i}."} | ({"tool_call_id": f"call_{i}"} if role == "tool" else {})
+            for i, role in enumerate(roles)
+        ]
+        talk = dummy_turn(_num_tools(replies))
+        conversations = [talk, [*talk, *replies, *talk[1:]]]
         tools: tuple[list[Message], ...] = ([], [DUMMY_TOOL])
         try:
-            suffixes = [self._suffix(talk, [reply], tool) for talk in conversations for tool in tools]
-        except ValueError:
-            return False
-        told = "" if suffixes[0] is None else self.decode(suffixes[0])
-        return "a reply" in told and all(suffix == suffixes[0] for suffix in suffixes)
+            suffixes = [self._suffix(talk, replies, tool) for talk in conversations for tool in tools]
+        except ValueError as error:
+            return str(error)
+        if (first := suffixes[0]) is None or any(suffix != first for suffix in suffixes):
+            return "it shows earlier turns otherwise once they follow"
+        told = self.decode(first)
+        return "" if all(reply["content"] in told for reply in replies) else "it leaves them out"
 
     def shows_tools(self) -> bool:
         """True if the chat template tells the model of the tools that it may call."""
@@ -279,6 +294,10 @@ class ChatTokenizer:
             raise ValueError(
                 "this base model's tokenizer cannot be rendered safely: its special tokens depend on context"
             )
+
+
+def _num_tools(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "tool" for message in messages)
 
 
 class StreamDecoder:

@@ -4,6 +4,8 @@
             │                                       └─ else ─► a helper process, with a time limit
             ├─ python ─► the sandbox
             ├─ endpoint ─► the user's URL
+            ├─ score_model, label_model ─┬─ ModelAsked ─► a model of this service, then all once more
+            │                            └─ with a url ─► the operator's choice of hosts
             └─ multi: a formula of the others, which share one time limit
 
 Its files:
@@ -16,5 +18,7 @@ Its files:
     similarity.py  measures how alike two texts are
     math.py       compares two final answers mathematically
     answers/      finds the final answer of a text, and compares two where they are plain
+    model.py      says what a grader's model is asked, and what its answer means
+    model_endpoint.py  asks models outside of this service
     endpoint.py   asks the user's own URL, and guards the operator's network
 """

@@ -1,4 +1,5 @@
-"""The `endpoint` grader: a POST to the user's own URL, which must not become a way into the operator's network.
+"""The `endpoint` grader: a POST to the user's own URL, which must not become a way into the operator's network. Graders' models
+outside of this service are asked in the same way.
 
 Only hosts in the operator's list are called. The name is resolved here, once, every address is checked, and the
 connection goes to the checked address, so that a second answer of the name server cannot lead elsewhere. No redirects,
@@ -47,25 +48,30 @@ class Endpoints:
         self, grader: EndpointGrader, item: Mapping[str, Any], sample: Mapping[str, Any], *, key: str, timeout_s: float
     ) -> Any:
         """Returns the `reward` of the answer, unchecked. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
+        content = {"item": item, "sample": sample}
+        return _reward(await self.post(grader.url, grader.headers, content, key=key, timeout_s=timeout_s))
+
+    async def post(
+        self, url: str, headers: Mapping[str, str], content: Mapping[str, Any], *, key: str, timeout_s: float
+    ) -> bytes:
+        """The body of the answer to some JSON. Raises GraderFailed."""
         try:
             async with work.time_limit(timeout_s):
-                body = await self._post(grader, {"item": item, "sample": sample}, key)
+                return await self._post(httpx.URL(url), headers, content, key)
         except TimeoutError as error:
             raise GraderFailed(f"endpoint: no answer within {timeout_s:g} seconds") from error
         except (httpx.HTTPError, OSError) as error:
             raise GraderFailed(f"endpoint: {type(error).__name__}") from error
-        return _reward(body)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(self, grader: EndpointGrader, content: Mapping[str, Any], key: str) -> bytes:
-        url = httpx.URL(grader.url)
+    async def _post(self, url: httpx.URL, headers: Mapping[str, str], content: Mapping[str, Any], key: str) -> bytes:
         request = self._client.build_request(
             "POST",
             url.copy_with(host=await self._allowed_host(url)),
             content=json.dumps(content).encode(),
-            headers={**grader.headers, "Host": url.netloc.decode(), "Content-Type": "application/json"}
+            headers={**headers, "Host": url.netloc.decode(), "Content-Type": "application/json"}
             | {"Idempotency-Key": key, "Accept-Encoding": "identity"},
             extensions={"sni_hostname": url.host},
         )

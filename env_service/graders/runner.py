@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common import formula
@@ -10,9 +10,12 @@ from common.errors import InvalidInput
 from common.graders import (
     EndpointGrader,
     Grader,
+    LabelModel,
     MathGrader,
+    ModelGrader,
     MultiGrader,
     PythonGrader,
+    ScoreModel,
     SingleGrader,
     StringCheck,
     TextSimilarity,
@@ -22,6 +25,8 @@ from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
+from env_service.graders.model import ModelAsked, question_of, reward_of
+from env_service.graders.model_endpoint import ModelEndpoints
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
 
@@ -34,45 +39,72 @@ class Grade:
     """Rewards of a `multi` grader's graders, by name; `passed` where there is a threshold."""
 
 
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """One grading, or one grader's part in it."""
+
+    attempt: Attempt
+    allowance: work.Allowance
+    key: str
+    """A repeat has the same."""
+    name: str = ""
+    """Of the grader in a `multi`."""
+
+
 class GraderRunner:
     """Runs graders of all kinds. Safe to use from many tasks."""
 
     def __init__(
-        self, *, sandbox: Sandbox, endpoints: Endpoints, text_comparer: TextComparer, timeout_s: float
+        self,
+        *,
+        sandbox: Sandbox,
+        endpoints: Endpoints,
+        text_comparer: TextComparer,
+        timeout_s: float,
+        models: ModelEndpoints | None = None,
     ) -> None:
-        """`timeout_s`: of one grader, and of all graders of a `multi` together."""
+        """`timeout_s`: of one grader, and of all graders of a `multi` together; models have limits of their own. `models`: outside of
+        this service; None allows no host.
+        """
         self._sandbox = sandbox
         self._endpoints = endpoints
         self._texts = text_comparer
         self._timeout_s = timeout_s
+        self._models = models or ModelEndpoints(Endpoints(""))
 
     async def grade(self, grader: Grader, attempt: Attempt, *, key: str) -> Grade:
-        """`key` names this grading: a repeat has the same. Raises GraderFailed, with a reason for the job's owner."""
-        allowance = work.Allowance(self._timeout_s)
+        """`key` names this grading: a repeat has the same. Raises GraderFailed, with a reason for the job's owner, and ModelAsked if a
+        model of this service must answer first."""
+        grading = Grading(attempt, work.Allowance(self._timeout_s), key)
         if isinstance(grader, MultiGrader):
-            return await self._multi(grader, attempt, allowance, key)
-        reward = await self._one(grader, attempt, allowance, key)
+            return await self._multi(grader, grading)
+        reward = await self._one(grader, grading)
         threshold = getattr(grader, "pass_threshold", None)
         return Grade(reward, {} if threshold is None else {"passed": float(reward >= threshold)})
 
-    async def _multi(self, grader: MultiGrader, attempt: Attempt, allowance: work.Allowance, key: str) -> Grade:
-        parts: dict[str, float] = {}
-        for name, part in grader.graders.items():
-            if not allowance.left_s:
-                raise GraderFailed(f"multi: its graders took longer than {allowance.seconds:g} seconds together")
-            parts[name] = await self._one(part, attempt, allowance, f"{key}/{name}")
+    async def _multi(self, grader: MultiGrader, grading: Grading) -> Grade:
+        """Models of this service answer first: what they ask for lets all begin anew."""
+        found: dict[str, float] = {}
+        for name, part in sorted(grader.graders.items(), key=lambda named: not _asks_here(named[1])):
+            if not grading.allowance.left_s:
+                raise GraderFailed(
+                    f"multi: its graders took longer than {grading.allowance.seconds:g} seconds together"
+                )
+            found[name] = await self._one(part, replace(grading, key=f"{grading.key}/{name}", name=name))
             await asyncio.sleep(0)  # others' turn
+        parts = {name: found[name] for name in grader.graders}
         try:
             return Grade(as_reward(formula.evaluate(grader.calculate_output, parts), "calculate_output"), parts)
         except InvalidInput as error:
             raise GraderFailed(f"calculate_output: {error}") from error
 
-    async def _one(self, grader: SingleGrader, attempt: Attempt, allowance: work.Allowance, key: str) -> float:
-        reward = as_reward(await self._single(grader, attempt, allowance, key), grader.type)
+    async def _one(self, grader: SingleGrader, grading: Grading) -> float:
+        reward = as_reward(await self._single(grader, grading), grader.type)
         work.beat()
         return reward
 
-    async def _single(self, grader: SingleGrader, attempt: Attempt, allowance: work.Allowance, key: str) -> Any:
+    async def _single(self, grader: SingleGrader, grading: Grading) -> Any:
+        attempt, allowance = grading.attempt, grading.allowance
         try:
             match grader:
                 case StringCheck() | TextSimilarity() | MathGrader():
@@ -82,10 +114,21 @@ class GraderRunner:
                 case EndpointGrader():
                     with allowance.spending():
                         return await self._endpoints.reward(
-                            grader, attempt.item, attempt.sample, key=key, timeout_s=allowance.left_s
+                            grader, attempt.item, attempt.sample, key=grading.key, timeout_s=allowance.left_s
                         )
+                case ScoreModel() | LabelModel():
+                    return reward_of(grader, await self._answer(grader, grading))
         except InvalidInput as error:
             raise GraderFailed(f"{grader.type}: {error}") from error
+
+    async def _answer(self, grader: ScoreModel | LabelModel, grading: Grading) -> str:
+        """Raises ModelAsked if it is not there yet."""
+        if (answer := work.answer_of(grading.name)) is not None:
+            return answer
+        question = question_of(grader, grading.attempt)
+        if grader.url is None:
+            raise ModelAsked(grading.name, question)
+        return await self._models.ask(grader.url, question, key=grading.key)
 
     async def _python(self, grader: PythonGrader, attempt: Attempt, allowance: work.Allowance) -> Any:
         outcome = await self._sandbox.run(
@@ -95,6 +138,10 @@ class GraderRunner:
         if outcome.ending != "ok":
             raise GraderFailed(f"python: {outcome.reason}")
         return outcome.value
+
+
+def _asks_here(grader: SingleGrader) -> bool:
+    return isinstance(grader, ModelGrader) and grader.url is None
 
 
 def as_reward(value: Any, who: str) -> float:

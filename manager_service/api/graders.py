@@ -10,6 +10,7 @@ from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from common.streams import partition_of
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
+from manager_service.api.grader_models import pin_models
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.tasks import CheckGrader
@@ -64,15 +65,17 @@ class RunResult(BaseModel):
 async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
     """Check a grader. The answer is the grader as it was given."""
     await _check(api, tenant, body.grader, None)
+    await pin_models(api, tenant, None, body.grader, param=PARAM)
     return Validated(grader=body.grader)
 
 
 @router.post("/run", responses=declared(429))
 async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
-    """Run a grader once on an environment worker. Its seconds count as the tenant's use of `inference`."""
+    """Run a grader once on an environment worker. Its seconds and its models' tokens count as the tenant's use of `inference`."""
     item = body.item or {}
     await _check(api, tenant, body.grader, item)
     base = find_base(api, body.model) if body.model else next(iter(api.bases.values()))
+    grader = await pin_models(api, tenant, base, body.grader, param=PARAM)
 
     def make(job: str, reply_to: str) -> GradeRequest:
         return GradeRequest(
@@ -80,7 +83,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
             tenant=tenant.id,
             job=job,
             partition=partition_of(tenant.id),
-            env=EnvSpec("single_turn", {"grader": body.grader}),
+            env=EnvSpec("single_turn", {"grader": grader}),
             item=item,
             output_text=body.model_sample,
             reply_to=reply_to,
@@ -89,8 +92,8 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
 
     await check_quota(base.redis, base.cell, tenant)
     result = await base.inference.grade(tenant, make, timeout_s=api.settings.grader_run_timeout_s)
-    await count_inference(base.redis, base.cell, tenant.id, Usage(env_s=result.seconds))
-    return _shown(body.grader, result)
+    await count_inference(base.redis, base.cell, tenant.id, result.usage + Usage(env_s=result.seconds))
+    return _shown(grader, result)
 
 
 async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: dict[str, Any] | None) -> None:
@@ -114,8 +117,14 @@ def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
             errors=_errors(kind, result),
             execution_time=result.seconds,
             scores=result.reward_parts,
+            token_usage=_tokens(result.usage) or None,
+            sampled_model_name=grader.get("model"),
         ),
     )
+
+
+def _tokens(usage: Usage) -> int:
+    return usage.prompt_tokens + usage.sampled_tokens + usage.grader_tokens
 
 
 def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:

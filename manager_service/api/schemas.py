@@ -248,6 +248,7 @@ class UsageObject(BaseModel):
     rollout_s: float = 0.0
     env_s: float = 0.0
     train_s: float = 0.0
+    grader_tokens: int = 0  # of graders' models outside of this service
 
 
 class UsageReport(BaseModel):

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import SUPERVISED, is_multi_turn, makes_items, wants_tools
+from common.environments import SUPERVISED, makes_items, reply_fault, reply_roles, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
+from manager_service.api.grader_models import pin_environment
 from manager_service.api.hyperparameters import (
     PARAM,
     SUPERVISED_PARAM,
@@ -128,6 +129,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     _check_labels(body)
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
+    env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
     if training is None and not makes_items(plan.env):
@@ -151,7 +153,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         training_file=body.training_file,
         validation_file=body.validation_file,
         method=plan.shown(hyper),
-        env=plan.env,
+        env=env,
         hyper=hyper,
         num_items=num_items,
         num_eval_items=validation.num_items if validation else 0,
@@ -222,6 +224,11 @@ def _method(body: JobGiven) -> ReinforcementGiven | SupervisedGiven:
     return method.reinforcement
 
 
+def _grader_param(body: JobGiven) -> str:
+    where, given = "method.reinforcement", body.method and body.method.reinforcement
+    return f"{where}.environment.args.grader" if given and given.environment else f"{where}.grader"
+
+
 def _environment(method: ReinforcementGiven) -> EnvSpec:
     where = "method.reinforcement"
     if (method.grader is None) == (method.environment is None):
@@ -234,9 +241,9 @@ def _environment(method: ReinforcementGiven) -> EnvSpec:
 def _check_base(base: Base, plan: JobPlan) -> None:
     """Checks the plan against the base model and the workers that serve it."""
     given, tokenizer = plan.given, base.tokenizer
-    if is_multi_turn(plan.env) and not tokenizer.is_prefix_stable():
+    if fault := reply_fault(tokenizer, reply_roles(plan.env)):
         raise InvalidInput(
-            f"the chat template of {base.name!r} cannot do multi-turn environments such as {plan.env.name!r}",
+            f"the environment {plan.env.name!r} cannot answer {base.name!r}: {fault}",
             param="method.reinforcement.environment",
         )
     if wants_tools(plan.env) and not tokenizer.shows_tools():

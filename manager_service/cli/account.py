@@ -8,7 +8,16 @@ from manager_service.cli.client import JOBS
 from manager_service.cli.options import Data, JobId, Json, Url, connect
 from manager_service.cli.output import cells, print_json, print_table, say, table
 
-COUNTERS = ("prompt_tokens", "sampled_tokens", "trained_tokens", "wasted_tokens", "rollout_s", "env_s", "train_s")
+COUNTERS = (
+    "prompt_tokens",
+    "sampled_tokens",
+    "trained_tokens",
+    "wasted_tokens",
+    "rollout_s",
+    "env_s",
+    "train_s",
+    "grader_tokens",
+)
 FATES = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
 
 

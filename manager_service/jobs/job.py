@@ -221,7 +221,7 @@ class Job:
         if request is None:
             return False
         changes.published.append(self.orders.again(self.state, request))
-        self.open.issue(key, request.adapter.version, self.state.attempt, changes)
+        self.open.issue(key, request.trajectory_adapter.version, self.state.attempt, changes)
         return True
 
     # ---- results ----------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ class Job:
     def on_parked(self, entry: str, message: Parked, changes: Changes) -> None:
         """Takes in a turn that a pause has stopped, to go on from there later."""
         request = message.request
-        key = TrajectoryKey.of(request.trajectory, request.adapter.version)
-        if self._awaits(key, request.adapter.version, request.trajectory.attempt):
+        key = TrajectoryKey.of(request.trajectory, request.trajectory_adapter.version)
+        if self._awaits(key, request.trajectory_adapter.version, request.trajectory.attempt):
             self.open.park(key, entry, request)
         else:
             self._waste(entry, request.usage, changes)

@@ -5,6 +5,7 @@ import {fill, h, say, select} from "./dom.js";
 import {bytes, number} from "./format.js";
 
 const TEXTS = {input: "{{sample.output_text}}", reference: "{{item.answer}}"};
+const ASKED = (question) => [{role: "user", content: `${question}\n\n{{sample.output_text}}`}];
 const GRADERS = {
   string_check: {type: "string_check", name: "right", operation: "eq", ...TEXTS},
   text_similarity: {type: "text_similarity", name: "alike", evaluation_metric: "fuzzy_match", ...TEXTS},
@@ -12,6 +13,8 @@ const GRADERS = {
   python: {type: "python", name: "mine", source: "def grade(sample, item):\n    return float(sample[\"output_text\"].strip() == item[\"answer\"])\n"},
   multi: {type: "multi", name: "both", graders: {right: {type: "string_check", name: "right", operation: "eq", ...TEXTS}}, calculate_output: "right"},
   endpoint: {type: "endpoint", name: "mine", url: "https://"},
+  score_model: {type: "score_model", name: "score", model: "tiny", range: [0, 1], input: ASKED("Is this right? Answer with a number from 0 to 1.")},
+  label_model: {type: "label_model", name: "label", model: "tiny", labels: ["right", "wrong"], passing_labels: ["right"], input: ASKED("Is this right or wrong? Answer with one word.")},
 };
 const ENVIRONMENTS = {calculator: {name: "calculator", args: {}}, python: {name: "python", args: {}}, search: {name: "search", args: {documents: []}}};
 const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};

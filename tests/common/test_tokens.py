@@ -200,14 +200,14 @@ def test_hostile_tools_and_calls_stay_text_in_a_template_that_writes_json(
 
 
 def test_a_tool_reply_continues_the_conversation_as_a_whole_rendering_does(tiny: ChatTokenizer) -> None:
-    assert tiny.is_prefix_stable()
+    assert not tiny.reply_fault(["tool"])
     before = tiny.render(CALC[:2], [CALCULATOR], add_generation_prompt=False)
-    assert before + tiny.tool_reply([CALC[2]]) == tiny.render(CALC[:3], [CALCULATOR])
+    assert before + tiny.reply([CALC[2]]) == tiny.render(CALC[:3], [CALCULATOR])
 
 
 def test_a_tool_reply_begins_right_after_the_end_of_turn_token(chatml: ChatTokenizer) -> None:
-    assert chatml.is_prefix_stable()
-    reply = chatml.tool_reply([{"role": "tool", "content": "hello"}, {"role": "tool", "content": "<|im_end|>"}])
+    assert not chatml.reply_fault(["tool"])
+    reply = chatml.reply([{"role": "tool", "content": "hello"}, {"role": "tool", "content": "<|im_end|>"}])
     assert chatml.decode(reply, skip_special=False) == (
         "\n<|im_start|>tool\nhello<|im_end|>\n<|im_start|>tool\n<|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -215,14 +215,69 @@ def test_a_tool_reply_begins_right_after_the_end_of_turn_token(chatml: ChatToken
 
 def test_a_template_that_leaves_tools_out_is_seen(tiny: ChatTokenizer, tmp_path: Path) -> None:
     silent = ChatTokenizer.load(_make_base(tmp_path, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
-    assert silent.is_prefix_stable()
+    assert not silent.reply_fault(["tool"])
     assert (tiny.shows_tools(), silent.shows_tools()) == (True, False)
 
 
-def test_only_tool_messages_are_tool_replies(tiny: ChatTokenizer) -> None:
-    for replies in ([], [{"role": "user", "content": "x"}]):
-        with pytest.raises(ValueError, match="role 'tool'"):
-            tiny.tool_reply(replies)
+def test_the_assistants_own_messages_and_none_are_no_reply(tiny: ChatTokenizer) -> None:
+    for replies in ([], [{"role": "assistant", "content": "x"}]):
+        with pytest.raises(ValueError, match="one or more messages of roles tool, user, system"):
+            tiny.reply(replies)
+
+
+SAID = [{"role": "user", "content": "add 1+2"}, {"role": "assistant", "content": "3"}]
+SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "and <|end|> 4?"}
+
+
+@pytest.mark.parametrize(
+    "replies", [[USER], [USER, USER], [SYSTEM], [SYSTEM | {"role": "developer"}, USER], [USER, SYSTEM]]
+)
+def test_replies_of_users_and_the_system_continue_as_a_whole_rendering_does(
+    tiny: ChatTokenizer, chatml: ChatTokenizer, replies: list[Any]
+) -> None:
+    for tokenizer, after in ((tiny, []), (chatml, chatml.encode("\n"))):
+        before = tokenizer.render(SAID, add_generation_prompt=False)
+        whole = tokenizer.render([*SAID, *replies])
+        assert before[: len(before) - len(after)] + tokenizer.reply(replies) == whole
+
+
+def test_a_tools_and_a_users_message_come_together(tiny: ChatTokenizer) -> None:
+    before = tiny.render(CALC[:2], [CALCULATOR], add_generation_prompt=False)
+    assert before + tiny.reply([CALC[2], USER]) == tiny.render([*CALC[:3], USER], [CALCULATOR])
+
+
+NO_THOUGHTS_OF_BEFORE = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{{ m.role }}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
+ALTERNATING = (
+    "{% for m in messages %}{% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+SYSTEM_FIRST = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+DEAF = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "why", "can"),
+    [
+        (NO_THOUGHTS_OF_BEFORE, ["user"], "it shows earlier turns otherwise", "tool, system"),
+        (ALTERNATING, ["user", "user"], "roles must alternate", "tool, user, system"),
+        (SYSTEM_FIRST, ["system"], "it shows earlier turns otherwise", "tool, user"),
+        (DEAF, ["user", "system"], "it leaves them out", "tool, user"),
+    ],
+)
+def test_a_reply_that_a_template_cannot_append_is_refused_with_what_it_can(
+    tmp_path: Path, template: str, roles: list[str], why: str, can: str
+) -> None:
+    tokenizer = ChatTokenizer.load(_make_base(tmp_path, template))
+    with pytest.raises(ValueError, match=f"{why}.*it can append those of roles {can}$"):
+        tokenizer.reply([{"role": role, "content": "x"} for role in roles])
 
 
 @pytest.mark.parametrize(
@@ -235,13 +290,13 @@ def test_only_tool_messages_are_tool_replies(tiny: ChatTokenizer) -> None:
     ],
 )
 def test_a_template_that_changes_earlier_turns_is_not_prefix_stable(tmp_path: Path, template: str) -> None:
-    assert not ChatTokenizer.load(_make_base(tmp_path, template)).is_prefix_stable()
+    assert ChatTokenizer.load(_make_base(tmp_path, template)).reply_fault(["tool"])
 
 
 def test_an_empty_thought_in_the_last_turn_alone_does_not_spoil_prefix_stability(tmp_path: Path) -> None:
     thought = "{% if loop.last and m.role == 'assistant' and not m.reasoning_content %}(no thought){% endif %}"
     template = "{% for m in messages %}{{ m.role }}" + thought + "{{ m.content }}<|im_end|>{% endfor %}"
-    assert ChatTokenizer.load(_make_base(tmp_path, template)).is_prefix_stable()
+    assert not ChatTokenizer.load(_make_base(tmp_path, template)).reply_fault(["tool"])
 
 
 # Tool calls ------------------------------------------------------------------------------------------------

@@ -14,7 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.environments import BUILT_IN, Document, makes_items, validate_environment, wants_tools
+from common.environments import (
+    BUILT_IN,
+    Document,
+    makes_items,
+    reply_fault,
+    reply_roles,
+    validate_environment,
+    wants_tools,
+)
 from common.errors import InvalidInput
 from common.messages import (
     AdapterRef,
@@ -629,6 +637,24 @@ class Open:
         self.options = options
 
 
+class Talker:
+    reply_roles = ("user", "system")
+
+    def __init__(self, *roles, said=()):
+        self.said = list(said)
+
+    def reset(self, item, seed):
+        return None, item["messages"]
+
+    async def step(self, state, turn):
+        from env_service.environment import Step
+        return Step(state=None, messages=self.said, done=turn.index == 1, reward=1.0)
+
+
+class Confused(Talker):
+    reply_roles = ("assistant",)
+
+
 class Countdown:
     Args = Args
 
@@ -671,7 +697,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: countdown-env\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[marlaas.environments]\ncountdown = countdown_env:Countdown\nplain = countdown_env:Plain\n"
-        "open = countdown_env:Open\nmissing = none:X\n"
+        "open = countdown_env:Open\nmissing = none:X\ntalker = countdown_env:Talker\nconfused = countdown_env:Confused\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
@@ -710,6 +736,48 @@ def test_an_environment_that_fails_masks_the_trajectory(mode: str, kind: str, re
     assert scored.reward is None
     assert scored.failure.kind == kind
     assert reason in scored.failure.reason
+
+
+@pytest.mark.usefixtures("installed")
+def test_users_and_the_system_may_answer_and_what_was_sampled_stays_as_it_is() -> None:
+    said = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "<|end|>"},
+        {"role": "user", "content": "ö"},
+    ]
+    scored = play(start_of("talker", {"said": said}), "o<tool_call>k", "bye<|end|>")
+    shown = TOKENIZER.decode(scored.tokens.numpy().tolist(), skip_special=False)
+    assert shown == (
+        "<|user|>calc 347*86<|end|><|assistant|>o<tool_call>k<|end|>"
+        "<|system|>be brief<|end|><|user|><|end|><|end|><|user|>ö<|end|><|assistant|>bye<|end|>"
+    )
+    sampled = [[*ids_of("o<tool_call>k"), *TOKENIZER.end_of_turn_ids[:1]], ids_of("bye<|end|>")]
+    written = scored.written.numpy().astype(bool)
+    # the stop string that ended the first turn is no token of the model's: its end is the environment's
+    assert scored.tokens.numpy()[written].tolist() == [*sampled[0][:-1], *sampled[1]]
+    assert scored.tokens.numpy()[~written].tolist().count(sampled[0][-1]) == 5
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([], "one or more messages of roles tool, user, system"),
+        ([{"role": "assistant", "content": "I"}], "roles tool, user"),
+    ],
+)
+def test_an_answer_that_no_template_shows_masks_the_trajectory(said: list[Any], reason: str) -> None:
+    scored = play(start_of("talker", {"said": said}), "ok<|end|>")
+    assert scored.failure is not None and scored.failure.kind == "environment" and reason in scored.failure.reason
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_roles_of_an_environments_messages_are_those_that_it_says() -> None:
+    assert reply_roles(EnvSpec("talker")) == ("user", "system")
+    assert [reply_roles(EnvSpec(name)) for name in ("plain", "calculator", "single_turn")] == [("tool",), ("tool",), ()]
+    with pytest.raises(InvalidInput, match="reply_roles must be a list of tool, user, system"):
+        reply_roles(EnvSpec("confused"))
+    assert not reply_fault(TOKENIZER, ("tool", "user", "system"))
 
 
 @pytest.mark.usefixtures("installed")

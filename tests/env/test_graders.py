@@ -405,7 +405,7 @@ def test_an_endpoint_that_is_not_there_fails_the_grader() -> None:
         ({"type": "string_chek"}, "did you mean 'string_check'", "grader.type"),
         ({}, "unknown grader type None", "grader.type"),
         ({"type": ["math"]}, "unknown grader type", "grader.type"),
-        ({"type": "score_model"}, "second model", "grader.type"),
+        ({"type": "score_model"}, "is missing", "grader.model"),
         (alike("cosine"), "cosine needs a download", "grader.evaluation_metric"),
         (alike("meteor"), "meteor needs a download", "grader.evaluation_metric"),
         (alike("rouge_9"), "rouge_1", "grader.evaluation_metric"),

@@ -160,7 +160,7 @@ async def test_what_is_wrong_is_named_before_anything_is_queued(server: ApiServe
 BAD_METHODS: list[tuple[dict[str, Any], str]] = [
     ({"grader": {"type": "string_chek"}}, "did you mean 'string_check'?"),
     ({"grader": GRADER | {"reference": "{{item.anser}}"}}, "line 1: .*did you mean 'answer'?"),
-    ({"grader": {"type": "score_model"}}, "second model"),
+    ({"grader": {"type": "score_model"}}, "model is missing"),
     ({"environment": {"name": "calculater"}}, "did you mean 'calculator'?"),
     ({"environment": {"name": "calculator", "args": {"skil": "calc"}}}, "did you mean 'skill'?"),
     ({"environment": {"name": "calculator"}, "grader": GRADER}, "one of them"),

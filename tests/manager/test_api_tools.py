@@ -1,5 +1,6 @@
-"""Jobs of environments with tools, on a base model whose chat template leaves tools out."""
+"""Jobs of environments that a base model's chat template cannot show: their tools, or the messages with which they answer."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import openai
 import pytest
 
 from common.settings import TINY
+from examples.three_turns import ENVIRONMENT, installed
 from tests.support.api_server import running_api, upload
 
 SILENT = (
@@ -15,10 +17,16 @@ SILENT = (
 )
 
 
-def base_without_tools(folder: Path) -> Path:
+LAST_USER_ONLY = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role != 'user' or loop.revindex < 3 %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def base_with(template: str, folder: Path) -> Path:
     """The tiny base with another template."""
     shutil.copytree(TINY, folder)
-    (folder / "chat_template.jinja").write_text(SILENT)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
@@ -26,7 +34,7 @@ def base_without_tools(folder: Path) -> Path:
 async def test_an_environment_with_tools_is_refused_by_name_where_the_template_ignores_tools(
     redis_url: str, tmp_path: Path, name: str
 ) -> None:
-    base = base_without_tools(tmp_path / "silent")
+    base = base_with(SILENT, tmp_path / "silent")
     async with running_api(redis_url, tmp_path / "data", base_models=f"tiny={base}") as server:
         file = await upload(server.openai)
 
@@ -40,3 +48,22 @@ async def test_an_environment_with_tools_is_refused_by_name_where_the_template_i
         assert refused.value.code == "no_tools"
         exact = {"type": "string_check", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
         await create("single_turn", grader=exact | {"operation": "eq"})
+
+
+async def test_a_simulated_user_is_refused_where_the_template_cannot_append_what_users_say(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path / "installed")["PYTHONPATH"].split(os.pathsep)[0])
+    bases = f"tiny={TINY},strict={base_with(LAST_USER_ONLY, tmp_path / 'strict')}"
+    async with running_api(redis_url, tmp_path / "data", base_models=bases) as server:
+        method: Any = {
+            "type": "reinforcement",
+            "reinforcement": {"environment": ENVIRONMENT, "hyperparameters": {"max_steps": 1}},
+        }
+        no_file: Any = None
+        jobs = server.openai.fine_tuning.jobs
+        assert (await jobs.create(model="tiny", training_file=no_file, method=method)).status
+        with pytest.raises(
+            openai.BadRequestError, match=r"'simulated_user' cannot answer 'strict'.* of role user .* earlier turns"
+        ):
+            await jobs.create(model="strict", training_file=no_file, method=method)

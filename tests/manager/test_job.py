@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import (
+    BASE,
     AdapterUpdate,
     DeadLetter,
     Failure,
@@ -95,11 +96,13 @@ class World:
         return AdapterUpdate(id=f"{message.id}/done", **message.about(), adapter=target, batch=message.id)
 
     def parked(self, start: Start, sample: int) -> Parked:
-        ref = TrajectoryRef("train", start.seed, start.group, sample, start.attempt)
+        """A later turn of the job's model, or one of a grader's model."""
+        ref, judged = TrajectoryRef("train", start.seed, start.group, sample, start.attempt), sample == 1
         request = TurnRequest(
             id=turn_id(start.job, ref, start.adapter.version, 1),
             **start.about(),
-            adapter=start.adapter,
+            adapter=BASE if judged else start.adapter,
+            judges=start.adapter if judged else None,
             trajectory=ref,
             turn=1,
             tokens=i32([1]),
@@ -115,7 +118,7 @@ class World:
         start = Start(
             id="x",
             **request.about(),
-            adapter=request.adapter,
+            adapter=request.trajectory_adapter,
             purpose="train",
             seed=ref.seed,
             group=ref.group,

@@ -1,0 +1,151 @@
+"""Turns of graders' models: a model of this service is asked as any turn of the job is, and the grading goes on with its answer.
+
+    grading ─ ModelAsked ─► judge_request ─ TurnRequest ─► rollout ─ TurnResult ─► resumed ─► grading, once more
+
+What is graded travels in the request's context, so that any worker can go on, nothing waits, and a pause, a cancellation or a dead
+worker is handled as for any other turn. The step that grades is repeated; it finds the answers that there are.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from common.errors import CorruptObject
+from common.messages import (
+    BASE,
+    EMPTY_F32,
+    EMPTY_I32,
+    EMPTY_U8,
+    AdapterRef,
+    GradeRequest,
+    Sampling,
+    TrajectoryRef,
+    TurnRequest,
+    TurnResult,
+    Usage,
+    f32,
+    i32,
+    turn_id,
+    u8,
+)
+from common.text.tokens import ChatTokenizer
+from common.wire import decode, encode
+from env_service.failures import GraderFailed
+from env_service.graders.model import ModelAsked, Question
+from env_service.work import Work
+
+Graded = TurnResult | GradeRequest
+
+
+class Judging(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The context of a request to a grader's model."""
+
+    graded: bytes
+    asked: str  # the grader
+    answers: dict[str, str] = {}  # of those asked before
+    weight: float = 1.0  # the tenant's
+
+
+class Resumed(NamedTuple):
+    graded: Graded
+    asked: str  # the grader whose model has answered
+    answers: dict[str, str]  # of those before
+
+
+_decoder = msgspec.msgpack.Decoder(Judging)
+
+
+def judge_request(graded: Graded, asked: ModelAsked, doing: Work, tokenizer: ChatTokenizer) -> TurnRequest:
+    """Asks the model. Raises GraderFailed if it cannot be asked so."""
+    question = asked.question
+    tokens = _rendered(question, tokenizer)
+    if isinstance(graded, TurnResult):
+        adapter, trajectory, turn, usage = (
+            graded.request.adapter, graded.request.trajectory, graded.request.turn, graded.usage,
+        )  # fmt: skip
+    else:
+        adapter, trajectory, turn, usage = BASE, TrajectoryRef("chat", 0, 0, 0), 0, Usage()
+    turn += 1 + len(doing.answers)
+    zeros = np.zeros(len(tokens))
+    return TurnRequest(
+        **graded.about(),
+        id=turn_id(graded.job, trajectory, adapter.version, turn),
+        adapter=adapter_of(question.model),
+        trajectory=trajectory,
+        turn=turn,
+        tokens=i32(tokens),
+        logprobs=f32(zeros),
+        written=u8(zeros),
+        sampling=Sampling(temperature=question.temperature, max_tokens=question.max_tokens, top_p=question.top_p),
+        context=msgspec.msgpack.encode(Judging(encode(graded), asked.grader, doing.answers, doing.weight)),
+        usage=usage,
+        judges=adapter,
+    )
+
+
+def _rendered(question: Question, tokenizer: ChatTokenizer) -> list[int]:
+    try:
+        tokens = tokenizer.render(question.messages)
+    except ValueError as error:
+        raise GraderFailed(f"the model's question: {error}") from error
+    if len(tokens) + question.max_tokens > tokenizer.context:
+        raise GraderFailed(
+            f"the model's question has {len(tokens)} tokens, and its answer up to {question.max_tokens}: "
+            f"more than the context of {tokenizer.context}"
+        )
+    return tokens
+
+
+def adapter_of(model: str) -> AdapterRef:
+    """The version that a name stands for, as the manager has written it: a base model's, or `ft:{base}:{tenant}:{suffix}:{job}@{version}`.
+
+    Raises GraderFailed.
+    """
+    if not model.startswith("ft:"):
+        return BASE
+    name, _, version = model.partition("@")
+    parts = name.split(":")
+    if len(parts) != 5 or not version.isdecimal():
+        raise GraderFailed(f"the model {model[:100]} names no version")
+    return AdapterRef(parts[2], parts[4], int(version))
+
+
+def resumed(result: TurnResult) -> Resumed:
+    """What goes on with this answer, as it was but for what it has cost, and for the epoch and the attempt that a pause may have
+    raised meanwhile. Raises CorruptObject."""
+    request = result.request
+    try:
+        judging = _decoder.decode(request.context)
+        graded = decode(judging.graded)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise CorruptObject(f"what a grader's model was asked about cannot be read: {error}") from error
+    if isinstance(graded, GradeRequest):
+        return Resumed(graded, judging.asked, judging.answers)
+    if not isinstance(graded, TurnResult):
+        raise CorruptObject(f"a grader's model was asked about a {type(graded).__name__}")
+    before = msgspec.structs.replace(
+        graded.request,
+        id=f"{graded.request.id.rsplit('/', 1)[0]}/{request.trajectory.attempt}",
+        trajectory=request.trajectory,
+        epoch=request.epoch,
+    )
+    whole = msgspec.structs.replace(graded, id=before.id, request=before, epoch=request.epoch, usage=result.usage)
+    return Resumed(whole, judging.asked, judging.answers)
+
+
+def graded_by(result: TurnResult) -> Graded:
+    """What the result is about. If that cannot be read: the result, as one of its trajectory without any token."""
+    try:
+        return resumed(result).graded
+    except CorruptObject:
+        empty = {"tokens": EMPTY_I32, "logprobs": EMPTY_F32}
+        request = msgspec.structs.replace(
+            result.request,
+            adapter=result.request.trajectory_adapter,
+            judges=None,
+            written=EMPTY_U8,
+            num_partial=0,
+            **empty,
+        )
+        return msgspec.structs.replace(result, request=request, adapter=request.adapter, **empty)
