@@ -30,7 +30,7 @@ _GOES_ON = re.compile(
 _CALCULATES = re.compile(r"\s*(?:[A-Za-z]+\s+){1,3}[-+*/×÷]\s*[\d(＄]")
 _UNIT_RATE = re.compile(r"\s*/\s*[A-Za-z]{1,}")
 _NEXT = re.compile(
-    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even)?|\bvs\b\.?"
+    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
     r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
 )
 _DOUBT = re.compile(r"[^.\n\d]{0,40}?\b(?:could|might|may)(?: also)? (?:be|have been)\D{0,10}(\d+)")

@@ -170,7 +170,7 @@ def result_of(sentence: str) -> str:
 
 def _relation(sentence: str) -> str | None:
     """The relations of which a sentence consists: `x < -2 or x > 3`."""
-    return whole_value(sentence) if re.search(r"[<>]|\\[lg]eq?", sentence) else None
+    return whole_value(sentence) if re.search(r"\w\s*(?:[<>]|\\[lg]eq?)", sentence) else None
 
 
 def _named_whole(sentence: str) -> str | None:

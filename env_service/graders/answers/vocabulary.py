@@ -98,15 +98,17 @@ EXPLANATION = re.compile(
 """Where a text gives reasons for an answer with which it began."""
 RECONSIDERED = compiled(
     r"(?:^|[.!?…—\n-]\s*)(?:oh,? |but |hmm+,? |ah,? )?"
-    r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|on second thought|let me re-?check|that's not right)\b[,:.!]?"
+    r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|just kidding|i mean|make that"
+    r"|on second thought|let me re-?check|that's not right)\b[,:.!]?"
 )
 """Where a text comes back to what it has stated."""
 COMMENT = re.compile(
     _SENTENCE
     + either("""
         by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)|(?:remark|note|tip|hint)⟫?:
-        if you(?:'d like| like| want| wish| need| have)|would you like|let me know|(?:this|that) (?:took|kind|type|sort)
-        (?:this|that|it|55|\\d+) is also|that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty)⟫?:
+        if you(?:'d like| like| want| wish| need help)|confidence|time taken|steps used|i(?: am|'m) \\d+ ?% sure
+        would you like|let me know|(?:this|that) (?:took|kind|type|sort)
+        (?:this|that|it|\\d+) is also|that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty)⟫?:
     """)
     + r"[^\n]*?(?:(?<=[.!?])[*_)⟫]*(?= )|$)",
     re.IGNORECASE | re.MULTILINE,
@@ -170,7 +172,7 @@ ASIDE = compiled(
         (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d)\b)
         (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
-        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)
+        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of
         \d+ \w+ (?:older|younger|taller|longer|shorter|heavier) than
         or \d+% of|or \d+ (?:per|a|each)|(?:i\.e|e\.g)(?=\.)
         obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no

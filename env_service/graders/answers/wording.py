@@ -26,6 +26,14 @@ _ARTICLES = re.compile(
 )
 _LETTER = re.compile(r"\(?([A-J])\)?")
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([A-J])\)|([A-J])(?:[).:](?!\w)|$))", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"[\s.,;!?]*(?:(?:or|and|but|maybe)\b|(?:[\w'-]+ ?){1,2}(?:,|\b(?:or|and)\b|\W*$))", re.IGNORECASE
+)
+"""After a name: it is one of several."""
+_FURTHER = re.compile(
+    r" (?:is|are|was|were|has|have|had|wins?|won|will|gets?|function|number|day|degrees?|one|exists?|solutions?)\b"
+)
+"""What may follow the words of the reference."""
 _UNDECIDED = re.compile(
     r"\b(?:not|or|nor|neither|either|and|than|never|but|after|before|until|if|maybe|perhaps|cannot|unless|both|yes|no)\b|n't\b|/"
 )
@@ -44,7 +52,10 @@ def words_of(text: str) -> str:
     text = re.sub('[⟦⟧⟪⟫*_`"]', "", text).strip(" :.'=>-")
     if choice := _CHOICE.match(text):
         return f"({(choice[1] or choice[2]).upper()})"
-    text = _CLAUSE.split(text, maxsplit=1)[0]
+    clause = _CLAUSE.search(text)
+    if clause and _GOES_ON.match(text, clause.start()) and not re.match(r"(?:yes|no)\b", text, re.IGNORECASE):
+        return ""
+    text = text[: clause.start()] if clause else text
     return text.strip(" .'")
 
 
@@ -66,9 +77,13 @@ def same_words(answer: str, reference: str) -> bool:
     ours, theirs = _normal(answer), _normal(reference)
     if ours == theirs:
         return True
-    further = re.sub(rf"(?<!\w){re.escape(theirs)}(?!\w)", "", ours, count=1)
-    ends = ours.startswith(theirs) or ours.endswith(theirs)
-    return ends and further != ours and len(ours.split()) <= MAX_WORDS and not _UNDECIDED.search(further)
+    further = ours.removeprefix(theirs)
+    return (
+        further != ours
+        and bool(_FURTHER.match(further))
+        and len(ours.split()) <= MAX_WORDS
+        and not _UNDECIDED.search(further)
+    )
 
 
 def _normal(text: str) -> str:
