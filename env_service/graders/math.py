@@ -9,7 +9,8 @@ from typing import Any
 
 from common.errors import InvalidInput
 from env_service.graders.answers.equality import quick
-from env_service.graders.answers.final import final_answer
+from env_service.graders.answers.final import expected_answer, final_answer
+from env_service.graders.answers.wording import is_in_words
 
 
 def plainly_equal(text: str, reference: str) -> bool | None:
@@ -27,9 +28,9 @@ def equal(text: str, reference: str) -> bool:
 
 
 def _answers(text: str, reference: str) -> tuple[str, str]:
-    if not (expected := final_answer(reference)):
+    if not (expected := expected_answer(reference)):
         raise InvalidInput("the reference is empty")
-    return final_answer(text), expected
+    return final_answer(text, in_words=is_in_words(expected)), expected
 
 
 def _verified(answer: str, reference: str) -> bool:

@@ -11,6 +11,7 @@ from benchmarks.math_grader import graded, percent
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS
+from env_service.graders.math import plainly_equal
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -18,7 +19,7 @@ STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
 def rewarded(text: str, reference: str = "18") -> bool:
     """What plain comparison says; it may not leave the question open."""
-    equal = quick(final_answer(text), final_answer(reference))
+    equal = plainly_equal(text, reference)
     assert equal is not None
     return equal
 
@@ -50,6 +51,14 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "So Tom has 18 apples left, compared with 20 in the morning.",
         "In 3 years Tom will be eighteen.",
         "She pays $18 for 2 books.",
+        STEPS + "**Answer: 18**\n\n*A common mistake is to answer 20.*",
+        "Tom has 18 apples.\n\n(This kind of problem is common in grade 5.)",
+        "18 cups.\n\n2. A farmer has 12 goats. How many legs have they?\nAnswer: 48",
+        "#### 18\n\nAnn has 12 hats. How many are left?\n\n#### 9",
+        "18 apples\n\nExplanation: Tom has 5 + 4 = 9. Then he gets 9 more.",
+        "The answer is 17... no, sorry, 18.",
+        "The answer is ~~20~~ 18.",
+        "She needs 18 more to have 50.",
         "The answer is not 20 but 18.",
         "Die Antwort lautet 18 €.",
         "Also kostet es nach 2 Tagen 18,00 Euro.",
@@ -98,6 +107,10 @@ def test_the_final_answer_counts(text: str) -> None:
         "Options: (A) 17 (B) 18",
         "Tom had 18 apples, but now he has 20.",
         "She pays $20 for 18 books.",
+        "The answer is 18. Hold on, that counts the dog twice. It should be 17.",
+        "The answer is 18 if tax is included, otherwise 20.",
+        "I can't tell. The problem mentions 18, so I will not give an answer.",
+        "#### 18 #### 20",
         "La respuesta es 18 o 20.",
         "答えは18または20です。",
     ],
@@ -130,6 +143,30 @@ def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
         ("The answer is (B) 18.", "B", True),
         ("The answer is (B) 18.", "18", True),
         ("The fastest runner is Evelyn.", "\\text{Evelyn}", True),
+        ("The answer is Evelyn or Ben.", "\\text{Evelyn}", False),
+        ("The answer is Evelyn, Ben or Tom.", "\\text{Evelyn}", False),
+        ("The answer is Evelyn. Or Ben.", "\\text{Evelyn}", False),
+        ("Evelyn Ben", "\\text{Evelyn}", False),
+        ("Ben Evelyn", "\\text{Evelyn}", False),
+        ("Evelyn has the most apples.", "\\text{Evelyn}", True),
+        ("It is Thursday, 2 days after Tuesday.", "\\text{Tuesday}", False),
+        ("Hence the result is Tuesday (2 days after Sunday).", "\\text{Tuesday}", True),
+        ("The 14th of March", "\\text{March 14}", True),
+        ("Answer: no solution", "\\text{no solution}", True),
+        ("## Answer\n\n(B) 12\n\n## Why\n\nIt is 3 * 4.", "\\text{(B)}", True),
+        ("21/2", "2\\frac{1}{2}", False),
+        ("12 km", "12 \\text{ cm}", False),
+        ("12000 m", "12 \\text{ km}", True),
+        ("1 h 20 min", "1 hour 20 minutes", True),
+        ("3:45 AM", "3:45 \\text{ PM}", False),
+        ("x = 6, y = 1", "x=1, y=6", False),
+        ("y = 6 and x = 1", "x=1, y=6", True),
+        ("The answer is 3 < x.", "x > 3", True),
+        ("x < -2 or x > 3", "(-\\infty, -2) \\cup (3, \\infty)", True),
+        ("\\boxed{[-2, 5)}", "(-2, 5]", False),
+        ("$0.\\overline{36}$", "\\frac{4}{11}", True),
+        ("It is 4.5 × 10³ m.", "4500", True),
+        ("31 ÷ 7 = 4 remainder 3", "4 R 3", True),
     ],
 )
 def test_what_an_answer_means_is_compared(text: str, reference: str, equal: bool) -> None:
@@ -150,6 +187,12 @@ HOSTILE = [
     "$1",
     "**a** ",
     "<<5=",
+    "5 (a ",
+    "Wait 5. ",
+    "5 is the answer. ",
+    "Answer\n",
+    "\n\nhow many 5? ",
+    "x<5 or ",
 ]
 
 

@@ -1,11 +1,15 @@
 r"""Are two final answers equal? Numbers, fractions, percent, money, times, ratios, tuples and lists are compared exactly."""
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
-from env_service.graders.answers.foreign_numbers import foreign_number
-from env_service.graders.answers.numbers import NUMBER, Quantity, quantity
-from env_service.graders.answers.sizes import is_huge
+from env_service.graders.answers.values.foreign_numbers import foreign_number
+from env_service.graders.answers.values.numbers import NUMBER, Quantity, quantity, spelled_small
+from env_service.graders.answers.values.ranges import ranges
+from env_service.graders.answers.values.sizes import is_huge
+from env_service.graders.answers.values.units import UNIT, measure
+from env_service.graders.answers.wording import is_in_words, same_words
 
 MAX_ANSWER_CHARACTERS = 1000
 """A longer final answer counts as wrong."""
@@ -26,8 +30,12 @@ _EXPRESSION = re.compile(
 _RELATION = re.compile(r"[<>≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?<![ei])(?![A-Za-z])")
 _POWER = re.compile(r"(-?\d{1,3})\s*(?:\^|\*\*)\s*\{?(\d{1,2})\}?")
+_MEASURED = re.compile(
+    rf"(?P<number>[^A-Za-z]{{1,40}})(?P<unit>{UNIT})(?:,?\s*(?:and\s+)?(?P<number2>\d+(?:\.\d+)?)\s*(?P<unit2>{UNIT}))?",
+    re.IGNORECASE,
+)
+_REPEATING = re.compile(r"(?P<sign>-)?(?P<whole>\d+)\.(?P<fixed>\d*)\\overline\s*\{?(?P<again>\d+)\}?")
 _OPTION = re.compile(r"\(([A-J])\)\s*(.*)", re.DOTALL)
-_LETTER = re.compile(r"\(?([A-J])\)?\.?")
 _NAME = re.compile(r"\s*[A-Za-z](?:\s*_\s*\{?\w\}?)?(?:\([a-z]\))?\s*(?:=|\\in)\s*")
 
 
@@ -35,9 +43,9 @@ def quick(answer: str, reference: str) -> bool | None:
     """True if two final answers are plainly equal, False if they plainly are not, None if math-verify must look."""
     if not answer or max(len(answer), len(reference)) > MAX_ANSWER_CHARACTERS:
         return False
+    if is_in_words(reference):
+        return same_words(answer, reference)
     if option := _OPTION.fullmatch(answer):
-        if letter := _LETTER.fullmatch(reference):
-            return option[1] == letter[1]
         answer = option[2] or answer
     answer, reference = _tidy(answer), _tidy(reference)
     found = _same(answer, reference)
@@ -53,6 +61,11 @@ def _same(answer: str, reference: str) -> bool | None:
     times = _TIME.fullmatch(answer.strip()), _TIME.fullmatch(reference.strip())
     if times[0] and times[1]:
         return _same_time(times[0], times[1])
+    sets = ranges(answer, _end), ranges(reference, _end)
+    if sets[0] and sets[1] and any(map(_is_range, (answer, reference))):
+        return sets[0] == sets[1]
+    if "<" in answer and not _RELATION.search(reference) and not _VARIABLE.search(answer):
+        answer = answer.replace("<", ",")
     if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)):
         return False
     if re.search(r"\d_|:", reference + answer):
@@ -67,12 +80,28 @@ def _same(answer: str, reference: str) -> bool | None:
 
 def _tidy(text: str) -> str:
     r"""LaTeX without what only lays it out: `\left( \dfrac{1}{2} \right)` is `(1/2)`."""
-    text = _TEXT.sub(r"\1", _DEGREES.sub("", text)).replace("\\%", "%").replace("\\$", "＄").replace("{,}", ",")
+    text = (
+        _TEXT.sub(r"\1", _DEGREES.sub("", text))
+        .replace("\\%", "%")
+        .replace("\\$", "＄")
+        .replace("{,}", ",")
+        .replace("**", "^")
+    )
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
     text = re.sub(r"(\d)\s*\\([dtc]?frac)(?=\s*[{\d])", r"\1 \\\2", text)
     text = _FRACTION.sub(lambda m: _ratio(m[1] or m[2], m[3] or m[4]), text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     return _NAME.sub("", text, count=1) if _NAME.match(text) else text
+
+
+def _is_range(text: str) -> bool:
+    return bool(_RELATION.search(text) or re.search(r"\\infty|\\cup|∪", text))
+
+
+def _end(text: str) -> str:
+    """The normal form of a range's end."""
+    found = number(text)
+    return str(found.value) if found else _squeezed(text)
 
 
 def _ratio(top: str, bottom: str) -> str:
@@ -81,6 +110,7 @@ def _ratio(top: str, bottom: str) -> str:
 
 
 def _squeezed(text: str) -> str:
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "␣", re.sub(r"(?<![A-Za-z])[pbB]matrix", "matrix", text))
     return (
         re.sub(r"\{(\w)\}", r"\1", _SPACES.sub("", text))
         .replace("\\cdot", "\\times")
@@ -98,6 +128,8 @@ def number(text: str) -> Quantity | None:
     text = re.sub(r"^-\s+", "-", text.strip().rstrip(". "))
     if len(text) > 100:
         return None
+    if repeating := _REPEATING.fullmatch(text):
+        return Quantity(_repeating(repeating))
     if power := _SCIENTIFIC.fullmatch(text):
         return Quantity(Fraction(power[1]) * Fraction(10) ** int(power[2]))
     if whole := _POWER.fullmatch(text):
@@ -106,11 +138,38 @@ def number(text: str) -> Quantity | None:
         text = text[1:-1]
     if (named := foreign_number(text)) is not None:
         return Quantity(Fraction(named))
-    match = NUMBER.fullmatch(text.removesuffix("＄")) or NUMBER.fullmatch(text)
-    return quantity(match) if match else None
+    if (
+        match := NUMBER.fullmatch(text.removesuffix("＄"))
+        or NUMBER.fullmatch(text)
+        or NUMBER.fullmatch(spelled_small(text))
+    ):
+        return quantity(match)
+    measured = _MEASURED.fullmatch(text)
+    return _measured(measured) if measured else None
+
+
+def _measured(found: re.Match[str]) -> Quantity | None:
+    """A number with a unit, or with two: `1 hour 20 minutes`."""
+    ours, further = number(found["number"]), found["number2"]
+    if ours is None or not further:
+        return ours and replace(ours, unit=found["unit"].casefold())
+    (kind, size), (other, part) = measure(found["unit"]), measure(found["unit2"])
+    if kind != other or size < part:
+        return None
+    return Quantity((ours.value * size + Fraction(further) * part) / part, unit=found["unit2"].casefold())
+
+
+def _repeating(found: re.Match[str]) -> Fraction:
+    places = len(found["fixed"])
+    fixed = Fraction(int(found["whole"] + found["fixed"]), 10**places)
+    value = fixed + Fraction(int(found["again"]), (10 ** len(found["again"]) - 1) * 10**places)
+    return -value if found["sign"] else value
 
 
 def _same_number(answer: str, ours: Quantity, theirs: Quantity) -> bool:
+    if ours.unit and theirs.unit:
+        (kind, size), (other, part) = measure(ours.unit), measure(theirs.unit)
+        return kind == other and ours.value * size == theirs.value * part
     if ours.currency and theirs.currency and _currency(ours) != _currency(theirs):
         return False
     return any(
@@ -183,11 +242,20 @@ def _elements(text: str) -> list[str]:
             elements.append("")
         else:
             elements[-1] += sign
-    return [_NAME.sub("", element).strip() for element in elements if element.strip()]
+    named = [_NAME.sub("", element).strip() for element in elements if element.strip()]
+    return [one for element in named for one in _both_signs(element)]
+
+
+def _both_signs(element: str) -> list[str]:
+    if "\\pm" not in element and "±" not in element:
+        return [element]
+    return [re.sub(r"\s*(?:\\pm|±)\s*", sign, element, count=1).removeprefix("+") for sign in "+-"]
 
 
 def _same_lists(answer: str, reference: str) -> bool | None:
     ours, theirs = _elements(answer), _elements(reference)
+    if len(theirs) == 1 and not _bracket(answer) and all(_same(one, ours[0]) for one in ours[1:]):
+        ours = ours[:1]
     brackets = _bracket(answer), _bracket(reference)
     if len(ours) != len(theirs) or (all(brackets) and brackets[0] != brackets[1]):
         return False

@@ -5,7 +5,9 @@ r"""Values at the beginning of a text: a number with its unit, an expression, a 
 
 import re
 
-from env_service.graders.answers.numbers import NUMBER
+from env_service.graders.answers.values.numbers import NUMBER
+from env_service.graders.answers.values.ranges import signs_for_words
+from env_service.graders.answers.values.units import UNIT, unit_after
 from env_service.graders.answers.vocabulary import AND, FILLER, OR, compiled
 
 _LEAD = compiled(rf"(?:[\s:=*_`\"'⟪⟫~≈>→⇒∴|✅]|\(?{FILLER}\b)++")
@@ -16,18 +18,19 @@ _EXPRESSION = re.compile(
     r"(?:[\d\s+\-*/^().,=\[\]{}_|<>!:;÷·×√∞π°≤≥≠±≈'%＄]|\\[A-Za-z]++|\\[,;! |{}]"
     r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|(?:sqrt|frac|log|ln|sin|cos|tan|exp|pi)(?![A-Za-z]))++"
 )
+_ONLY_EXPRESSION = re.compile(rf"(?:{_EXPRESSION.pattern}|\b(?:or|and)\b)++")
 _MATHEMATICAL = re.compile(
-    r"\\[A-Za-z{]|[a-z]\s*[<>]|[=^√∞π_]|\d\s*[-+*/×÷·]|[(\[{][^()\[\]]*[\d,][^()\[\]]*[)\]}]"
+    r"\\[A-Za-z{]|[a-z]\s*[<>]|\d\s*[<>]|\bpi\b|[=^√∞π_]|\d\s*[-+*/×÷·]|[(\[{][^()\[\]]*[\d,][^()\[\]]*[)\]}]"
     r"|\d[a-zA-Z](?![A-Za-z])|[a-z]\s*[-+*/]\s*[\da-z]|sqrt|log|ln|sin|cos|tan|exp"
 )
 _GOES_ON = re.compile(
-    r"\s*(?:[*/^×÷·+=_√π!]|-\s*[\d(\\]|\\(?!text|mathrm|mbox|circ|degree|quad|,|\s)[A-Za-z]|[x×]\s*[\d＄(])"
+    r"\s*(?:[*/^×÷·+=_√π!<>]|(?:sqrt|pi)\b|-\s*[\d(\\]|\\(?!text|mathrm|mbox|circ|degree|quad|,|\s)[A-Za-z]|[x×]\s*[\d＄(])"
     r"|\(\s*[\da-z][^)]*[-+*/^]|[xyznabktr](?![A-Za-z°/])|[a-z]\s*[-+^=]\s*[\da-z]"
 )
 _CALCULATES = re.compile(r"\s*(?:[A-Za-z]+\s+){1,3}[-+*/×÷]\s*[\d(＄]")
 _UNIT_RATE = re.compile(r"\s*/\s*[A-Za-z]{1,}")
 _NEXT = re.compile(
-    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even)?|\bvs\b\.?"
+    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
     r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
 )
 _DOUBT = re.compile(r"[^.\n\d]{0,40}?\b(?:could|might|may)(?: also)? (?:be|have been)\D{0,10}(\d+)")
@@ -38,8 +41,10 @@ _PAIR = re.compile(
 _MONEY_AND_CENTS = re.compile(
     r"(\d++)\s*(?:dollars?|euros?|pounds?)\s*(?:and\s*)?(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE
 )
-_LONG_UNIT = r"(?:hours?|hrs?|h|minutes?|mins?|seconds?|secs?|feet|foot|ft|inch(?:es)?|years?|months?|weeks?|days?|pounds?|lbs?|ounces?|oz)"
+_LONG_UNIT = rf"(?:{UNIT}|pounds?|lbs?|ounces?|oz)"
 _COMPOUND = re.compile(rf"\s*{_LONG_UNIT}\.?,?\s*(?:and\s+)?\d+(?:\.\d+)?\s*{_LONG_UNIT}\b", re.IGNORECASE)
+_NAMED = re.compile(r"[A-Za-z][A-Za-z'/]{0,20}(?:\([a-z]\))?(?: [A-Za-z]{1,20}){0,3} ?= ?(?=[^=\n]+$)")
+_REMAINDER = re.compile(r",?\s*(?:with )?(?:an? )?(?:r|remainder(?: of)?)\s*(\d+)", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"\s*(?:,\s*)?(?:and|or|,)?\s*(?=[A-Za-z]\s*=)")
 _TRAILING = " \t.,;:。，'\"`*_⟪⟫⟧"
 
@@ -64,7 +69,8 @@ def value_at(text: str) -> str | None:
         return f"{money[1]}.{money[2]:0>2}"
     number = NUMBER.match(text)
     if number is None:
-        return _expression_at(text)
+        named = _NAMED.match(text)
+        return _expression_at(text) or (value_at(text[named.end() :]) if named else None)
     rest = text[number.end() :]
     if _CALCULATES.match(rest) and "=" in (clause := re.split(r"[.!?]\s", rest, maxsplit=1)[0]):
         return value_at(clause.rpartition("=")[2]) or number[0].strip()
@@ -76,7 +82,9 @@ def value_at(text: str) -> str | None:
         return f"{number[0]}, {other[1]}"
     if compound := _COMPOUND.match(rest):
         return number[0] + compound[0]
-    return number[0].strip()
+    if remainder := _REMAINDER.match(rest):
+        return f"{number[0]} R {remainder[1]}"
+    return number[0].strip() + unit_after(rest)
 
 
 def _marked(text: str) -> str | None:
@@ -146,19 +154,51 @@ _SEPARATOR = re.compile(
 _EQUALITY = re.compile(
     r"(?<![<>!\\])=(?!=)|\\(?:equiv|implies|Rightarrow|rightarrow|to|therefore)(?![A-Za-z])|⇒|→|∴|\\in(?![a-z])|∈"
 )
-_UNITS = re.compile(r"\s*(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?")
+_UNITS = re.compile(
+    r"\s*(?!(?:pi|sqrt)\b)(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
+)
+_ASSIGNED = re.compile(r"[\s⟦⟧]*([A-Za-z](?:_\{?\w\}?)?)\s*=([^=A-Za-z]+)")
 _APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")
 
 
 def value_of(inside: str) -> str:
     """The value of the inside of math: what its last equation equals, without units."""
-    inside = re.sub("[⟦⟧⟪⟫]", "", inside).strip(_TRAILING)
+    inside = re.sub("[⟦⟧⟪⟫]", "", inside).rstrip(_TRAILING).lstrip(_TRAILING.replace(".", ""))
     parts = [part for part in _SEPARATOR.split(inside) if part.strip(" \\")]
     if len(parts) > 1 and all(_EQUALITY.search(part) for part in parts):
-        return ", ".join(value_of(part) for part in parts)
-    inside = _bare(_without_unit_text(_right_side(inside)))
+        return assigned([(_EQUALITY.split(part, maxsplit=1)[0].strip(), value_of(part)) for part in parts])
+    whole = _right_side(inside).strip()
+    inside = _bare(_without_unit_text(whole))
     number = NUMBER.match(inside)
-    return number[0].strip() if number and _UNITS.fullmatch(inside, number.end()) else inside
+    if not number or not _UNITS.fullmatch(inside, number.end()):
+        return inside
+    return number[0].strip() + (unit_after(whole, len(number[0])) if whole.startswith(number[0]) else "")
+
+
+def assigned(values: list[tuple[str, str]]) -> str:
+    """The values of names: of several names a tuple in their order, of one name a list."""
+    listed = ", ".join(value for _, value in (sorted(values) if _distinct(values) else values))
+    return f"({listed})" if _distinct(values) else listed
+
+
+def assignments(text: str) -> str | None:
+    """The values of a text that is nothing but several `x = 3`."""
+    parts = [_ASSIGNED.fullmatch(part) for part in _SEPARATOR.split(text.strip(" .*_⟪⟫⟦⟧"))]
+    known = [part for part in parts if part]
+    return assigned([(part[1], value_of(part[2])) for part in known]) if len(known) == len(parts) > 1 else None
+
+
+def _distinct(values: list[tuple[str, str]]) -> bool:
+    names = {name for name, _ in values}
+    return len(names) == len(values) and all(re.fullmatch("[A-Za-z]", name) for name in names)
+
+
+def whole_value(text: str) -> str | None:
+    """The value of a text that is nothing but an expression; None for any other."""
+    text = signs_for_words(text.strip(" .*_⟪⟫"))
+    if not _ONLY_EXPRESSION.fullmatch(text) or not _MATHEMATICAL.search(text) or not re.search(r"\d", text):
+        return None
+    return value_at(text) if re.search(r"\bor\b.*=|=.*\bor\b", text) else value_of(text)
 
 
 def _right_side(inside: str) -> str:
@@ -166,7 +206,7 @@ def _right_side(inside: str) -> str:
     if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
         return inside
     exact, *approximate = _APPROXIMATE.split(inside)
-    sides = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt|[dt]?frac)", exact) else [exact, *approximate][-1])
+    sides = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1])
     return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
 
 
@@ -177,10 +217,16 @@ def _without_unit_text(inside: str) -> str:
 
 def _bare(inside: str) -> str:
     """Math without spaces and braces that only lay it out, and with LaTeX's names for `pi` and `sqrt(2)`."""
-    inside = re.sub(r" {2,}", " ", _SPACES.sub(" ", inside)).strip(_TRAILING).rstrip("\\ ")
+    inside = (
+        re.sub(r" {2,}", " ", _SPACES.sub(" ", inside))
+        .rstrip(_TRAILING)
+        .strip(_TRAILING.replace(".", ""))
+        .rstrip("\\ ")
+    )
     inside = _EMPHASIS.sub("", inside)
     while braced := re.fullmatch(r"\{([^{}]*+)\}", inside):
         inside = braced[1].strip()
     inside = re.sub(r"(\d++)\s+\((?:\1|[A-Za-z -]*)\)$", r"\1", inside)
     inside = re.sub(r"(?<![A-Za-z])\\?sqrt\(([^()]*)\)", r"\\sqrt{\1}", inside)
+    inside = re.sub(r"(?<=[\dA-Za-z)])\*(?=[A-Za-z(])", "", inside.replace("**", "^"))
     return re.sub(r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1", inside)

@@ -1,9 +1,12 @@
 r"""The final answer of a text: what its last marker names, else what its last sentence states.
 
-    1  what a reasoning model thinks, and problems that follow the answer, are cut off
+    1  what a reasoning model thinks, remarks, and questions that follow the answer, are cut off
     2  markers: ####, \boxed{}, <answer>, `the answer is`, `Answer:`, `A:`, in many languages; the last that names a value counts
-    3  what says `wait, that is wrong` takes back the markers before it
+    3  what says `wait, that is wrong` takes back the markers before it; so does `wait` if it leads to another result
     4  without a marker: the last sentence's result
+
+A reference is an answer as a whole, unless it has a marker or sentences. If it is words (`Tuesday`, `no solution`, `(B)`),
+words are looked for in the same places.
 
 A list of alternatives is an answer of its own, which equals no single number.
 """
@@ -11,20 +14,22 @@ A list of alternatives is an answer of its own, which equals no single number.
 import re
 from collections.abc import Iterator
 
-from env_service.graders.answers.expressions import value_at, value_of
-from env_service.graders.answers.numbers import spelled_small
+from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
+from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
 from env_service.graders.answers.sentences import has_number, split, stated_result
+from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import (
     ANSWER,
     BEFORE_OTHER_ANSWER,
-    CHECK,
     IS,
     NEGATED,
     PARTIAL,
-    QUESTION,
+    PURPOSE,
+    RECONSIDERED,
     TAKEN_BACK,
 )
+from env_service.graders.answers.wording import is_in_words, worded_result, words_of
 
 _PHRASE = re.compile(rf"{ANSWER}(?P<gap>[^\n\d.!?。！？⟦＄€£\\]{{0,60}}?){IS}", re.IGNORECASE)
 _BARE = re.compile(
@@ -35,10 +40,28 @@ _TAG = re.compile(
     r"<\s*(?:final[_ -]?)?(?:answer|ans|solution|final)\s*>([^<]*)|\[(?:final )?answer\]\s*([^\[]*)|\bfinish\[([^\]\n]*)",
     re.IGNORECASE,
 )
-_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n#]*)")
 _AT_MARKER = re.compile(rf"(?<!is the )(?<!is our )(?<!is my )(?<!final ){ANSWER}[^\w.!]*(?:{IS})?$", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:[A-Za-z']{2,}[ ,]+){3}[A-Za-z]{2,}|^[A-Z][a-z]+ (?:[a-z]+ )*(?:is|has|are|gets?|costs?) ")
+_TEXT_INSIDE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+_PHRASED = re.compile(
+    r"\d[\d.]*(?: ?: ?| to )\d+(?! ?[ap]\.?m)|[＄€£]?\d+ (?:dollars?|euros?|pounds?) (?:and )?\d", re.IGNORECASE
+)
+_HEADING = re.compile(rf"^[ \t]*(?:[#*_⟪-][ \t]*)*{ANSWER}[ \t]*[⟫*_:]*[ \t]*\n\s*(?=\S)", re.IGNORECASE | re.MULTILINE)
+_LAST_LABEL = re.compile(
+    r"^[ \t*_⟪•-]*(?:final |end)?(?:result|ergebnis|resultado|résultat)[⟫*_ ]*:(?=[^\n]*\s*\Z)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IS_THE_ANSWER = re.compile(
+    r"(?:^|[,:.!?]\s|\b(?:so|therefore|thus|hence)\b,?)\s*(?P<value>[^,:!?\n]{1,60}?)\.?"
+    r" (?:(?:is|are|would be) (?:the|our|my) (?:final |correct )?answer"
+    r"|(?<=option [A-J] )is (?:correct|right))\b",
+    re.IGNORECASE | re.MULTILINE,
+)
+_GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference)\b", re.IGNORECASE)
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
+_END_TOKEN = re.compile(r"<\|(?:endoftext|im_end|im_start|eot_id|end_of_text|end|eos)\|>|</s>|<eos>")
 _THINKS = re.compile(r"<(?:think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
 _OPTION = re.compile(
     r"(?:option |choice )?(?:\(([A-J])\)|([A-J])(?:[).:]|(?=[\s⟫*]*(?:$|\n))))[.:,]?[ ⟫*]*(?=[^a-z]|$)", re.IGNORECASE
@@ -52,20 +75,23 @@ Found = tuple[int, str]
 """Position of a marker, and the answer that it names."""
 
 
-def final_answer(text: str) -> str:
-    """The part of a text that is its answer; "" if it decides on none."""
-    text = _said(plain(text))
-    found = sorted(_markers(text))
-    if found and (question := QUESTION.search(text, found[0][0])):
-        text = text[: question.start()]
-        found = sorted(_markers(text))
+def final_answer(text: str, *, in_words: bool = False) -> str:
+    """The part of a text that is its answer; "" if it decides on none. `in_words`: the answer is words, no value."""
+    text = without_remarks(_said(plain(text)))
+    marked = _markers if not in_words else _worded_markers
+    found = sorted(marked(text))
+    shorter = before_next_question(text, found[0][0] if found else None)
+    if len(shorter) < len(text):
+        text, found = shorter, sorted(marked(shorter))
     taken_back = 0
     for back in TAKEN_BACK.finditer(text):
         taken_back = back.start()
     kept = [mark for mark in found if mark[0] >= taken_back]
     if kept:
-        return kept[-1][1]
-    rest = _unchecked(text[taken_back:])
+        return (_reconsidered(text[kept[-1][0] :]) if not in_words else None) or kept[-1][1]
+    if in_words:
+        return worded_result(unchecked(text[taken_back:], has_word))
+    rest = unchecked(text[taken_back:], has_number)
     if (weak := next(_weak(rest), None)) is not None:
         return weak
     if _dangling(rest):
@@ -73,15 +99,36 @@ def final_answer(text: str) -> str:
     return stated_result(rest)
 
 
-def _unchecked(text: str) -> str:
-    """The text before it verifies what it has stated."""
-    check = next((found for found in CHECK.finditer(text) if has_number(text[: found.start()])), None)
-    return text[: check.start()] if check else text
+def expected_answer(reference: str) -> str:
+    """The answer that a reference says: the whole of one without markers and sentences."""
+    text = plain(reference).strip()
+    if "\n" in text or any(_markers(text)) or _SENTENCE.search(_TEXT_INSIDE.sub("", text)):
+        return final_answer(reference)
+    bare = _TEXT_INSIDE.sub(r"\1", text).strip("⟦⟧⟪⟫ ")
+    if is_in_words(bare):
+        return bare
+    return (value_at(bare) if _PHRASED.match(bare) else None) or value_of(text.strip("⟦⟧⟪⟫ ")) or bare
+
+
+def _reconsidered(text: str) -> str | None:
+    """The result that a text states after it came back to its answer, if it does."""
+    again = None
+    for found in RECONSIDERED.finditer(text):
+        again = found
+    if again is None or again.start() == 0:
+        return None
+    rest = unchecked(text[again.end() :], has_number)
+    return stated_result(rest) if has_number(rest) else None
+
+
+def has_word(text: str) -> bool:
+    return bool(re.search(r"[A-Za-z]", text))
 
 
 def _said(text: str) -> str:
     """The text after its thoughts; nothing if they do not end."""
     *_, said = _THOUGHT.split(text)
+    said = next((part for part in _END_TOKEN.split(said) if part.strip()), "")
     return said if not _THINKS.search(said) else _THINKS.split(said)[0]
 
 
@@ -100,6 +147,33 @@ def _markers(text: str) -> Iterator[Found]:
     for marker, value in _phrases(text):
         if answer := _named(value):
             yield marker, answer
+    for marker, line in _labels(text):
+        if answer := _named(line) or value_at(spelled_small(line)):
+            yield marker, answer
+    for stated in _IS_THE_ANSWER.finditer(text):
+        if answer := _named_before(stated["value"]):
+            yield stated.start("value"), answer
+
+
+def _named_before(value: str) -> str | None:
+    """The value that stands before `is the answer`, if it is nothing but one."""
+    option = _OPTION.fullmatch(value)
+    return f"({(option[1] or option[2]).upper()})" if option else whole_value(value)
+
+
+def _worded_markers(text: str) -> Iterator[Found]:
+    """Positions and words of all that names an answer."""
+    for begin, _, inside in _braced(text):
+        yield begin, words_of(inside)
+    for tag in _TAG.finditer(text):
+        yield tag.start(), words_of(tag[1] or tag[2] or tag[3] or "")
+    for hashes in _HASHES.finditer(text):
+        yield hashes.start(), words_of(hashes[1])
+    for marker, value in (*_phrases(text), *_labels(text)):
+        if "\\boxed" not in (value := value.strip(" *_:⟪⟫`\"'=\n").split("\n", 1)[0]) and value:
+            yield marker, words_of(value)
+    for stated in _IS_THE_ANSWER.finditer(text):
+        yield stated.start("value"), words_of(stated["value"])
 
 
 def _hash_answer(line: str, *, last: bool) -> str | None:
@@ -117,8 +191,16 @@ def _phrases(text: str) -> Iterator[tuple[int, str]]:
             continue
         yield phrase.start(), text[phrase.end() : phrase.end() + 400]
     for bare in _BARE.finditer(text):
+        if PURPOSE.search(text[max(0, bare.start() - 12) : bare.start()]):
+            continue
         if bare[0] != "a" and not re.search(r"\bB:", text[bare.end() : bare.end() + 80]):
             yield bare.start(), text[bare.end() : bare.end() + 400]
+
+
+def _labels(text: str) -> Iterator[tuple[int, str]]:
+    """Each heading `Answer` and closing line `Result:`, and the text after it."""
+    for label in (*_HEADING.finditer(text), *_LAST_LABEL.finditer(text)):
+        yield label.start(), text[label.end() : label.end() + 400].split("\n", 1)[0]
 
 
 def _named(value: str) -> str | None:
@@ -132,9 +214,11 @@ def _named(value: str) -> str | None:
         return None
     if _is_calculation_of_more(head) or re.match(r"[^.!\n]*\?", head):
         return None
+    if _GAMBLE.search(sentence := split(head)[0]):
+        return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):
         return f"({(option[1] or option[2]).upper()}) {value_at(head[option.end() :]) or _text_answer(head[option.end() :])}".strip()
-    return value_at(head) or value_at(spelled_small(head.split("\n", 1)[0]))
+    return value_at(head) or value_at(spelled_small(head.split("\n", 1)[0])) or whole_value(split(head)[0])
 
 
 def _is_calculation_of_more(head: str) -> bool:

@@ -13,8 +13,8 @@ All patterns take time in proportion to the text.
 import re
 import unicodedata
 
-from env_service.graders.answers.foreign_numbers import foreign_spelled
-from env_service.graders.answers.numbers import spelled
+from env_service.graders.answers.values.foreign_numbers import foreign_spelled
+from env_service.graders.answers.values.numbers import spelled
 from env_service.graders.answers.vocabulary import COMMA_LANGUAGES, ENGLISH
 
 MAX_CHARACTERS = 10_000
@@ -37,12 +37,15 @@ _SIGNS = str.maketrans(
     | dict.fromkeys("−﹣－‐‑", "-")
     | dict.fromkeys("٫．", ".")
     | dict.fromkeys("٬", ",")
-    | {"∞": "\\infty ", "≥": "\\geq ", "≤": "\\leq "}
+    | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq "}
     | dict(zip("％：（）＝＋，［］｛｝＃＊／", "%:()=+,[]{}#*/", strict=True))
-    | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "⅕": " 1/5", "⅛": " 1/8", "⁄": "/"}
+    | {sign: " " + unicodedata.normalize("NFKC", sign).replace("⁄", "/") for sign in "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+    | {"⁄": "/"}
     | {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "⋅": "·", "∗": "*", "٪": "%"}
 )
-_CALCULATOR = re.compile(r"<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-")
+_CALCULATOR = re.compile(
+    r"~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:solution|proof|document|answer|center|quote)\}|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
+)
 _BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
 _TAGS = re.compile(r"</?(?:p|div|span|i|em|u|code|br|h\d|ul|ol|li|center|mark|font)(?: [^<>]{0,80})?/?>", re.IGNORECASE)
 _OPENING = re.compile(r"\\[(\[]|\\begin\{(?:align|aligned|equation|gather|gathered|eqnarray|multline)\*?\}")
@@ -59,6 +62,7 @@ _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _DECIMAL_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
 _NEGATIVE = re.compile(
     r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
 )
@@ -77,6 +81,7 @@ def plain(text: str) -> str:
     text = _DECIMAL_BRACES.sub(".", _GROUPED.sub(_group_sign, _POUND.sub("£", _EURO.sub("€", text))))
     text = _NEGATIVE.sub("-", _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
     text = _SUPERSCRIPTS.sub(lambda power: "^{" + power[0].translate(_POWERS) + "}", text)
+    text = _SUBSCRIPTS.sub(lambda base: "_{" + unicodedata.normalize("NFKC", base[0]) + "}", text)
     text = _with_math_marked(text)
     if comma_is_decimal(text):
         text = foreign_spelled(_NUMBER.sub(_with_point, text))
@@ -114,7 +119,9 @@ def _inline(match: re.Match[str]) -> str:
 
 _CYRILLIC = re.compile(r"[а-яА-Я]{2}")
 _CHINESE = re.compile(r"[二三四五六七八九十百千][一二三四五六七八九十百千]")
-_PRICE = re.compile(r"(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|€\s?\d+,\d\d(?!\d)")
+_PRICE = re.compile(
+    r"(?<![\d,.])\d{1,3}(?:\.\d{3})+(?:\s?€|\s(?:Euro|EUR)\b)|(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|€\s?\d+,\d\d(?!\d)"
+)
 _NUMBER = re.compile(r"(?<![\d,.(\[^_])\d++(?:[.,]\d++)*+(?![,.]?\d)")
 
 

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from env_service.graders.answers.expressions import value_at, value_of
-from env_service.graders.answers.numbers import NUMBER, spelled_small
+from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
+from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.units import UNIT
 from env_service.graders.answers.vocabulary import (
     ABBREVIATION,
     AND,
@@ -17,6 +18,7 @@ from env_service.graders.answers.vocabulary import (
     OPEN_WORD,
     OR,
     REASON,
+    REFUSAL,
     REFUSED,
     REJECTED,
     REMARK,
@@ -37,30 +39,40 @@ _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^]\s*$|\\boxed\{[^{}]*$")
 _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
-_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*")
+_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
+_POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?"
+_EXACT = re.compile(r"(?:\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
+_SHORTFALL = re.compile(r"\bneeds? [＄€£]?\d[\d.,]* more\b")
+_DURATION = rf"\d+(?:\.\d+)?\s?{UNIT},?\s(?:and\s)?\d+(?:\.\d+)?\s?{UNIT}(?![A-Za-z])"
+_BRACKETED = re.compile(r"\s\((?:it|he|she|they|this|because|since|not|up|down|from|compared)\b[^()]*\)", re.IGNORECASE)
+_COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be)\b|:)\s+", re.IGNORECASE)
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
-_WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{_ROOT}|{_TUPLE}")
+_WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{_DURATION}|{_POWER}|{_ROOT}|{_TUPLE}")
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _CHOICES = re.compile(r"\(?[A-E]\)\s*[^()\n]{1,40}?\(?[B-F]\)\s")
 _JOINED = re.compile(rf"\s*,?\s*{OR}\s*", re.IGNORECASE)
 _AND = re.compile(rf"\s*,?\s*(?:{AND}|,)\s*", re.IGNORECASE)
+_COMMA = re.compile(r"\s*,\s*(?:and\s+)?")
 _ASSIGNMENT = re.compile(r"⟦\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 _COMPOUND = re.compile(
-    r"\s*(?:hours?|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?", re.IGNORECASE
+    r"\s*(?:hours?|hrs?|h|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?",
+    re.IGNORECASE,
 )
 _SAME_AS_SO = re.compile(
     r"\d[^\d;.]{0,60}\band [＄€£]?\d[^;.]{0,60},? i\.e\.,? (?=[＄€£]?\d)"  # 35 to walk and 20 to cycle, i.e. 55
     r"|= ?-?[\d.]+, an? (?:drop|fall|decrease|reduction|rise|increase|gain|growth|change|profit|loss) of (?=\d)"
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
 _ASSIGNMENTS = re.compile(
     r"\bsolutions?\b[^=]*?((?<![A-Za-z])[a-z] ?= ?-?\d+(?:[./]\d+)?(?:(?:,? and|,) [a-z] ?= ?-?\d+(?:[./]\d+)?)+)[.\s]*$"
 )
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
-_ARRIVES = re.compile(r"\b(?:arriv|end|finish|land|return|reach)[a-z]*\b[^.,;]{0,30}\bat\s+$", re.IGNORECASE)
+_ARRIVES = re.compile(
+    r"\b(?:arriv|start|begin|leav|end|finish|land|return|reach)[a-z]*\b[^.,;]{0,30}\bat\s+$", re.IGNORECASE
+)
 _CALCULATION = re.compile(r"^[\s\d+\-*/^().,=×÷·xX＄€£%⟦⟧]+$")
 
 
@@ -128,15 +140,23 @@ def _ends_in_value(line: str) -> bool:
 
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none."""
-    if _CHOICES.search(sentence) or REJECTED.search(sentence):
+    if _CHOICES.search(sentence) or REJECTED.search(sentence) or REFUSAL.search(sentence):
         return ""
     if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and HEDGE.search(sentence):
         return ""
-    if (whole := _terse(sentence)) is not None:
+    if (whole := assignments(sentence) or _relation(sentence) or _terse(sentence)) is not None:
         return whole
     if solutions := _SOLUTIONS.search(sentence) or _ASSIGNMENTS.search(sentence):
-        return ", ".join(re.findall(r"= ?([-\d./]*\d)", solutions[0]))
+        return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
+    if has_number(outside := _BRACKETED.sub("", sentence)):
+        sentence = outside
+    if (named := _named_whole(sentence)) is not None:
+        return named
     sentence = _without_aside(_concluded(sentence), REASON)
+    if (exact := _EXACT.search(sentence)) is not None:
+        sentence = sentence[: exact.end()]
+    if short := _SHORTFALL.search(sentence):
+        sentence = sentence[: short.end()]
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
         return value
     sentence = _without_aside(sentence, ASIDE)
@@ -146,6 +166,19 @@ def result_of(sentence: str) -> str:
     free = [c for c in found if not GOVERNED.search(_before(sentence, c[0]))]
     free = _without_circumstances(sentence, free) or free or found
     return _chosen(sentence, free) if free else ""
+
+
+def _relation(sentence: str) -> str | None:
+    """The relations of which a sentence consists: `x < -2 or x > 3`."""
+    return whole_value(sentence) if re.search(r"\w\s*(?:[<>]|\\[lg]eq?)", sentence) else None
+
+
+def _named_whole(sentence: str) -> str | None:
+    """The expression that a sentence's last `is` or colon names, if nothing follows it."""
+    copula = None
+    for found in _COPULA.finditer(sentence):
+        copula = found
+    return whole_value(sentence[copula.end() :]) if copula else None
 
 
 def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candidate]:
@@ -242,7 +275,7 @@ def _chosen(sentence: str, free: list[Candidate]) -> str:
 def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
     """Where the list begins whose last value stands at `at`."""
     joint = _AND if SEVERAL.search(sentence) else None
-    if len(free) > 2 and all(sentence[a[0] + len(a[1]) : b[0]].strip() == "," for a, b in pairwise(free[-3:])):
+    if len(free) > 2 and all(_COMMA.fullmatch(sentence[a[0] + len(a[1]) : b[0]]) for a, b in pairwise(free[-3:])):
         joint = _AND
     for place, text in reversed([c for c in free if c[0] < at]):
         between = sentence[place + len(text) : at]

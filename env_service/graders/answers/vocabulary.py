@@ -30,7 +30,7 @@ _LATIN_ANSWER = either(r"""
     cevap|yanıt|jawaban(?:nya)?|jibu|đáp (?:án|số)|câu trả lời
     उत्तर|উত্তর|సమాధానం|الإجابة|الجواب|جواب|پاسخ|תשובה
 """)
-ANSWER = rf"(?:(?<![A-Za-z]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
+ANSWER = rf"(?:(?<![A-Za-z<\\/]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
 _IS = either("""
     is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι
     to|wynosi|jest|je|är|er|adalah|ialah|ni|là|on
@@ -51,6 +51,8 @@ PARTIAL = compiled(
     + r"|n't\b|不|않|아니"
 )
 """In `the answer to the first part is`, `the answer cannot be`."""
+PURPOSE = compiled(r"\b(?:to|would|will|might|could|can|cannot|not|who|they|you|people|students|many|some)\s+$")
+"""Before `answer` as a verb: `a mistake is to answer 304`."""
 NEGATED = compiled(
     r"\W*(?:not|never|nicht|pas|no|não|non|не|nie|neither|不是)\b[^.\n]*?"
     r"(?:\b(?:but|rather|sondern|sino|mais|mas|ma|а|it is|it's)\b|而是|(?P<none>$))"
@@ -67,16 +69,66 @@ TAKEN_BACK = compiled(
 REJECTED = compiled(
     r"(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
 )
+_ASKS = either("""
+    (?:next |another )?(?:question|problem|example)|q|human|user|instruction|exercise|frage|pregunta|вопрос|问题|問題|문제
+""")
 QUESTION = re.compile(
-    rf"^[ \t*#⟪]*{either('question|problem|q|human|user|exercise|frage|pregunta|вопрос|问题|問題|문제')}\s*\d*\s*:",
+    rf"^[ \t*#⟪]*(?:{_ASKS}\s*(?:\d*\s*:|\d+\b)"
+    r"|\d{1,2}[.)] (?=[A-Z])[^\n]*\?)",
     re.IGNORECASE | re.MULTILINE,
 )
 CHECK = re.compile(
     r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
-    r"(?:(?:let's|let us|to|we can) (?:verify|check)\b|verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
+    r"(?:(?:let's|let us|to|we can|you can) (?:verify|check)\b|(?:this|that|it) can be (?:verified|checked)|"
+    r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Where what follows makes sure of a result that was stated before."""
+_SENTENCE = r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_>(-]*"
+NEW_QUESTION = re.compile(
+    r"\n\s*\n(?!\W*(?:wait|but|hmm|so|ok|now|hold|would|do|does|is|are|did|have|can|could|shall|let)\b)"
+    r"(?=[^\n]*\b(?:how (?:many|much|long|far|old|fast)|what (?:is|was|are)|find|calculate|determine)\b[^\n?]*\?)",
+    re.IGNORECASE,
+)
+"""Where a paragraph asks, after an answer."""
+EXPLANATION = re.compile(
+    r"^[ \t*#⟪]*(?:explanation|reasoning|justification|rationale|working|why|because|solution|steps)\b[⟫*]*:?",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Where a text gives reasons for an answer with which it began."""
+RECONSIDERED = compiled(
+    r"(?:^|[.!?…—\n-]\s*)(?:oh,? |but |hmm+,? |ah,? )?"
+    r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|just kidding|i mean|make that"
+    r"|on second thought|let me re-?check|that's not right)\b[,:.!]?"
+)
+"""Where a text comes back to what it has stated."""
+COMMENT = re.compile(
+    _SENTENCE
+    + either("""
+        by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)|(?:remark|note|tip|hint)⟫?:
+        if you(?:'d like| like| want| wish| need help)|confidence|time taken|steps used|i(?: am|'m) \\d+ ?% sure
+        would you like|let me know|(?:this|that) (?:took|kind|type|sort)
+        (?:this|that|it|\\d+) is also|that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty)⟫?:
+    """)
+    + r"[^\n]*?(?:(?<=[.!?])[*_)⟫]*(?= )|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A sentence that comments on what was stated before it."""
+CLOSING = re.compile(
+    r"^[ \t*_]*"
+    + either("""
+        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|posted by|reply\\b|i hope|i think this is right
+        disclaimer|copyright|tags?:|category:
+    """),
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Where a text takes leave of its reader."""
+REFUSAL = compiled(
+    r"(?:can't|cannot|can not|could not|couldn't|unable to|not able to|won't|will not|not possible to|impossible to) (?:be )?"
+    + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
+    + r"|\bnot enough information\b|\binsufficient\b"
+)
+"""In a sentence that decides on no answer."""
 HEDGE = compiled(
     words("""
         either|could (?:also )?be|might be|may be|one of|not sure|unsure|can't (?:tell|decide|say)|cannot (?:tell|decide|say)
@@ -98,21 +150,21 @@ FILLER = either("""
 CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(r"""
-        so|therefore|thus|hence|which means|meaning|which gives|settles? on|for a total of|which rounds? (?:up |down )?to
-        which is(?! \d+ (?:more|less|fewer|times)| more| less| fewer| not| twice| double| triple| half)
+        so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
+        which is(?! what| the answer| \d+ (?:more|less|fewer|times)| more| less| fewer| not| twice| double| triple| half)
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
         donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb|daher|поэтому|значит
     """)
-    + r"\b|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
+    + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
 CUE = compiled(
     words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
     + r"|[:=→∴\]]|[-=]>"
 )
 """Before the result of a line without a full stop."""
-REASON = compiled(r"[,\s]\s*(?:because|since)\b")
+REASON = compiled(r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b")
 ASIDE = compiled(
-    r"[,\s]\s*"
+    r"[,\s]\s*(?<!and )(?<!but )"
     + either(r"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|up from|down from|versus|vs
@@ -120,10 +172,13 @@ ASIDE = compiled(
         (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d)\b)
         (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
+        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of
+        \d+ \w+ (?:older|younger|taller|longer|shorter|heavier) than
         or \d+% of|or \d+ (?:per|a|each)|(?:i\.e|e\.g)(?=\.)
         obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
     """)
-    + r"\b|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
+    + r"\b|;\s+(?:he|she|it|they|there|we) (?:had|was|were)\b"
+    + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
 _DETERMINERS = (
     "the|an?|his|her|their|its|all|these|those|about|only|another|initial|original|first|last|next|den|les|des|los|las"
@@ -177,7 +232,8 @@ ABBREVIATION = compiled(
 COMMA_LANGUAGES = compiled(
     words("""
         der|das|und|ist|nicht|für|sind|eine[nrms]?|also|kostet|les|des|une|est|donc|pour|dans|avec|sont
-        los|las|una|por|para|con|que|del|entonces|gli|della|sono|quindi|uma|dos|não|são|então|het|een|voor|zijn
+        los|las|el|es|il|le|una|por|para|con|que|del|entonces|gli|della|sono|quindi|uma|dos|não|são|então|het|een|voor|zijn
+        pro|von|mit|insgesamt|zusammen|stück|woche|kosten|hat
         och|är|det|jest|oraz|więc|adalah|dan|jadi|yang|và|là|của|ve|için|toplam
         odpowiedź|antwort|antwoord|réponse|respuesta|resposta|risposta|svar
     """)

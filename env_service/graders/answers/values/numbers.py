@@ -13,11 +13,12 @@ _SCALES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "lakh": 10**5, "crore": 10**7,
     "mio": 10**6, "mrd": 10**9, "万": 10**4, "萬": 10**4, "億": 10**8, "亿": 10**8, "千": 1000, "百": 100, "만": 10**4, "억": 10**8,
     "тысяч": 1000, "миллион": 10**6, "tausend": 1000, "mille": 1000, "mil": 1000, "millones": 10**6, "millón": 10**6,
-    "milliarde": 10**9, "k": 1000,
+    "milliarde": 10**9, "k": 1000, "m": 10**6, "b": 10**9,
 }  # fmt: skip
 _SCALE = (
     r"(?:\s?[万萬億亿千百만억]|\s?(?:thousand|million(?:en|s)?|billion|trillion|lakhs?|crores?|mio\.?|mrd\.?|hundred|тысяч[аи]?"
-    r"|миллион(?:ов|а)?|tausend|mille|mil|millones|millón|milliarden?)(?![A-Za-zà-ÿ])|k(?![\w/]))"
+    r"|миллион(?:ов|а)?|tausend|mille|mil|millones|millón|milliarden?)(?![A-Za-zà-ÿ])|k(?![\w/])"
+    r"|(?(before)\s?(?:m|mn|b|bn)(?![\w/])|(?!)))"
 )
 _PERCENT = (
     r"\s?(?:\\?%|(?:per\s?cent|pct|prozent|pour\s?cent|por\s?cient?o|por\s?cento|procent|процент\w{0,3})(?![A-Za-z]))"
@@ -44,6 +45,8 @@ class Quantity:
     currency: str = ""
     """Its sign, "" if it has none."""
     dozen: bool = False
+    unit: str = ""
+    """Of those that `units` knows, "" if it has none."""
 
 
 def quantity(match: re.Match[str]) -> Quantity | None:
@@ -92,14 +95,18 @@ _WORDS = re.compile(
 )
 _FIRST = re.compile(rf"(?<![A-Za-z])(?:{_WORD}|dozen)", re.IGNORECASE)
 _ALONE = re.compile(
-    rf"(?<![\w-])(?:(?:minus|negative) )?(?:{'|'.join(reversed(_SMALL))}|(?:an? )?(?:half|quarter|third))(?![\w-])(?! of\b)",
+    rf"(?<![\w-])(?:(?:minus|negative) )?(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])(?! of\b)|(?:an? )?(?:half|quarter|third)(?![\w-]))",
     re.IGNORECASE,
 )
+
+_MONEY = re.compile(rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents)\b)", re.IGNORECASE)
 
 
 def spelled(text: str) -> str:
     """The text with digits for its numbers in words, where they are surely meant to count."""
-    return _WORDS.sub(_as_digits, text) if _FIRST.search(text) else text
+    if not _FIRST.search(text):
+        return text
+    return _MONEY.sub(lambda match: _digits(match[0]) or match[0], _WORDS.sub(_as_digits, text))
 
 
 def spelled_small(text: str) -> str:

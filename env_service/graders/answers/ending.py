@@ -1,0 +1,66 @@
+"""What follows a text's answer and is no part of it: the next question, a check, remarks.
+
+`before_next_question` and `unchecked` cut a text there; `without_remarks` leaves out single sentences.
+"""
+
+import re
+from collections.abc import Callable
+
+from env_service.graders.answers.sentences import has_number, split, stated_result
+from env_service.graders.answers.vocabulary import (
+    CHECK,
+    CLOSING,
+    COMMENT,
+    CONCLUSION,
+    EXPLANATION,
+    NEW_QUESTION,
+    QUESTION,
+)
+
+MAX_QUESTIONS = 10
+"""Of more, only the first are looked at."""
+
+_ASIDE = re.compile(r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)")
+_NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
+
+_REFERENCE = re.compile(r"(?<=[a-z.!])\[\d{1,2}\]")
+
+
+def before_next_question(text: str, stated: int | None) -> str:
+    """The text before the first question that follows an answer. `stated`: where its first marker is, if it has one."""
+    for count, question in enumerate(QUESTION.finditer(text)):
+        if stated is not None and question.start() > stated:
+            return text[: question.start()]
+        if count < MAX_QUESTIONS and _is_solved(text[: question.start()]):
+            return text[: question.start()]
+    if stated is not None:
+        asked = NEW_QUESTION.search(text, stated)
+        return text[: asked.start()] if asked else text
+    reasons = EXPLANATION.search(text)
+    return text[: reasons.start()] if reasons and _is_solved(text[: reasons.start()]) else text
+
+
+def _is_solved(text: str) -> bool:
+    """True if a text ends with a short sentence that states a result, or with one that concludes or computes it."""
+    last = next((s for s in reversed(split(text[-2000:])) if re.search(r"\w", s)), "")
+    concludes = len(last.split()) <= 5 or "=" in last or CONCLUSION.search(f" {last}")
+    return has_number(last) and bool(concludes) and bool(stated_result(last))
+
+
+def unchecked(text: str, states: Callable[[str], bool]) -> str:
+    """The text before it verifies what it has stated. `states`: whether a text has what may be an answer."""
+    check = next((found for found in CHECK.finditer(text) if states(text[: found.start()])), None)
+    return text[: check.start()] if check else text
+
+
+def without_remarks(text: str) -> str:
+    """The text without the sentences in brackets, notes and comments that follow its first number."""
+    number = re.search(r"\d", text)
+    if not number:
+        return text
+    head, rest = text[: number.end()], text[number.end() :]
+    if (closing := CLOSING.search(rest)) is not None:
+        rest = rest[: closing.start()]
+    if _NOTE.search(rest):
+        rest = _REFERENCE.sub("", _NOTE.sub("", rest))
+    return head + COMMENT.sub("", _ASIDE.sub("", rest))

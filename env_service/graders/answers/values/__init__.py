@@ -1,0 +1,10 @@
+"""Numbers and sets of them, as texts write them. Pure functions, in time proportional to the text.
+
+Its files:
+
+    numbers.py            numbers with their signs, currencies, percent, and in English words
+    foreign_numbers.py    numbers in words of other languages
+    units.py              units that change what a number means
+    ranges.py             intervals and inequalities
+    sizes.py              tells what would take long to compute
+"""

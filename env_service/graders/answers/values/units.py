@@ -1,0 +1,34 @@
+"""Units that change what a number means: 12 km is 12,000 m, and not 12 cm. Others, such as `apples`, count alike."""
+
+import re
+from fractions import Fraction
+
+_SIZES = """
+length    1/1000 mm|millimet(?:er|re)s?  1/100 cm|centimet(?:er|re)s?  1 m|met(?:er|re)s?  1000 km|kilomet(?:er|re)s?
+imperial  1 inch|inches  12 feet|foot|ft  36 yards?|yd  63360 miles?
+mass      1/1000 mg|milligrams?  1 g|grams?  1000 kg|kilograms?|kilos?  1000000 tonnes?
+volume    1/1000 ml|millilit(?:er|re)s?  1/100 cl  1/10 dl  1 l|lit(?:er|re)s?
+time      1 s|secs?|seconds?  60 mins?|minutes?  3600 h|hrs?|hours?  86400 days?  604800 weeks?
+calendar  1 months?  12 years?
+"""
+_UNITS = [
+    (line.split()[0], Fraction(size), re.compile(rf"(?:{names})", re.IGNORECASE))
+    for line in _SIZES.strip().splitlines()
+    for size, names in zip(line.split()[1::2], line.split()[2::2], strict=True)
+]
+UNIT = "(?:" + "|".join(sorted((pattern.pattern for _, _, pattern in _UNITS), key=len, reverse=True)) + ")"
+_AFTER = re.compile(
+    rf"(?:\s|\\[,;:! ]|~|\\(?:text|textrm|mathrm|mbox)\s*\{{)*({UNIT})\b(?!\s*[/^²³'-]|\s+per\b|\s*\\cdot|\}}\s*[/^])",
+    re.IGNORECASE,
+)
+
+
+def unit_after(text: str, at: int = 0) -> str:
+    """The unit that begins at a place, " km"; "" if none does."""
+    found = _AFTER.match(text, at)
+    return f" {found[1]}" if found else ""
+
+
+def measure(unit: str) -> tuple[str, Fraction]:
+    """What a unit measures, and how much of it."""
+    return next((kind, size) for kind, size, names in _UNITS if names.fullmatch(unit))

@@ -1,0 +1,92 @@
+"""Answers in words: `Tuesday`, `no solution`, `March 14`, `odd`, `(B)`."""
+
+import re
+
+from env_service.graders.answers.sentences import split
+
+MAX_WORDS = 6
+"""Of an answer that says more than its reference."""
+
+_MONTH = (
+    r"jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:t(?:ember)?)?"
+    r"|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?"
+)
+_DAY_FIRST = re.compile(rf"(?:the )?(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\b", re.IGNORECASE)
+_MONTH_FIRST = re.compile(rf"\b(?P<month>{_MONTH})\.? (?:the )?(?P<day>\d{{1,2}})(?:st|nd|rd|th)?\b", re.IGNORECASE)
+_NAMES = re.compile(r"\\[A-Za-z]+|(?:sqrt|frac|pi|sin|cos|tan|log|ln|exp|dollars?|cents?)(?![A-Za-z])")
+_CLAUSE = re.compile(r"\n|[.;!?](?:\s|$)|[,(:]| because | since | as | which ")
+_COPULA = re.compile(r"(?:\b(?:is|are|was|were|obtain|get|be|has|have)\b|:|=)\s", re.IGNORECASE)
+_HAS = re.compile(
+    r"[\W_]*(?:so |therefore,? |thus,? |hence,? )?(?!(?:it|he|she|we|they|this|there|the)\b)\w+ (?:has|have|had) ",
+    re.IGNORECASE,
+)
+_ARTICLES = re.compile(
+    r"^(?:therefore |thus |so |hence )?(?:(?:it|there|that|he|she|they) (?:is|are|was) )?(?:(?:an?|the|on|in) )?",
+    re.IGNORECASE,
+)
+_LETTER = re.compile(r"\(?([A-J])\)?")
+_CHOICE = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([A-J])\)|([A-J])(?:[).:](?!\w)|$))", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"[\s.,;!?]*(?:(?:or|and|but|maybe)\b|(?:[\w'-]+ ?){1,2}(?:,|\b(?:or|and)\b|\W*$))", re.IGNORECASE
+)
+"""After a name: it is one of several."""
+_FURTHER = re.compile(
+    r" (?:is|are|was|were|has|have|had|wins?|won|will|gets?|function|number|day|degrees?|one|exists?|solutions?)\b"
+)
+"""What may follow the words of the reference."""
+_UNDECIDED = re.compile(
+    r"\b(?:not|or|nor|neither|either|and|than|never|but|after|before|until|if|maybe|perhaps|cannot|unless|both|yes|no)\b|n't\b|/"
+)
+
+
+def is_in_words(reference: str) -> bool:
+    """True if a reference is a name, a date, yes or no, a letter of choice: nothing that is a value."""
+    if re.fullmatch(r"\(?[A-J]\)?", reference) or _DAY_FIRST.fullmatch(reference) or _MONTH_FIRST.fullmatch(reference):
+        return True
+    return not re.search(r"[\d=<>^_\\]", reference) and bool(re.search(r"[^\W\d_]{2,}", _NAMES.sub("", reference)))
+
+
+def words_of(text: str) -> str:
+    """The words with which a text begins, up to the end of the clause."""
+    text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mbox|textit)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub('[⟦⟧⟪⟫*_`"]', "", text).strip(" :.'=>-")
+    if choice := _CHOICE.match(text):
+        return f"({(choice[1] or choice[2]).upper()})"
+    clause = _CLAUSE.search(text)
+    if clause and _GOES_ON.match(text, clause.start()) and not re.match(r"(?:yes|no)\b", text, re.IGNORECASE):
+        return ""
+    text = text[: clause.start()] if clause else text
+    return text.strip(" .'")
+
+
+def worded_result(text: str) -> str:
+    """The words that a text ends with: what something is, or the whole of its last sentence."""
+    if len(text) < 80 and _CHOICE.match(text.strip()):
+        return words_of(text)
+    for sentence in reversed([s for s in split(text) if re.search(r"\w", s)][-1:]):
+        if re.match(r"\W*(?:yes|no)\b", sentence, re.IGNORECASE) or not (named := _COPULA.search(sentence)):
+            return words_of(sentence)
+        return words_of(sentence[: named.start()] if _HAS.match(sentence) else sentence[named.end() :])
+    return ""
+
+
+def same_words(answer: str, reference: str) -> bool:
+    """True if an answer says what a reference says, and little besides."""
+    if letter := _LETTER.fullmatch(reference):
+        return bool(found := _LETTER.fullmatch(words_of(answer))) and found[1] == letter[1]
+    ours, theirs = _normal(answer), _normal(reference)
+    if ours == theirs:
+        return True
+    further = ours.removeprefix(theirs)
+    return (
+        further != ours
+        and bool(_FURTHER.match(further))
+        and len(ours.split()) <= MAX_WORDS
+        and not _UNDECIDED.search(further)
+    )
+
+
+def _normal(text: str) -> str:
+    for date in (_DAY_FIRST, _MONTH_FIRST):
+        text = date.sub(lambda m: f"{m['month'][:3]} {int(m['day'])}", text, count=1)
+    return " ".join(_ARTICLES.sub("", words_of(text)).casefold().split())
