@@ -29,6 +29,7 @@ It imports no service and no torch.
     adapters.py           keeps versions of adapters in object storage
     own_folder.py         keeps temporary files that vanish with their process, or with the next one
     byte_cache.py         caches what was used last, up to a number of bytes
+    weight_files.py       reads what the headers of a base model's weights say
     served_context.py     says how much context of a base model fits in memory
     settings.py           reads the settings that all services share
     errors.py             declares the error tree

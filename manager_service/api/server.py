@@ -3,12 +3,9 @@
 import asyncio
 import contextlib
 import secrets
-import struct
 import time
 from collections.abc import AsyncGenerator, Generator
-from pathlib import Path
 
-import msgspec
 import structlog
 import uvicorn
 
@@ -18,6 +15,7 @@ from common.objects import Objects, patiently
 from common.settings import resolve_model
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
+from common.weight_files import read_weights
 from manager_service.api.app import create_app
 from manager_service.api.connections import Connection
 from manager_service.api.context import Api, Base, connect_impatiently
@@ -104,7 +102,8 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         samples=samples,
         peers=Peers(bus, samples, api_id),
         archive=Archive(objects, name),
-        linear_layers=linear_layers(folder),
+        where=where,
+        weights=await asyncio.to_thread(read_weights, folder),
         created_at=int(time.time()),
     )
 
@@ -114,21 +113,6 @@ def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
     if kind == BULK:
         return int(OVERSUBSCRIPTION * cluster.slots("rollout"))
     return int(inference_share * cluster.slots(kind))
-
-
-def linear_layers(folder: Path) -> frozenset[str]:
-    """Leaf names of the layers that an adapter may have, from the header of the weights; empty if they are sharded."""
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        return frozenset()
-    with file.open("rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        header = msgspec.json.decode(handle.read(length))
-    return frozenset(
-        name.split(".")[-2]
-        for name, tensor in header.items()
-        if ".layers." in name and name.endswith(".weight") and len(tensor["shape"]) == 2
-    )
 
 
 async def serve(api: Api, stop: asyncio.Event) -> None:
