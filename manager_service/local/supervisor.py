@@ -32,6 +32,7 @@ from common.redis_connection import make_client
 from common.settings import parse_base_models
 from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 from manager_service.local.context import default_context
+from manager_service.local.devices import idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
@@ -195,6 +196,8 @@ class LocalCluster:
             server.prepare()
             self.redis_url = server.url
             self._redis = self._kept("redis", server.argv, {})
+        if line := idle_gpu(self._environment):
+            self._notify(line)
         if chosen := default_context(self._environment):
             self._environment["MARLAAS_MAX_CONTEXT"] = str(chosen[0])
             self._notify(chosen[1])
