@@ -29,7 +29,7 @@ from redis.exceptions import RedisError
 
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
-from common.settings import parse_base_models
+from common.settings import parse_base_models, pinned
 from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 from manager_service.local.context import default_context
 from manager_service.local.devices import idle_gpu
@@ -196,6 +196,7 @@ class LocalCluster:
             server.prepare()
             self.redis_url = server.url
             self._redis = self._kept("redis", server.argv, {})
+        self._pin_bases()
         if line := idle_gpu(self._environment):
             self._notify(line)
         if chosen := default_context(self._environment):
@@ -203,6 +204,16 @@ class LocalCluster:
             self._notify(chosen[1])
         for service in self._commands(self._counts, self._environment):
             self._services[service.name] = self._kept(service.name, service.argv, service.environment)
+
+    def _pin_bases(self) -> None:
+        """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
+        with contextlib.suppress(InvalidInput, ValueError):
+            bases = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
+            found = {name: pinned(where) for name, where in bases.items()}
+            if found != bases:
+                self._environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in found.items())
+                for name, where in found.items():
+                    self._notify(f"base model {name}: {where}")
 
     def _kept(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str]) -> KeptProcess:
         rotate(self.log_file(name))
