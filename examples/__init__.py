@@ -1,5 +1,5 @@
 """Programs to read and to run.
 
 `demo.py` (`make demo`), `quickstart.py`, the shortest use of the API, `new_skill.py`, which teaches by examples and then by rewards,
-and `tinker_loop.py`, a loop of one's own through the `tinker` SDK (`make tinker`).
+`gsm8k.py`, grade-school maths on a real base model, and `tinker_loop.py`, a loop of one's own through the `tinker` SDK (`make tinker`).
 """
