@@ -34,6 +34,7 @@ It imports no service and no torch.
     footprint.py          says how much memory training takes, by those sizes
     served_context.py     says how much context of a base model fits in memory
     settings.py           reads the settings that all services share
+    downloads.py          says how far the download of a base model is
     errors.py             declares the error tree
     fairness.py           says who of several tenants was served least for its weight
     helpers.py            asks helper processes, and runs one

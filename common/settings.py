@@ -91,7 +91,8 @@ class Settings(BaseSettings):
         return name
 
 
-MODEL_FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+TEXT_FILES = ("*.json", "*.jinja", "*.txt")
+MODEL_FILES = [*TEXT_FILES, "*.safetensors"]
 
 
 def parse_base_models(value: str) -> dict[str, str]:
@@ -123,11 +124,11 @@ def resolve_model(where: str) -> Path:
 
 
 def resolve_config(where: str) -> Path:
-    """A folder with the model's `config.json` at least. Raises InvalidInput."""
+    """A folder with the model's text files at least, without weights. Raises InvalidInput."""
     folder = Path(where)
     if folder.is_dir() or not _is_of_hub(where):
         return resolve_model(where)
-    return _download(where, "*.json")
+    return _download(where, *TEXT_FILES)
 
 
 def _is_of_hub(where: str) -> bool:

@@ -5,17 +5,20 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
 
 import structlog
 import uvicorn
 
 from common.adapters import AdapterStore
+from common.base_shape import BaseShape
 from common.bus import Bus
 from common.objects import Objects, patiently
-from common.settings import resolve_model
+from common.settings import resolve_config
 from common.streams import Cell
+from common.text.model_folder import read_json
 from common.text.tokens import ChatTokenizer
-from common.weight_files import read_weights
+from common.weight_files import Weights, read_weights
 from manager_service.api.app import create_app
 from manager_service.api.connections import Connection
 from manager_service.api.context import Api, Base, connect_impatiently
@@ -77,7 +80,7 @@ async def keep_keys(api: Api, every_s: float = 5.0) -> None:
 
 
 async def make_base(settings: ManagerSettings, name: str, where: str, objects: Objects, api_id: str) -> Base:
-    folder = await asyncio.to_thread(resolve_model, where)
+    folder = await asyncio.to_thread(resolve_config, where)
     bus = Bus.connect(settings.redis_url, Cell(name), objects)
     cluster = Cluster(bus)
     inference = Inference(
@@ -103,7 +106,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         peers=Peers(bus, samples, api_id),
         archive=Archive(objects, name),
         where=where,
-        weights=await asyncio.to_thread(read_weights, folder),
+        weights=await asyncio.to_thread(weights_of, folder),
         created_at=int(time.time()),
     )
 
@@ -113,6 +116,20 @@ def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
     if kind == BULK:
         return int(OVERSUBSCRIPTION * cluster.slots("rollout"))
     return int(inference_share * cluster.slots(kind))
+
+
+def weights_of(folder: Path) -> Weights:
+    """By the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
+    found = read_weights(folder)
+    if found.num:
+        return found
+    config = read_json(folder / "config.json")
+    try:
+        return Weights(
+            BaseShape.of(config).num_weights, str(config.get("dtype") or config.get("torch_dtype") or ""), frozenset()
+        )
+    except ValueError:  # its sizes are not known here
+        return found
 
 
 async def serve(api: Api, stop: asyncio.Event) -> None:

@@ -135,9 +135,12 @@ class LocalCluster:
         """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
         can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, told = time.monotonic() + timeout_s, list[str]()
         async with httpx.AsyncClient(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
-            while (refused := await _refused_when_ready(client)) is None:
+            while (refused := await _refused_when_ready(client, starting := list[str]())) is None:
+                if starting and starting != told:  # a download goes on, however long it takes
+                    deadline, told = time.monotonic() + timeout_s, starting
+                    self._notify("; ".join(starting))
                 self._check_start("manager", late=time.monotonic() > deadline)
                 await asyncio.sleep(POLL_S)
         for line in refused:
@@ -369,8 +372,8 @@ async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any
         waiting.cancel()
 
 
-async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
-    """Why workers do not join, once nothing else is waited for; None before that."""
+async def _refused_when_ready(client: httpx.AsyncClient, starting: list[str]) -> list[str] | None:
+    """Why workers do not join, once nothing else is waited for; None before that. Adds to `starting` what is said of downloads."""
     try:
         answer = await client.get("/readyz")
     except httpx.TransportError:
@@ -378,6 +381,7 @@ async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
     if answer.status_code != 503:
         return [] if answer.status_code == 200 else None
     body = answer.json()
+    starting += body.get("starting", [])
     refused: list[str] = body["refused"]
     explained = {line.partition(":")[0] for line in refused}
     return refused if explained.issuperset(body["waiting_for"]) else None

@@ -26,15 +26,18 @@ def hub(tmp_path: Path) -> Generator[tuple[str, type[Hub]]]:
         yield running
 
 
+def environment_of(url: str, home: Path) -> dict[str, str]:
+    variables = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    return {name: value for name, value in os.environ.items() if name != "HF_TOKEN"} | variables
+
+
 def asked(call: str, where: str, url: str, home: Path, **environment: str) -> str:
     """What a function of the settings says, in a process of its own: the hub's client reads its environment once."""
     code = f"from common.settings import *; print('found', {call}({where!r}))"
-    variables = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
-    plain = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**plain, **variables, **environment},
+        env=environment_of(url, home) | environment,
         capture_output=True,
         text=True,
     )
