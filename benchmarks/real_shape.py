@@ -28,22 +28,11 @@ from typing import Any
 from benchmarks._report import Goal, Report, make_table, parser, show
 from common.skills import generate
 from common.text.tokens import ChatTokenizer
-from harness.bases import make_random_base
+from harness.bases import LAST_WORD, QWEN3_06B, make_random_base
 from harness.live import Api, running
 from harness.processes import memory_below
 from manager_service.local.supervisor import LocalCluster
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-}
-LAST_WORD = 100_000
 LIMIT_S, LIMIT_GAP = 600.0, 1e-3
 LIMIT_MB = {"torch": 10_000.0, "vllm": 16_000.0}
 VLLM = {"MARLAAS_ENGINE": "vllm", "MARLAAS_MAX_CONTEXT": "3072"}
@@ -185,7 +174,7 @@ def peft_difference(base: Path, jobs: Sequence[Job]) -> float:
 
 def report(given: Any) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        base = make_random_base(Path(folder) / "base", last_word=LAST_WORD, **SIZES)
+        base = make_random_base(Path(folder) / "base", last_word=LAST_WORD, **QWEN3_06B)
         found = asyncio.run(measure(base, given.steps, given.engine))
     columns = ("start s", "whole s", "PSS MB", "reward_std", "grad_norm", "gap", "PEFT", "words")
     least, gap = (min(found.rewards_std), min(found.grad_norms)), max(found.gaps)

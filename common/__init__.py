@@ -29,8 +29,12 @@ It imports no service and no torch.
     adapters.py           keeps versions of adapters in object storage
     own_folder.py         keeps temporary files that vanish with their process, or with the next one
     byte_cache.py         caches what was used last, up to a number of bytes
+    weight_files.py       reads what the headers of a base model's weights say
+    base_shape.py         reads the sizes of a base model from its configuration
+    footprint.py          says how much memory training takes, by those sizes
     served_context.py     says how much context of a base model fits in memory
     settings.py           reads the settings that all services share
+    downloads.py          says how far the download of a base model is
     errors.py             declares the error tree
     fairness.py           says who of several tenants was served least for its weight
     helpers.py            asks helper processes, and runs one

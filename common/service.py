@@ -14,11 +14,12 @@ from typing import Any, NoReturn, TypeVar
 from common import log
 from common.adapters import AdapterStore
 from common.bus import Bus
+from common.downloads import Download
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.membership import Membership
 from common.messages import AdapterNew
 from common.objects import Objects, patiently
-from common.settings import Settings, explained, refuse_unknown
+from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.streams import Cell
 from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
@@ -26,6 +27,9 @@ from common.worker import Handler, Inbox, Worker, worker_id
 
 S = TypeVar("S", bound=Settings)
 HEARTBEAT_S = 1.0
+PROGRESS_S = 1.0
+"""Between two words of a download."""
+NEED_WEIGHTS = ("rollout", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ async def _serve(
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
     parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
+    await _fetch_base(settings.models[settings.model_name], Reporter(parts.worker, name, cell.base_model, slots=0), bus)
     service = await build(settings, parts)
     fingerprint, fingerprints = service.fingerprint, parts.fingerprints
     membership = Membership(
@@ -147,6 +152,19 @@ async def _serve(
         for close in service.close:
             await close()
         await bus.close()
+
+
+async def _fetch_base(where: str, reporter: Reporter, bus: Bus) -> None:
+    """Downloads a base model of the hub with what this service needs of it, and says meanwhile how far it is. Raises InvalidInput."""
+    if Path(where).is_dir():
+        return
+    resolve = resolve_model if reporter.service in NEED_WEIGHTS else resolve_config
+    fetching = asyncio.create_task(asyncio.to_thread(resolve, where))
+    download = Download(where)
+    while not (await asyncio.wait([fetching], timeout=PROGRESS_S))[0]:
+        reason = await asyncio.to_thread(download.progress)
+        await bus.broadcast(bus.cell.telemetry, reporter.report("starting", 0, reason=reason), keep_s=KEEP_S)
+    fetching.result()
 
 
 def _reporter(worker: str, name: str, cell: Cell, service: BuiltService) -> Reporter:

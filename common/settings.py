@@ -52,7 +52,7 @@ class Settings(BaseSettings):
     store_url: str = ""
     """`file:///folder` or `s3://bucket/prefix`. Empty: the folder `store` in `data_dir`."""
     base_models: str = "tiny"
-    """name=path or name=hub/name, comma-separated; the name `tiny` alone is the one that ships."""
+    """name=path or name=hub/name, with @revision if it is pinned, comma-separated; the name `tiny` alone is the one that ships."""
     base_model: str = ""
     """The one of `base_models` that this worker serves. Empty: the first."""
     max_context: int | None = Field(default=None, ge=64)
@@ -91,7 +91,8 @@ class Settings(BaseSettings):
         return name
 
 
-MODEL_FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+TEXT_FILES = ("*.json", "*.jinja", "*.txt")
+MODEL_FILES = [*TEXT_FILES, "*.safetensors"]
 
 
 def parse_base_models(value: str) -> dict[str, str]:
@@ -110,28 +111,47 @@ def parse_base_models(value: str) -> dict[str, str]:
 
 
 def resolve_model(where: str) -> Path:
-    """A local folder with the model's files; a hub name is downloaded into Hugging Face's cache. Raises InvalidInput."""
+    """A local folder with the model's files; what a hub's name means, `owner/name@revision`, is downloaded into Hugging Face's cache.
+
+    Raises InvalidInput.
+    """
     folder = Path(where)
     if folder.is_dir():
         return folder
-    if where.startswith((".", "/", "~")) or where.count("/") != 1:
-        raise InvalidInput(f"base model: {where} is neither a folder nor a hub name (owner/name)")
+    if where.startswith((".", "/", "~")) or not _is_of_hub(where):
+        raise InvalidInput(f"base model: {where} is neither a folder nor a hub name (owner/name, owner/name@revision)")
     return _download(where)
 
 
 def resolve_config(where: str) -> Path:
-    """A folder with the model's `config.json` at least. Raises InvalidInput."""
+    """A folder with the model's text files at least, without weights. Raises InvalidInput."""
     folder = Path(where)
-    if folder.is_dir() or where.count("/") != 1:
+    if folder.is_dir() or not _is_of_hub(where):
         return resolve_model(where)
-    return _download(where, "*.json")
+    return _download(where, *TEXT_FILES)
+
+
+def _is_of_hub(where: str) -> bool:
+    return where.partition("@")[0].count("/") == 1
+
+
+def pinned(where: str) -> str:
+    """The same base model by its commit, if a hub's name says no revision: so all services have the same. Raises InvalidInput."""
+    if Path(where).is_dir() or "@" in where:
+        return where
+    return f"{where}@{resolve_config(where).name}"
 
 
 def _download(name: str, *patterns: str) -> Path:
     from huggingface_hub import errors, snapshot_download  # imported here: only services that load from a hub need it
 
+    repo, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns) or MODEL_FILES))
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns) or MODEL_FILES))
+    except errors.GatedRepoError as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise InvalidInput(
+            f"base model: {repo} is gated: accept its licence on the hub, and set HF_TOKEN to a token of that account"
+        ) from error
     except (OSError, ValueError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise InvalidInput(

@@ -3,7 +3,7 @@
 import structlog
 
 from common.service import BuiltService, Parts, run
-from common.settings import resolve_model
+from common.settings import resolve_config
 from common.streams import GROUP_ENV
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
@@ -23,7 +23,7 @@ DRAIN_S = 1.0
 
 
 async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
-    tokenizer = ChatTokenizer.load(resolve_model(settings.models[parts.cell.base_model]), settings.max_context)
+    tokenizer = ChatTokenizer.load(resolve_config(settings.models[parts.cell.base_model]), settings.max_context)
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
     layers = await sandbox.probe()

@@ -1,13 +1,28 @@
-"""A base model with random weights, of any size: what a real one takes, without a download."""
+"""A base model with random weights, of any size: what a real one takes, without a download.
+
+python -m harness.bases FOLDER      makes one of the shape of Qwen3-0.6B
+"""
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from common.settings import TINY
 
-FIRST_WORD = 300
+QWEN3_06B: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+}
+"""The sizes of Qwen3-0.6B: 596 M weights, with tied embeddings."""
+FIRST_WORD, LAST_WORD = 300, 100_000
 """The tokenizer of `tiny` has fewer ids."""
 
 
@@ -29,3 +44,9 @@ def make_random_base(folder: Path, *, last_word: int, **sizes: Any) -> Path:
     tokenizer["model"]["vocab"] |= {f"w{number}": number for number in range(FIRST_WORD, last_word)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("python -m harness.bases FOLDER")
+    make_random_base(Path(sys.argv[1]), last_word=LAST_WORD, **QWEN3_06B)

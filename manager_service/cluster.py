@@ -85,8 +85,8 @@ class Cluster:
         return sorted(alive, key=lambda report: (report.service, report.id))
 
     def working(self, service: str | None = None) -> list[WorkerReport]:
-        """Live workers that the cell did not refuse: of one service, or of all."""
-        return [w for w in self.workers() if w.state != "refused" and service in (None, w.service)]
+        """Live workers that have joined the cell: of one service, or of all."""
+        return [w for w in self.workers() if w.state not in ("refused", "starting") and service in (None, w.service)]
 
     def slots(self, service: str) -> int:
         """Pieces of work that the live workers of a service can do at once."""

@@ -20,9 +20,7 @@ from trainer_service.batch import Batch, Bools, Ints
 
 PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
 WINDOW = 2  # a micro-batch is chosen from work for so many
-ATTENTION_COST = (
-    4  # time of a multiply-add in attention over one in a linear layer, forward and backward, measured on a CPU
-)
+ATTENTION_COST = 4  # time of a multiply-add in attention over one in a linear layer, as on a CPU
 PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as the overhead of one micro-batch more
 
 

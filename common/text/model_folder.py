@@ -1,11 +1,14 @@
 """Reads the text files of a base model's folder. Every function raises ValueError, naming a missing or unusable file."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.text.tool_calls import ToolFormat
+
+RATE, RATE_WIDTH = 1e-4, 1024
 
 
 def read_text(file: Path) -> str:
@@ -43,6 +46,11 @@ def positive(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"config.json must give {key}, a positive number; it gives {value!r}")
     return value
+
+
+def usual_learning_rate(config: Mapping[str, Any]) -> float:
+    """The RL rate of adapters on a base model that has none in `marlaas.json`: it falls with the square root of the model's width."""
+    return RATE * math.sqrt(RATE_WIDTH / config.get("hidden_size", RATE_WIDTH))
 
 
 def tool_format(name: Any) -> ToolFormat:

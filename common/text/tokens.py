@@ -37,14 +37,12 @@ from common.text.chat_messages import (
     valid_text,
 )
 from common.text.chat_template import compile_template, token_variables
-from common.text.model_folder import positive, read_json, read_template, read_text, tool_format
+from common.text.model_folder import positive, read_json, read_template, read_text, tool_format, usual_learning_rate
 from common.text.special_tokens import Specials, unused_mark, without_added_tokens
 from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
-__all__ = ["DEFAULT_LEARNING_RATE", "ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
+__all__ = ["ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
 
-DEFAULT_LEARNING_RATE = 1e-4
-"""The RL rate of a base model without `marlaas.json`."""
 KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
 """Number of replies whose ids are kept, for tools often say the same to the samples of a group; longer ones are not kept."""
 REPLY_ROLES = ("tool", "user", "system")
@@ -108,7 +106,7 @@ class ChatTokenizer:
         self.vocab_size: int = positive(text_config, "vocab_size")
         self.end_of_turn_ids: tuple[int, ...] = self._end_ids(generation_config)
         """Tokens that end a model's turn."""
-        self.learning_rate: float = float(own.get("learning_rate", DEFAULT_LEARNING_RATE))
+        self.learning_rate: float = float(own.get("learning_rate", usual_learning_rate(text_config)))
         """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
         self.tool_format: ToolFormat = tool_format(own.get("tool_format", "hermes"))
         self._reply_ids = lru_cache(KEPT_REPLIES)(self._render_reply)

@@ -61,7 +61,9 @@ def with_base(config: bytes, where: str) -> bytes:
     base model, a folder of this machine or a name of the hub."""
     if Path(where).is_dir():
         return config
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.decode(config) | {"base_model_name_or_path": where}))
+    name, _, revision = where.partition("@")
+    named = {"base_model_name_or_path": name} | ({"revision": revision} if revision else {})
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.decode(config) | named))
 
 
 def _zip(files: Mapping[str, bytes], file: IO[bytes]) -> None:

@@ -23,6 +23,7 @@ from common.redis_connection import make_client
 from common.streams import Cell
 from common.tasks import running
 from common.text.tokens import ChatTokenizer
+from common.weight_files import Weights
 from manager_service.api.downloads import Downloads
 from manager_service.api.errors import ApiError
 from manager_service.api.feed import Feed
@@ -59,8 +60,14 @@ class Base:
     samples: Samples
     peers: Peers
     archive: Archive
-    linear_layers: frozenset[str]  # leaf names that `lora_targets` may name; empty: not known
+    where: str  # it was found: a folder, or a name of the hub
+    weights: Weights
     created_at: int
+
+    @property
+    def linear_layers(self) -> frozenset[str]:
+        """Leaf names that `lora_targets` may name; empty: not known."""
+        return self.weights.linear_layers
 
     @property
     def cell(self) -> Cell:

@@ -1,13 +1,16 @@
 """/v1/models: base models, and the tenant's tuned ones."""
 
+from pathlib import Path
+
 from fastapi import APIRouter
 
 from common.errors import InvalidInput
+from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.model_names import Named, find_model
-from manager_service.api.schemas import Deleted, ModelObject, Page
+from manager_service.api.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.archive.store import TunedModel
 from manager_service.records import FINAL
 
@@ -66,7 +69,25 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
 
 
 def _base(base: Base) -> ModelObject:
-    return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name)
+    weights, tokenizer = base.weights, base.tokenizer
+    about = BaseObject(
+        source=Path(base.where).name if Path(base.where).is_dir() else base.where,
+        num_weights=weights.num or None,
+        dtype=weights.dtype or None,
+        context=tokenizer.context,
+        learning_rate=tokenizer.learning_rate,
+        rules_out=_rules_out(tokenizer),
+    )
+    return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
+
+
+def _rules_out(tokenizer: ChatTokenizer) -> list[str]:
+    found: list[str] = []
+    if not tokenizer.is_prefix_stable():
+        found.append("jobs of several turns: the chat template changes earlier turns once others follow")
+    if not tokenizer.shows_tools():
+        found.append("environments with tools: the chat template does not show them")
+    return found
 
 
 def _of_run(named: Named, name: str) -> ModelObject:

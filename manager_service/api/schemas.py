@@ -190,6 +190,16 @@ class ModelObject(Identified):
     owned_by: str
     root: str  # the base model
     version: int | None = None  # newest committed version of a tuned model
+    base: "BaseObject | None" = None  # of a base model alone
+
+
+class BaseObject(BaseModel):
+    source: str  # the hub's name, or that of a folder
+    num_weights: int | None  # None: not known
+    dtype: str | None  # of the weights in their files
+    context: int  # tokens that are served
+    learning_rate: float  # of a job that names none
+    rules_out: list[str]  # what the chat template does not allow
 
 
 class WorkerObject(Identified):
@@ -287,3 +297,4 @@ class Readiness(BaseModel):
     status: Literal["ready", "not_ready"]
     waiting_for: list[str]
     refused: list[str]  # workers that do not join their cell, each with the reason
+    starting: list[str] = []  # workers that download their base model, each with how far it is

@@ -3,21 +3,22 @@
 import asyncio
 import contextlib
 import secrets
-import struct
 import time
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
-import msgspec
 import structlog
 import uvicorn
 
 from common.adapters import AdapterStore
+from common.base_shape import BaseShape
 from common.bus import Bus
 from common.objects import Objects, patiently
-from common.settings import resolve_model
+from common.settings import resolve_config
 from common.streams import Cell
+from common.text.model_folder import read_json
 from common.text.tokens import ChatTokenizer
+from common.weight_files import Weights, read_weights
 from manager_service.api.app import create_app
 from manager_service.api.connections import Connection
 from manager_service.api.context import Api, Base, connect_impatiently
@@ -79,7 +80,7 @@ async def keep_keys(api: Api, every_s: float = 5.0) -> None:
 
 
 async def make_base(settings: ManagerSettings, name: str, where: str, objects: Objects, api_id: str) -> Base:
-    folder = await asyncio.to_thread(resolve_model, where)
+    folder = await asyncio.to_thread(resolve_config, where)
     bus = Bus.connect(settings.redis_url, Cell(name), objects)
     cluster = Cluster(bus)
     inference = Inference(
@@ -104,7 +105,8 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         samples=samples,
         peers=Peers(bus, samples, api_id),
         archive=Archive(objects, name),
-        linear_layers=linear_layers(folder),
+        where=where,
+        weights=await asyncio.to_thread(weights_of, folder),
         created_at=int(time.time()),
     )
 
@@ -116,19 +118,18 @@ def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
     return int(inference_share * cluster.slots(kind))
 
 
-def linear_layers(folder: Path) -> frozenset[str]:
-    """Leaf names of the layers that an adapter may have, from the header of the weights; empty if they are sharded."""
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        return frozenset()
-    with file.open("rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        header = msgspec.json.decode(handle.read(length))
-    return frozenset(
-        name.split(".")[-2]
-        for name, tensor in header.items()
-        if ".layers." in name and name.endswith(".weight") and len(tensor["shape"]) == 2
-    )
+def weights_of(folder: Path) -> Weights:
+    """By the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
+    found = read_weights(folder)
+    if found.num:
+        return found
+    config = read_json(folder / "config.json")
+    try:
+        return Weights(
+            BaseShape.of(config).num_weights, str(config.get("dtype") or config.get("torch_dtype") or ""), frozenset()
+        )
+    except ValueError:  # its sizes are not known here
+        return found
 
 
 async def serve(api: Api, stop: asyncio.Event) -> None:

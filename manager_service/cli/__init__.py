@@ -18,6 +18,8 @@ Its files:
     samples.py    `samples`: shows whole conversations
     chat.py       `chat`: talks to a model
     talk.py       holds a conversation through the `openai` client
+    models.py     `models`: the base models, and your tuned ones
+    plan.py       `plan`: says what of a base model fits on a device
     operate.py    `workers`, `dead`: for operators
     up.py         `up`: runs everything on this machine
 """

@@ -29,9 +29,10 @@ from redis.exceptions import RedisError
 
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
-from common.settings import parse_base_models
+from common.settings import parse_base_models, pinned
 from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 from manager_service.local.context import default_context
+from manager_service.local.devices import idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
@@ -134,9 +135,12 @@ class LocalCluster:
         """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
         can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, told = time.monotonic() + timeout_s, list[str]()
         async with httpx.AsyncClient(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
-            while (refused := await _refused_when_ready(client)) is None:
+            while (refused := await _refused_when_ready(client, starting := list[str]())) is None:
+                if starting and starting != told:  # a download goes on, however long it takes
+                    deadline, told = time.monotonic() + timeout_s, starting
+                    self._notify("; ".join(starting))
                 self._check_start("manager", late=time.monotonic() > deadline)
                 await asyncio.sleep(POLL_S)
         for line in refused:
@@ -195,11 +199,24 @@ class LocalCluster:
             server.prepare()
             self.redis_url = server.url
             self._redis = self._kept("redis", server.argv, {})
+        self._pin_bases()
+        if line := idle_gpu(self._environment):
+            self._notify(line)
         if chosen := default_context(self._environment):
             self._environment["MARLAAS_MAX_CONTEXT"] = str(chosen[0])
             self._notify(chosen[1])
         for service in self._commands(self._counts, self._environment):
             self._services[service.name] = self._kept(service.name, service.argv, service.environment)
+
+    def _pin_bases(self) -> None:
+        """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
+        with contextlib.suppress(InvalidInput, ValueError):
+            bases = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
+            found = {name: pinned(where) for name, where in bases.items()}
+            if found != bases:
+                self._environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in found.items())
+                for name, where in found.items():
+                    self._notify(f"base model {name}: {where}")
 
     def _kept(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str]) -> KeptProcess:
         rotate(self.log_file(name))
@@ -355,8 +372,8 @@ async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any
         waiting.cancel()
 
 
-async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
-    """Why workers do not join, once nothing else is waited for; None before that."""
+async def _refused_when_ready(client: httpx.AsyncClient, starting: list[str]) -> list[str] | None:
+    """Why workers do not join, once nothing else is waited for; None before that. Adds to `starting` what is said of downloads."""
     try:
         answer = await client.get("/readyz")
     except httpx.TransportError:
@@ -364,6 +381,7 @@ async def _refused_when_ready(client: httpx.AsyncClient) -> list[str] | None:
     if answer.status_code != 503:
         return [] if answer.status_code == 200 else None
     body = answer.json()
+    starting += body.get("starting", [])
     refused: list[str] = body["refused"]
     explained = {line.partition(":")[0] for line in refused}
     return refused if explained.issuperset(body["waiting_for"]) else None

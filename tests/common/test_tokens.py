@@ -87,6 +87,15 @@ def _make_base(folder: Path, template: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("width", "rate"), [(1024, 1e-4), (4096, 5e-5), (256, 2e-4)])
+def test_a_base_without_a_learning_rate_has_one_by_its_width(tmp_path: Path, width: int, rate: float) -> None:
+    config = json.loads((_make_base(tmp_path, CHATML) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": width}))
+    assert ChatTokenizer.load(tmp_path).learning_rate == pytest.approx(rate)
+    (tmp_path / "marlaas.json").write_text('{"learning_rate": 3e-6}')
+    assert ChatTokenizer.load(tmp_path).learning_rate == 3e-6
+
+
 def _special_ids(tokenizer: ChatTokenizer, folder: Path = TINY) -> set[int]:
     return set(Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder())
 

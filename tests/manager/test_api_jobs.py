@@ -528,4 +528,6 @@ async def test_samples_are_exported_step_by_step_as_jsonl(server: ApiServer) -> 
 def test_an_adapter_of_a_hubs_model_names_it(tmp_path: Path) -> None:
     config = b'{"r": 8, "base_model_name_or_path": "qwen"}'
     assert json.loads(with_base(config, "Qwen/Qwen3-0.6B")) == {"r": 8, "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    of_commit = json.loads(with_base(config, "Qwen/Qwen3-0.6B@abc"))
+    assert (of_commit["base_model_name_or_path"], of_commit["revision"]) == ("Qwen/Qwen3-0.6B", "abc")
     assert with_base(config, str(tmp_path)) == config, "a folder of the service is no business of its users"

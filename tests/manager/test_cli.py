@@ -193,6 +193,20 @@ def test_events_are_shown_oldest_first(api: type[FakeApi]) -> None:
     assert "step 2  reward_mean 0.9" in run("events", "ftjob-1")
 
 
+def test_base_models_are_listed_with_what_they_rule_out(api: type[FakeApi]) -> None:
+    about = {"source": "Qwen/Qwen3-0.6B", "num_weights": 596_049_920, "dtype": "bfloat16", "context": 3072}
+    base = {
+        "id": "q",
+        "version": None,
+        "base": {**about, "learning_rate": 1e-4, "rules_out": ["jobs of several turns"]},
+    }
+    api.answers["GET", "/v1/models"] = [{"id": "ft:q:acme::ftjob-1", "version": 3, "base": None}, base]
+    assert json.loads(run("models", "--json"))[1] == base
+    shown = run("models")
+    assert "596 M" in shown and "3,072" in shown and "Qwen/Qwen3-0.6B" in shown
+    assert "q rules out jobs of several turns" in shown and "ft:q:acme::ftjob-1@3" in shown
+
+
 def test_a_broken_stream_of_events_is_resumed_where_it_broke(api: type[FakeApi]) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-2"] = {**JOB, "status": "running"}

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_SCORES = 1 << 22  # logits that exist at one time
+from common.footprint import MAX_SCORES
+
 MIN_ROWS = 8  # of a matrix product
 
 

@@ -15,16 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import LINEAR_MODULES
 from base_model.free_memory import free_bytes
+from common.footprint import BYTES_OF_SCORE, MAX_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
-from trainer_service.backbone.head import MAX_SCORES, target_logprobs
+from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.packing import Cost
-
-BYTES_OF_SCORE = 16
-"""Of a score while log-probs are computed, copies included."""
-SCORES_SHARE = 16
-"""The part of a device's free memory that scores may take: one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +84,8 @@ class ModulesBackbone:
         return replace(self, num_checkpointed=min(num_layers, len(self.layers)))
 
     def kept_per_token(self, keeping_all: float) -> float:
-        if not self.num_checkpointed:
-            return keeping_all
-        num_layers, itemsize = len(self.layers), self._head.dtype.itemsize
-        whole = num_layers - self.num_checkpointed + 1  # one of the checkpointed is computed again at a time
-        return keeping_all * whole / num_layers + self.num_checkpointed * self._config.hidden_size * itemsize
+        input_bytes = self._config.hidden_size * self._head.dtype.itemsize
+        return kept_with_checkpoints(keeping_all, len(self.layers), self.num_checkpointed, input_bytes=input_bytes)
 
     def fitting(self, keeping_all: float, wanted: float) -> "ModulesBackbone":
         """Checkpoints as few layers more as will do; all, where that does not."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, RunLayer, directly, plain
 from common.errors import InvalidInput
+from common.footprint import kept_with_checkpoints
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.projection import Projection
@@ -66,10 +67,10 @@ class DecoderBackbone:
         return replace(self, run_layer=directly)
 
     def kept_per_token(self, keeping_all: float) -> float:
-        if self.run_layer is directly:
-            return keeping_all
-        config, itemsize = self.decoder.config, self.decoder.embedding.dtype.itemsize
-        return keeping_all / config.num_layers + config.num_layers * config.hidden * itemsize
+        num_layers = self.decoder.config.num_layers
+        input_bytes = self.decoder.config.hidden * self.decoder.embedding.dtype.itemsize
+        checkpointed = 0 if self.run_layer is directly else num_layers
+        return kept_with_checkpoints(keeping_all, num_layers, checkpointed, input_bytes=input_bytes)
 
     def fitting(self, keeping_all: float, wanted: float) -> "DecoderBackbone":
         return self

@@ -1,0 +1,44 @@
+"""How far the download of a base model is, by what lies in Hugging Face's cache."""
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+from common.settings import MODEL_FILES
+
+
+class Download:
+    """One base model of the hub. Asks the hub once for the sizes of its files."""
+
+    def __init__(self, where: str) -> None:
+        """`where`: `owner/name` or `owner/name@revision`."""
+        self._repo, _, revision = where.partition("@")
+        self._where, self._revision = where, revision or None
+        self._total: int | None = None
+
+    def progress(self) -> str:
+        """`downloading owner/name: 43 % of 1.2 GB`; without the figures if the hub does not say them."""
+        from huggingface_hub import constants, errors  # here, as in `settings`
+        from huggingface_hub.file_download import repo_folder_name
+
+        try:
+            total = self._total = self._total or self._size()
+        except (OSError, ValueError, errors.HTTPError):  # pyright: ignore[reportPrivateImportUsage]
+            total = 0
+        blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self._repo, repo_type="model") / "blobs"
+        done = sum(_size_of(file) for file in blobs.glob("*"))
+        return f"downloading {self._where}" + (
+            f": {min(1.0, done / total):.0%} of {total / 1e9:.1f} GB" if total else ""
+        )
+
+    def _size(self) -> int:
+        from huggingface_hub import HfApi
+
+        files = HfApi().model_info(self._repo, revision=self._revision, files_metadata=True).siblings or []
+        return sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, pattern) for pattern in MODEL_FILES))
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # it has just become another file
+        return 0

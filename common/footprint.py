@@ -1,0 +1,101 @@
+"""How much memory training takes, by a base model's sizes: arithmetic, no measurement.
+
+    weights | adapters with their optimiser states | what a pass keeps for its backward | what passes in it | scores | holes | the process
+
+A trainer measures at its start what its base model keeps (`trainer_service/memory.py`), and a test holds this arithmetic to that
+measurement; `python -m benchmarks.planned_memory` holds all of it to the memory of a process.
+Both backbones share it: how many bytes checkpointing saves, and how many scores exist at one time.
+"""
+
+from dataclasses import astuple, dataclass
+
+from common.base_shape import BaseShape
+
+MAX_SCORES = 1 << 22
+"""Logits that exist at one time, or those of one position, if that has more."""
+BYTES_OF_SCORE = 16
+"""Of a score while log-probs are computed, copies included."""
+SCORES_SHARE = 16
+"""The part of a GPU's free memory that scores may take: one in so many."""
+FLOAT32 = 4
+STATES = 9
+"""Copies of an adapter while it is trained: values, gradient and two moments, those of the step before, and of the stack."""
+CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
+"""Bytes: of Python and torch with the code that a pass runs through; on a GPU, of its driver's context (not measured here)."""
+CPU_HOLES, GPU_HOLES = 0.8, 0.1
+"""Holes beside each byte that torch holds of a pass: glibc's heap keeps them between aligned blocks (measured on a CPU); on a GPU
+torch's own allocator keeps few (not measured here)."""
+FILE_ITEMSIZE = 2
+"""Bytes of a weight in its file. On a CPU the file's weights are freed once they are converted, and the first holes lie there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBytes:
+    """Bytes that a trainer takes at most while it trains one micro-batch."""
+
+    weights: float
+    adapters: float
+    kept: float
+    passing: float
+    scores: float
+    holes: float
+    process: float
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+def training_bytes(
+    shape: BaseShape, *, tokens: int, itemsize: int, rank: int, gpu: bool, num_checkpointed: int = 0
+) -> TrainingBytes:
+    """Of a micro-batch of so many tokens, all of which are learned. `num_checkpointed`: layers that keep their input alone.
+
+    On a GPU transformers' modules compute the base model, elsewhere our decoder, whose tables of positions are as long as the
+    model's own context.
+    """
+    keeping_all = kept_per_token(shape, itemsize=itemsize, rank=rank, modules=gpu)
+    kept = (
+        kept_with_checkpoints(keeping_all, shape.num_layers, num_checkpointed, input_bytes=shape.hidden * itemsize)
+        + 2 * itemsize * shape.hidden
+    )  # the last hidden states, and their slopes
+    passing = passing_per_token(shape, itemsize=itemsize)
+    freed = shape.num_weights * FILE_ITEMSIZE
+    holes = GPU_HOLES * tokens * (kept + passing) if gpu else max(0, CPU_HOLES * tokens * (kept + passing) - freed)
+    tables = 0 if gpu else 2 * shape.context * shape.head_dim * itemsize
+    return TrainingBytes(
+        weights=shape.num_weights * itemsize + tables,
+        adapters=STATES * FLOAT32 * shape.adapter_weights(rank),
+        kept=tokens * kept,
+        passing=tokens * passing,
+        scores=max(MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
+        holes=holes,
+        process=GPU_PROCESS if gpu else CPU_PROCESS,
+    )
+
+
+def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool) -> float:
+    """Bytes that a token keeps for the backward if all is kept. `modules`: transformers' own compute the base model.
+
+    Of a layer: the inputs of its norms, in float32, and of its linear layers; queries, keys, values and what attention makes of
+    them; gate, activation, up and their product; and what adapters make of all seven inputs.
+    """
+    heads = shape.num_heads + shape.num_kv_heads
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    linear = 2 * shape.hidden + (3 if modules else 2) * queries + 2 * keys + 4 * shape.ffn + 7 * rank
+    norms = 2 * (shape.hidden + 1) + (queries + keys + heads if shape.head_norms else 0)
+    sums = shape.num_heads  # attention's, one a head
+    return shape.num_layers * (itemsize * linear + FLOAT32 * (norms + sums))
+
+
+def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed: int, *, input_bytes: float) -> float:
+    """Bytes that a token keeps where some layers keep their input alone and are computed again, one at a time."""
+    if not num_checkpointed:
+        return keeping_all
+    whole = num_layers - num_checkpointed + 1
+    return keeping_all * whole / num_layers + num_checkpointed * input_bytes
+
+
+def passing_per_token(shape: BaseShape, *, itemsize: int) -> float:
+    """Bytes of a token beside what is kept, where the backward has most: in the last feed-forward layer, or in its norm."""
+    return max(2 * itemsize * shape.ffn, 5 * FLOAT32 * shape.hidden)

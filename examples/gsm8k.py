@@ -1,0 +1,159 @@
+"""Grade-school maths on a real base model: prepares GSM8K, submits a job, and prints its rewards until it has ended.
+
+    python -m examples.gsm8k --base Qwen/Qwen3-0.6B --gpu 24GB      starts MARLaaS with what `marlaas plan` chooses, then does all that
+    python -m examples.gsm8k --file train.jsonl                     on a running cluster (`marlaas up`), with a local file
+    python -m examples.gsm8k --file train.jsonl --prepare items.jsonl     writes the items for `marlaas submit`, and does no more
+
+A local file has GSM8K's own form, a line each: {"question": "...", "answer": "... #### 72"}. Without one the hub's `openai/gsm8k` is
+downloaded, whose files are Parquet: `pip install pyarrow`.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from common.base_shape import BaseShape
+from common.errors import InvalidInput, MarlaasError
+from common.settings import resolve_config
+from manager_service.cli.output import say
+from manager_service.cli.plan import settings_of
+from manager_service.local.cluster_file import read_cluster_file
+from manager_service.local.plan import make_plan, parse_gpu
+from manager_service.local.supervisor import LocalCluster
+
+HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
+INSTRUCTION = "Think step by step, then write the final answer after ####."
+GRADER = {"type": "math", "name": "right", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+NAME = "q"
+"""Of the base model in the cluster that this starts."""
+
+Row = dict[str, Any]
+
+
+def as_item(row: Row) -> Row:
+    """`… #### 1,234` becomes the answer 1234. Raises InvalidInput for a row of another form."""
+    _, mark, answer = str(row.get("answer", "")).rpartition("####")
+    if not mark or "question" not in row:
+        raise InvalidInput(f"no row of GSM8K, which has a question and an answer with ####: {str(row)[:100]}")
+    messages = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
+    return {"messages": messages, "answer": answer.strip().replace(",", "")}
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """Raises InvalidInput if it is neither JSONL nor Parquet that can be read here."""
+    if file.suffix == ".parquet":
+        yield from _parquet(file)
+        return
+    try:
+        yield from map(json.loads, filter(None, file.read_text().splitlines()))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{file}: {error}") from error
+
+
+def _parquet(file: Path) -> Iterable[Row]:
+    try:
+        from pyarrow import parquet  # pyright: ignore
+    except ImportError:
+        raise InvalidInput(f"{file} is Parquet: pip install pyarrow, or give a JSONL file with --file") from None
+    rows: list[Row] = parquet.read_table(file).to_pylist()  # pyright: ignore
+    return rows
+
+
+def from_hub() -> Path:
+    """Raises InvalidInput if it cannot be had."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(HUB, HUB_FILE, repo_type="dataset"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{HUB} cannot be had from the hub: give a local file with --file ({error})") from error
+
+
+def jsonl(items: Sequence[Row]) -> bytes:
+    return "".join(json.dumps(item) + "\n" for item in items).encode()
+
+
+async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Row) -> str:
+    """Trains a job and prints its events; the name of the model that it makes. Raises MarlaasError if it does not succeed."""
+    file = await client.files.create(file=("gsm8k.jsonl", jsonl(items)), purpose="fine-tune")
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": hyper}}
+    job = await client.fine_tuning.jobs.create(model=model, training_file=file.id, method=method)
+    query = {"stream": "true"}
+    async with client.fine_tuning.jobs.with_streaming_response.list_events(job.id, extra_query=query) as events:
+        async for line in events.iter_lines():
+            if line.startswith("data: {"):
+                say(json.loads(line.removeprefix("data: "))["message"])
+    job = await client.fine_tuning.jobs.retrieve(job.id)
+    if job.fine_tuned_model is None:
+        raise MarlaasError(f"{job.id} {job.status}: {job.error and job.error.message}")
+    say(f"{job.fine_tuned_model} is trained: marlaas chat {job.fine_tuned_model}")
+    return job.fine_tuned_model
+
+
+def settings_for(base: str, gpu: str | None) -> dict[str, str]:
+    """What starts the base model; on a GPU with what `marlaas plan` chooses. Raises InvalidInput if nothing fits."""
+    settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
+    if gpu is None:
+        return settings
+    shape = BaseShape.of(json.loads((resolve_config(base) / "config.json").read_text()))
+    device = parse_gpu(gpu)
+    chosen = make_plan(shape, device, itemsize=2, rank=16).chosen
+    if chosen is None:
+        raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
+    return settings | settings_of(chosen, device)
+
+
+async def run(given: argparse.Namespace, items: Sequence[Row]) -> None:
+    hyper = {"max_steps": given.steps, "batch_size": given.batch, "group_size": given.group, "max_tokens": given.tokens}
+    if given.base is None:
+        running = read_cluster_file(given.data)
+        if running is None:
+            raise InvalidInput(
+                f"no cluster runs on {given.data}: start one with `marlaas up`, or name a model with --base"
+            )
+        client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key=(given.data / "api_key").read_text().strip())
+        await train(client, items, given.model, hyper)
+        return
+    environment = settings_for(given.base, given.gpu)
+    async with LocalCluster(
+        data_dir=given.data, environment=environment, notify=lambda line: say(line, keep="\n")
+    ) as cluster:
+        client = AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
+        await train(client, items, NAME, hyper)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", help="a folder, or a name of the hub; starts MARLaaS with it")
+    parser.add_argument("--gpu", help="as for `marlaas plan`, with --base; none: the CPU")
+    parser.add_argument("--file", type=Path, help="GSM8K's JSONL; none: from the hub")
+    parser.add_argument("--prepare", type=Path, metavar="OUT", help="write the items there, and do no more")
+    parser.add_argument("--data", type=Path, default=Path(".marlaas"), help="of `marlaas up`; default .marlaas")
+    parser.add_argument("--model", default=NAME, help=f"the base model's name in a running cluster; default {NAME}")
+    for name, default in (("steps", 100), ("batch", 16), ("group", 8), ("tokens", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parsed()
+    try:
+        items = [as_item(row) for row in read_rows(given.file or from_hub())]
+        if given.prepare:
+            given.prepare.write_bytes(jsonl(items))
+            return say(
+                f"{len(items):,} items are in {given.prepare}: marlaas submit {given.prepare} --grader math:answer --model {NAME}"
+            )
+        asyncio.run(run(given, items))
+    except MarlaasError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Base models by a hub's name, from a local server that speaks its protocol."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from common.settings import TINY
+from tests.support.hub_server import TOKEN, Hub, running_hub
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Generator[tuple[str, type[Hub]]]:
+    for name in (OLD, NEW):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((TINY / "config.json").read_text() + " " * (name == NEW))
+        (tmp_path / name / "pickled.bin").write_bytes(b"nobody needs it")
+    commits = {NEW: tmp_path / NEW, OLD: tmp_path / OLD}
+    with running_hub({"org/open": commits, "org/gated": commits}, gated={"org/gated"}) as running:
+        yield running
+
+
+def environment_of(url: str, home: Path) -> dict[str, str]:
+    variables = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    return {name: value for name, value in os.environ.items() if name != "HF_TOKEN"} | variables
+
+
+def asked(call: str, where: str, url: str, home: Path, **environment: str) -> str:
+    """What a function of the settings says, in a process of its own: the hub's client reads its environment once."""
+    code = f"from common.settings import *; print('found', {call}({where!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment_of(url, home) | environment,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def test_a_name_is_pinned_to_the_newest_commit_and_a_pinned_one_stays(
+    hub: tuple[str, type[Hub]], tmp_path: Path
+) -> None:
+    url, handler = hub
+    assert asked("pinned", "org/open", url, tmp_path / "home") == f"found org/open@{NEW}"
+    assert asked("pinned", f"org/open@{OLD}", url, tmp_path / "home") == f"found org/open@{OLD}"
+    found = Path(asked("resolve_model", f"org/open@{OLD}", url, tmp_path / "home").removeprefix("found "))
+    assert found.name == OLD and (found / "config.json").read_text() == (TINY / "config.json").read_text()
+    assert not any("pickled" in name for name in handler.served)
+
+
+def test_what_was_downloaded_once_needs_no_hub(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
+    url, _ = hub
+    first = asked("resolve_model", f"org/open@{OLD}", url, tmp_path / "home")
+    assert (
+        asked("resolve_model", f"org/open@{OLD}", "http://127.0.0.1:9", tmp_path / "home", HF_HUB_OFFLINE="1") == first
+    )
+
+
+def test_a_gated_model_asks_for_a_token(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
+    url, _ = hub
+    refused = asked("resolve_config", "org/gated", url, tmp_path / "home")
+    assert "org/gated is gated: accept its licence on the hub, and set HF_TOKEN" in refused
+    assert asked("resolve_config", "org/gated", url, tmp_path / "home", HF_TOKEN=TOKEN).endswith(NEW)
+
+
+@pytest.mark.parametrize("where", ["org/nowhere", f"org/open@{'c' * 40}"])
+def test_what_the_hub_does_not_have_is_named(hub: tuple[str, type[Hub]], tmp_path: Path, where: str) -> None:
+    url, _ = hub
+    assert f"base model: {where} cannot be had from the hub" in asked("resolve_config", where, url, tmp_path / "home")

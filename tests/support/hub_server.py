@@ -1,0 +1,91 @@
+"""A local HTTP server that speaks the hub's protocol, as far as downloads of a model need it."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+TOKEN = "hf_good"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves `commits`: for each repository its commits, newest first, each with a folder of files."""
+
+    commits: dict[str, dict[str, Path]]
+    gated: set[str]
+    served: list[str]
+    go_on: threading.Event
+    """Weights end only once it is set."""
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        repo = "/".join(parts[2:4] if is_api else parts[:2])
+        if repo not in self.commits:
+            return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
+        if repo in self.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
+        rest = parts[4:] if is_api else parts[2:]
+        revision = rest[1] if len(rest) > 1 else "main"
+        commit = next(iter(self.commits[repo])) if revision == "main" else revision
+        if commit not in self.commits[repo]:
+            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
+        folder = self.commits[repo][commit]
+        if is_api:
+            return self._send(200, json.dumps(_listing(rest[0], repo, commit, folder)).encode(), {}, with_body)
+        content = (folder / rest[2]).read_bytes()
+        self.served.append(f"{commit}/{rest[2]}")
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        self._send(200, content, headers, with_body)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str], with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            half = len(content) // 2 if self.path.endswith(".safetensors") else len(content)
+            self.wfile.write(content[:half])
+            self.wfile.flush()
+            if half < len(content):
+                self.go_on.wait()
+            self.wfile.write(content[half:])
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def _listing(what: str, repo: str, commit: str, folder: Path) -> Any:
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    if what == "tree":
+        return [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in files]
+    return {
+        "id": repo,
+        "modelId": repo,
+        "sha": commit,
+        "siblings": [{"rfilename": file.name, "size": file.stat().st_size} for file in files],
+    }
+
+
+@contextmanager
+def running_hub(commits: dict[str, dict[str, Path]], gated: set[str]) -> Generator[tuple[str, type[Hub]]]:
+    """Its URL, for HF_ENDPOINT, and the handler."""
+    handler: type[Hub] = type(
+        "OneHub", (Hub,), {"commits": commits, "gated": gated, "served": [], "go_on": threading.Event()}
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler
+    finally:
+        server.shutdown()
+        server.server_close()
