@@ -35,6 +35,8 @@ from trainer_service.ranks.shares import split
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @contextlib.contextmanager
 def ranks(folder: Path, number: int) -> Generator[RankedBackbone]:
@@ -86,7 +88,7 @@ def test_a_rank_without_a_sequence_computes_one_whose_result_counts_nowhere() ->
 
 ALIKE = (
     ("qwen3", 2),
-    ("llama3", 4),
+    pytest.param("llama3", 4, marks=pytest.mark.slow),
     pytest.param("gemma3", 2, marks=pytest.mark.slow),
     pytest.param("qwen3_moe", 4, marks=pytest.mark.slow),
 )
