@@ -85,12 +85,18 @@ class HelperPool:
             await self._idle.pop().close()
 
 
+def die_with_parent() -> None:
+    """Lets the kernel kill this process when the thread that started it ends; outside Linux it does not."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def serve(answer: Callable[[bytes], bytes], *, memory_bytes: int | None = None) -> None:
     """Runs a helper: answers questions until standard input ends. The kernel kills it with its parent, and where memory runs out
     before its parent. A Ctrl-C in the terminal is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
     if memory_bytes is not None:

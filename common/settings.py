@@ -29,8 +29,8 @@ _KNOWN = (
     "rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction "
     "vllm_enforce_eager "
     # trainers
-    "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_slots trainer_micro_batch_tokens trainer_memory_bytes "
-    "trainer_checkpointing trainer_compile trainer_cache_bytes "
+    "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_slots trainer_micro_batch_tokens "
+    "trainer_memory_bytes trainer_checkpointing trainer_compile trainer_cache_bytes "
     # the command line
     "url api_key"
 )

@@ -76,6 +76,7 @@ CATCHES_ALL = {
     "manager_service/runs/runs.py": "one run's trouble must not stop the other tenants' owner",
     "manager_service/local/supervisor.py": "children are stopped before the error goes on",
     "trainer_service/fusion.py": "an error goes to whoever waits for the step",
+    "trainer_service/ranks/leader.py": "whatever fails in an operation of all ranks leaves them out of step",
     "rollout_service/process/process_engine.py": "whatever keeps an engine's process from starting may pass",
     "rollout_service/process/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
     "rollout_service/embedded/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
@@ -86,6 +87,7 @@ READS_ENVIRONMENT = {
     "common/settings.py",
     "manager_service/local/supervisor.py",
     "rollout_service/process/vllm_engine.py",  # vLLM takes some settings from there alone
+    "trainer_service/ranks/leader.py",  # gloo takes its network interface from there alone
 }
 
 MAX_FILE, MAX_FUNCTION = 450, 60

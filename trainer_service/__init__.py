@@ -21,6 +21,7 @@ and its formula in tests/trainer/test_run_losses.py.
     data.py         parses the data of a run's operations
     packing.py      packs rows into sequences and micro-batches
     backbone/       computes log-probs of the trained tokens under each adapter
+    ranks/          several processes of one trainer, each with a part of the base model
     lora.py         holds the trainable factors of many adapters side by side
     losses.py       computes the losses: advantages, ratios, clips, aggregation
     optimiser.py    runs AdamW over one flat tensor

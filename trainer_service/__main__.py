@@ -11,6 +11,7 @@ from trainer_service.backbone.choice import load_backbone
 from trainer_service.handler import TrainHandler
 from trainer_service.memory import fit
 from trainer_service.packing import Budget
+from trainer_service.ranks.backbone import load_ranks
 from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
@@ -29,17 +30,19 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     Raises InvalidInput for what cannot be done.
     """
     deterministic = settings.deterministic
-    chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_compile)
-    if deterministic and (chosen != ("cpu", "float32", 1, False) or settings.trainer_backbone == "transformers"):
+    chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_ranks)
+    if deterministic and (
+        chosen != ("cpu", "float32", 1, 1) or settings.trainer_compile or settings.trainer_backbone == "transformers"
+    ):
         raise InvalidInput(
-            "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_compile=false, "
-            "and trainer_backbone not transformers"
+            "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_ranks=1, "
+            "trainer_compile=false, and trainer_backbone not transformers"
         )
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
     prepare_cpu(settings.trainer_threads)
-    backbone = load_backbone(settings, folder)
-    trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens), deterministic)
+    backbone = (load_ranks if settings.trainer_ranks > 1 else load_backbone)(settings, folder)
+    trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens * backbone.num_ranks), deterministic)
     fit(trainer, settings.trainer_memory_bytes)
     return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
 

@@ -152,10 +152,11 @@ class TrainHandler:
 
     def counters(self) -> dict[str, float]:
         """Totals since the start, lost races included: `busy_s` and `compute_s` in forward, backward and optimiser, by the
-        clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests.
+        clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests; of
+        several ranks, `rank_<n>_tokens` and `ranks_s`.
         """
         totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
-        return totals | {"compute_s": self._fusion.compute_s}
+        return totals | {"compute_s": self._fusion.compute_s} | self._trainer.backbone.counters()
 
     def hand_back(self, message: Asked) -> Outputs | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""

@@ -72,7 +72,7 @@ class AdapterStack:
     """
 
     def __init__(self, layout: AdapterLayout, device: torch.device) -> None:
-        self._layout = layout
+        self.layout = layout
         of_layer = layout.shapes[: len(layout.shapes) // layout.num_layers]
         self._values_CP = torch.empty(0, layout.num_values, device=device)
         self._grads = [torch.empty(layout.num_layers, 0, *shape, device=device) for shape in of_layer]  # of each factor
@@ -92,7 +92,7 @@ class AdapterStack:
                 grad[:, place] = 0.0
         else:
             sizes = [grad[0, place].numel() for grad in self._grads]
-            pieces = grad_P.view(self._layout.num_layers, -1).split(sizes, dim=1)
+            pieces = grad_P.view(self.layout.num_layers, -1).split(sizes, dim=1)
             for grad, piece in zip(self._grads, pieces, strict=True):
                 grad[:, place] = piece.view_as(grad[:, place])
         self.scales[place] = scale
@@ -101,7 +101,7 @@ class AdapterStack:
     def gradient(self, place: int) -> Tensor:
         """The gradient of an adapter, [P]; valid until the next call."""
         grads = [grad[:, place].flatten(1) for grad in self._grads]
-        torch.cat(grads, dim=1, out=self._taken.view(self._layout.num_layers, -1))
+        torch.cat(grads, dim=1, out=self._taken.view(self.layout.num_layers, -1))
         return self._taken
 
     def remove(self, place: int) -> None:
@@ -122,7 +122,7 @@ class AdapterStack:
         self._grads = [torch.cat([g, g.new_empty(len(g), more, *g.shape[2:])], dim=1) for g in self._grads]
         self.scales += [0.0] * more
         self._free += range(num + more - 1, num - 1, -1)
-        values = self._layout.cut(self._values_CP)
-        grads = [grad[layer] for layer in range(self._layout.num_layers) for grad in self._grads]
-        every = zip(self._layout.names, values[::2], values[1::2], grads[::2], grads[1::2], strict=True)
+        values = self.layout.cut(self._values_CP)
+        grads = [grad[layer] for layer in range(self.layout.num_layers) for grad in self._grads]
+        every = zip(self.layout.names, values[::2], values[1::2], grads[::2], grads[1::2], strict=True)
         self.factors = {name: LayerFactors(*tensors) for name, *tensors in every}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -35,27 +36,32 @@ def measured(trainer: Trainer, num_bytes: int) -> Budget:
 
 
 class Probed(NamedTuple):
-    """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence."""
+    """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence.
+    Of several ranks the first one's: a token of the micro-batch lies on one of them."""
 
     per_token: float
     per_pair: float
 
 
 def _probe(trainer: Trainer) -> Probed:
-    """A micro-batch keeps its activations; probes of one group and of two tell what a token adds, and a pair."""
-    base = trainer.backbone.keeping_all()
+    """A micro-batch keeps its activations; probes of one group a rank and of two tell what a token adds here, and a pair."""
+    num_ranks, base = trainer.backbone.num_ranks, trainer.backbone.keeping_all()
     plain = replace(trainer, backbone=base, budget=Budget(1 << 30), share_prefixes=False)
     shared = replace(plain, share_prefixes=True)
     tree = WIDTH + GROUP_SIZE * (NUM_WRITTEN - 1)
-    rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in (1, 2)]
-    trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in (1, 2)]
-    per_token = (rows[1] - rows[0]) / (GROUP_SIZE * WIDTH)
+    numbers = (num_ranks, 2 * num_ranks)
+    rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in numbers]
+    trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in numbers]
+    per_token = (rows[1] - rows[0]) / (num_ranks * GROUP_SIZE * WIDTH)
     give_back_memory()
-    return Probed(per_token, max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2)
+    of_pairs = trees[1] - trees[0] - per_token * num_ranks * tree
+    return Probed(per_token, max(0.0, of_pairs) / (num_ranks * tree**2))
 
 
 def _bounded(trainer: Trainer, probed: Probed, num_bytes: int) -> Budget:
-    free = num_bytes or free_bytes(trainer.backbone.device) // 2
+    device = trainer.backbone.device
+    sharing = trainer.backbone.num_ranks if device.type == "cpu" else 1
+    free = num_bytes or free_bytes(device) // (2 * sharing)
     per_token = trainer.backbone.kept_per_token(probed.per_token)
     return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=probed.per_pair)
 
@@ -69,18 +75,23 @@ def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
     rows = random_rows(num_prompt=prompts, num_written=answers, group_size=GROUP_SIZE)
     message = TrainStep(**made, loss=LossSpec(), optim=OptimSpec(1e-3), rows=rows, next_group=0)
     step = trainer.begin(message, trainer.init(Init(**made)))
-    return kept_bytes(lambda: trainer.micro_batch([step.opened]))
+    try:
+        return kept_bytes(lambda: trainer.micro_batch([step.opened]))
+    finally:
+        trainer.discard(step.opened)
 
 
 def kept_bytes(run: Callable[[], None]) -> int:
     """Counts the bytes of all storages that the forwards in `run` keep for their backwards."""
-    kept: dict[int, int] = {}
+    kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        storage = (
+            tensor.untyped_storage()
+        )  # which is held: weights that are gathered for a while would give its address to others
+        kept[storage._cdata] = storage, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         run()
-    return sum(kept.values())
+    return sum(num_bytes for _, num_bytes in kept.values())

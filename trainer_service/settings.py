@@ -18,14 +18,17 @@ class TrainerSettings(Settings):
     """What computes the base model. decoder: ours, the only one in deterministic mode; transformers: transformers' own modules, for
     every family that it has. auto: the decoder on a CPU for the families that it knows, else transformers."""
     trainer_threads: int = Field(default=1, ge=1)
-    """Threads of torch. Deterministic mode needs 1."""
+    """Threads of torch, of each rank. Deterministic mode needs 1."""
+    trainer_ranks: int = Field(default=1, ge=1)
+    """Processes, each with a part of the base model; with trainer_device=cuda, each on a device of its own. More than 1 needs the
+    transformers backbone, and neither trainer_compile nor deterministic mode."""
     trainer_slots: int = Field(default=32, ge=1)
     """Steps of different jobs that are trained together at most."""
     trainer_micro_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens in one forward and backward, padding included: on a CPU more do not make it faster, a GPU wants as
-    many as its memory holds. Results depend on it by rounding only, in deterministic mode not at all."""
+    many as its memory holds. Of each rank. Results depend on it by rounding only, in deterministic mode not at all."""
     trainer_memory_bytes: int = Field(default=0, ge=0)
-    """Memory that one forward and backward may take, by a measurement at the start. 0: half of what is free then, and what the
+    """Memory that one forward and backward may take on a rank, by a measurement at the start. 0: half of what is free then, and what the
     control groups of a container leave. Say it where workers that share a device or a machine start at once: each finds free what
     the others are about to take."""
     trainer_checkpointing: bool = False

@@ -130,7 +130,7 @@ class Trainer:
         """The stack of a layout; empty stacks are kept until another layout needs the room."""
         if layout not in self._stacks:
             self._stacks = {other: stack for other, stack in self._stacks.items() if not stack.empty}
-            self._stacks[layout] = lora.AdapterStack(layout, self.backbone.device)
+            self._stacks[layout] = self.backbone.stack(layout)
         return self._stacks[layout]
 
     def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:

@@ -79,7 +79,7 @@ def ours(backbone: Backbone, cases: Sequence[Case], cost: Cost | None) -> list[F
     placed: list[tuple[Case, lora.AdapterStack, int]] = []
     for case in cases:
         layout = lora.AdapterLayout.of(case.adapter)
-        stack = stacks.setdefault(layout, lora.AdapterStack(layout, backbone.device))
+        stack = stacks.get(layout) or stacks.setdefault(layout, backbone.stack(layout))
         placed.append((case, stack, stack.put(lora.flatten(case.adapter), case.adapter.scale)))
     placed.sort(key=lambda each: id(each[1]))
     packed = [

@@ -11,6 +11,7 @@ Its files:
     sequences.py   the CPU's backbone: our own decoder, a padded sequence each, the same bits in any company
     projection.py  the decoder's linear layers, with an adapter for each sequence
     modules.py     the backbone of devices: transformers' own modules, rows packed without padding
+    sharding.py    spreads their weights over several processes
     loading.py     loads a base model into them, and refuses by name what they would compute otherwise
     attention.py   attention over packed sequences
     grouped.py     linear layers with the adapters of packed tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.batch import Bools, Ints
-from trainer_service.lora import AdapterStack
+from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost, Tree
 
 AdapterPlace = tuple[AdapterStack, int]
@@ -60,12 +60,21 @@ class Backbone(Protocol):
         """Whether the sequences of a pass are padded to one length."""
         ...
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the sequences of a pass."""
+        ...
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Module name -> (out, in), for every layer that an adapter may target."""
         ...
 
     def cost(self) -> Cost:
         """The cost of sequences. It only decides how rows are packed."""
+        ...
+
+    def stack(self, layout: AdapterLayout) -> AdapterStack:
+        """Makes an empty stack for adapters of one shape, which may go through this base model."""
         ...
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
@@ -85,4 +94,8 @@ class Backbone(Protocol):
 
     def fitting(self, keeping_all: float, wanted: float) -> "Backbone":
         """The same base model, keeping at most `wanted` bytes a token for the backward, as far as it can choose."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start that it alone can count."""
         ...

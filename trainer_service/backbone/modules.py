@@ -3,7 +3,7 @@
 Axes: N tokens of a pack, M targets, E hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
+from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
 
 
@@ -31,6 +32,8 @@ class ModulesBackbone:
     context: int
     num_checkpointed: int = 0  # of the first layers: they keep their input alone for the backward
     max_scores: int = MAX_SCORES
+    whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    """Makes a module's weights whole, outside of its own forward."""
     _current: CurrentLanes = field(default_factory=CurrentLanes)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
@@ -38,9 +41,7 @@ class ModulesBackbone:
     def of(cls, model: Any, context: int) -> "ModulesBackbone":
         """Takes a loaded model. `context`: tokens of a sequence at most."""
         model.eval().requires_grad_(False)
-        device = model.get_output_embeddings().weight.device
-        some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE) if device.type == "cuda" else 0
-        backbone = cls(model, context, max_scores=max(MAX_SCORES, some))
+        backbone = cls(model, context, max_scores=scores_on(model.get_output_embeddings().weight.device))
         for name, (layer, leaf) in _targets(model.get_decoder()).items():
             module = getattr(layer, leaf)
             setattr(layer, leaf, LoraLinear(module, name, backbone._current))
@@ -59,6 +60,10 @@ class ModulesBackbone:
     def pads(self) -> bool:
         return False
 
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes
 
@@ -68,13 +73,17 @@ class ModulesBackbone:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Cost.of_layer(num_weights // len(self.layers), config.num_attention_heads, head_dim)
 
+    def stack(self, layout: AdapterLayout) -> AdapterStack:
+        return AdapterStack(layout, self.device)
+
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         pack = Pack.of(sequences.trees, self.device)
         lanes = [] if adapters is None else lanes_of(adapters, [len(tree) for tree in sequences.trees])
         with self._current.using(lanes):
             hidden_NE = self.hidden(pack, lanes)
         hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
-        return target_logprobs(hidden_ME, self._head, *sequences.about_targets(self.device), self.max_scores)
+        with self.whole(self.model.get_output_embeddings()):
+            return target_logprobs(hidden_ME, self._head, *sequences.about_targets(self.device), self.max_scores)
 
     def keeping_all(self) -> "ModulesBackbone":
         return replace(self, num_checkpointed=0)
@@ -94,6 +103,9 @@ class ModulesBackbone:
             if fewer.kept_per_token(keeping_all) <= wanted:
                 return fewer
         return self.checkpointing(len(self.layers))
+
+    def counters(self) -> dict[str, float]:
+        return {}
 
     @property
     def _config(self) -> Any:
@@ -116,6 +128,12 @@ class ModulesBackbone:
         model = self.model.get_decoder()
         found = model(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False, packed=pack)
         return found.last_hidden_state[0]
+
+
+def scores_on(device: torch.device) -> int:
+    """How many scores may exist at one time on a device."""
+    some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE) if device.type == "cuda" else 0
+    return max(MAX_SCORES, some)
 
 
 def _targets(decoder: Any) -> dict[str, tuple[torch.nn.Module, str]]:

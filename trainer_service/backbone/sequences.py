@@ -20,6 +20,7 @@ from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.projection import Projection
 from trainer_service.batch import Ints
+from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
 
 
@@ -46,6 +47,10 @@ class DecoderBackbone:
     def pads(self) -> bool:
         return True
 
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.decoder.linear_shapes()
 
@@ -53,6 +58,9 @@ class DecoderBackbone:
         shapes, config = self.decoder.linear_shapes().values(), self.decoder.config
         num_weights = sum(out * width for out, width in shapes)
         return Cost.of_layer(num_weights // config.num_layers, config.num_heads, config.head_dim)
+
+    def stack(self, layout: AdapterLayout) -> AdapterStack:
+        return AdapterStack(layout, self.device)
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         project = plain if adapters is None else Projection.of(adapters)
@@ -74,6 +82,9 @@ class DecoderBackbone:
 
     def fitting(self, keeping_all: float, wanted: float) -> "DecoderBackbone":
         return self
+
+    def counters(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,247 @@
+"""Several ranks of one trainer: what one computes, with a part of the base model each, and an end together."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from common.errors import InvalidInput
+from tests.support.families import NUM_LAYERS, save_family
+from tests.support.trainer_cases import TINY, load_tiny, nothing
+from tests.trainer.test_modules_backbone import APART, CLOSE, SHARING, Case, make_case, ours
+from tests.trainer.test_trainer_fused import job, nearly, together
+from trainer_service.__main__ import load_trainer
+from trainer_service.backbone.interface import Sequences
+from trainer_service.backbone.loading import load_modules
+from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.backbone.sequences import DecoderBackbone
+from trainer_service.backbone.sharding import bytes_held
+from trainer_service.memory import fit
+from trainer_service.packing import Budget, Cost, Tree
+from trainer_service.ranks.backbone import RankedBackbone, load_ranks
+from trainer_service.ranks.shares import split
+from trainer_service.settings import TrainerSettings
+from trainer_service.training import Trainer
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, number: int) -> Generator[RankedBackbone]:
+    torch.set_num_threads(1)
+    backbone = load_ranks(TrainerSettings(trainer_ranks=number), folder)
+    try:
+        yield backbone
+    finally:
+        backbone.ranks.close()
+
+
+# ---- shares ---------------------------------------------------------------------------------------------------------
+
+
+def sequences_of(lengths: Sequence[int]) -> Sequences:
+    """A row each, with as many targets as tokens; target number i is i."""
+    ends = np.cumsum([0, *lengths])
+    trees = [
+        Tree(0, (row,), np.full(n, row), np.arange(n), np.zeros(n, np.int64), (np.arange(n),))
+        for row, n in enumerate(lengths)
+    ]
+    return Sequences(
+        trees, [np.arange(*between) for between in pairwise(ends)], [float(row) for row in range(len(trees))]
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_target_is_computed_once_and_no_rank_has_a_sequence_more_than_another_could_take(num_ranks: int) -> None:
+    lengths = [7, 30, 2, 9, 9, 16, 1, 4, 30, 5]
+    shares = split(sequences_of(lengths), list(range(len(lengths))), num_ranks)
+
+    assert sorted(np.concatenate([share.places for share in shares]).tolist()) == list(range(sum(lengths)))
+    for share in shares:
+        assert np.concatenate(share.sequences.targets).tolist() == share.places.tolist()
+        rows = [tree.rows[0] for tree in share.sequences.trees]
+        assert rows == sorted(rows) == share.adapters == share.sequences.temperatures
+        assert share.num_tokens <= sum(lengths) / num_ranks + max(lengths)
+
+
+def test_a_rank_without_a_sequence_computes_one_whose_result_counts_nowhere() -> None:
+    shares = split(sequences_of([5, 3]), None, 3)
+
+    assert [share.places.tolist() for share in shares] == [[0, 1, 2, 3, 4], [5, 6, 7], []]
+    assert [share.num_tokens for share in shares] == [5, 3, 0]
+    assert shares[2].sequences.trees == shares[1].sequences.trees and shares[2].num_targets == 3
+
+
+# ---- the same results -----------------------------------------------------------------------------------------------
+
+ALIKE = (
+    ("qwen3", 2),
+    pytest.param("llama3", 4, marks=pytest.mark.slow),
+    pytest.param("gemma3", 2, marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", 4, marks=pytest.mark.slow),
+)
+"""Families with one table for input and output and with two, with a window, with experts; and numbers of ranks."""
+
+
+def cases_on(backbone: ModulesBackbone) -> list[Case]:
+    cases = [make_case(backbone, seed, *about) for seed, about in enumerate(((1, 1.0), (8, 0.7), (8, 1.3)))]
+    return [*cases, make_case(backbone, 9, 3, 0.7, targets=("q_proj", "o_proj"))]
+
+
+@pytest.mark.parametrize(("family", "number"), ALIKE)
+def test_ranks_compute_the_log_probs_and_gradients_of_one_with_a_part_of_the_base_each(
+    tmp_path: Path, family: str, number: int
+) -> None:
+    folder = save_family(family, tmp_path)
+    alone = load_modules(folder)
+    cases = cases_on(alone)
+    whole_bytes = bytes_held(alone)
+
+    with ranks(folder, number) as backbone:
+        assert sum(backbone.ranks.bytes_held) == whole_bytes
+        assert max(backbone.ranks.bytes_held) <= 1.01 * whole_bytes / number
+        for cost in (SHARING, APART):
+            for num_checkpointed in (0, 1, NUM_LAYERS):
+                some = replace(backbone, own=backbone.own.checkpointing(num_checkpointed))
+                assert_alike(some, alone, cases, cost)
+        assert_alike(backbone, alone, cases[:1], SHARING)  # two sequences, for all ranks
+        assert bytes_held(backbone.own) == backbone.ranks.bytes_held[0]
+
+
+def assert_alike(found: RankedBackbone, expected: ModulesBackbone, cases: Sequence[Case], cost: Cost | None) -> None:
+    for (logprobs, grads), (their_logprobs, their_grads) in zip(
+        ours(found, cases, cost), ours(expected, cases, cost), strict=True
+    ):
+        torch.testing.assert_close(logprobs, their_logprobs, atol=CLOSE, rtol=CLOSE)
+        for name, grad in their_grads.items():
+            torch.testing.assert_close(grads[name], grad, atol=CLOSE, rtol=CLOSE)
+        assert max(float(grad.abs().max()) for grad in their_grads.values()) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def two() -> Generator[RankedBackbone]:
+    with ranks(TINY, 2) as backbone:
+        yield backbone
+
+
+def test_jobs_on_two_ranks_learn_what_each_learns_alone_on_one(two: RankedBackbone) -> None:
+    # Given jobs of several ranks, targets, losses, temperatures, one of them with KL to the base
+    decoder = Trainer(DecoderBackbone(load_tiny()))
+    jobs = [job(decoder, number) for number in range(6)]
+
+    # When two ranks train them in micro-batches of some sequences, after one that was given up
+    trainer = Trainer(two, Budget(200))
+    left = trainer.begin(*jobs[0])
+    trainer.micro_batch([left.opened])
+    trainer.discard(left.opened)
+    found = together(trainer, jobs)
+    counters = two.counters()
+
+    # Then each has learned what it learns alone, and both have done their part
+    for one, result in zip(jobs, found, strict=True):
+        alone = decoder.step(*one, nothing)
+        change = (alone.state.values_P - one[1].values_P).norm()
+        assert float((result.state.values_P - alone.state.values_P).norm() / change) < 2e-3
+        for name in ("loss", "kl", "clip_fraction", "sampling_gap", "grad_norm"):
+            assert nearly(result.metrics[name], alone.metrics[name]), name
+    shares = [counters["rank_0_tokens"], counters["rank_1_tokens"]]
+    assert min(shares) > 0.3 * sum(shares) and counters["ranks_s"] > 0
+
+
+def test_a_token_takes_half_of_the_memory_on_each_of_two_ranks(two: RankedBackbone) -> None:
+    alone = Trainer(load_modules(TINY), Budget(500))
+    fit(alone, 1 << 30)
+    trainer = Trainer(two, Budget(1000))
+    fit(trainer, 1 << 30)
+    assert trainer.budget.bytes_per_token == pytest.approx(alone.budget.bytes_per_token / 2, rel=0.01)
+    assert trainer.budget.bytes_per_pair == pytest.approx(alone.budget.bytes_per_pair / 2, rel=0.1)
+
+    # When there is room for less
+    fit(trainer, int(0.7 * 1000 * trainer.budget.bytes_per_token))
+
+    assert isinstance(trainer.backbone, RankedBackbone)
+    assert 0 < trainer.backbone.own.num_checkpointed < len(two.own.layers)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "deterministic mode needs .*trainer_ranks=1": {"deterministic": True},
+    "trainer_ranks above 1 needs trainer_backbone=transformers": {"trainer_backbone": "decoder"},
+    "and trainer_compile=false": {"trainer_compile": True},
+    "trainer_ranks=2 needs trainer_device=cpu or cuda": {"trainer_device": "cuda:1"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_settings_of_which_ranks_can_make_nothing_are_refused_by_name(reason: str) -> None:
+    settings = TrainerSettings.model_validate({"trainer_ranks": 2, **REFUSED[reason]})
+    with pytest.raises(InvalidInput, match=reason):
+        load_trainer(settings)
+
+
+# ---- an end together ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trainer_process(patience_s: float, mode: str) -> "Generator[tuple[subprocess.Popen[str], psutil.Process]]":
+    """A trainer of two ranks that has made a step, and its other rank."""
+    command = [sys.executable, "-m", "tests.support.ranked_trainer", str(patience_s), mode]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        lines = iter(process.stdout.readline, "")
+        other = psutil.Process(int(next(line for line in lines if line.strip().isdigit())))
+        assert next(lines) == "step\n"
+        yield process, other
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("mode", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_trainer_with_one_line(mode: str) -> None:
+    with trainer_process(60, mode) as (process, other):
+        other.kill()
+        _, errors = process.communicate()
+
+    lines = [line for line in errors.splitlines() if line.startswith("trainer: ")]
+    assert process.returncode == 1
+    assert lines == ["trainer: rank 1 ended with status -9; the trainer ends, and its work is delivered again"], errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_trainer_and_goes_with_it() -> None:
+    with trainer_process(5, "busy") as (process, other):
+        other.suspend()
+        _, errors = process.communicate()
+
+        (line,) = [line for line in errors.splitlines() if line.startswith("trainer: ")]
+        assert process.returncode == 1
+        assert "the ranks are out of step" in line
+        while not is_gone(other):
+            time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_first() -> None:
+    with trainer_process(60, "idle") as (process, other):
+        os.kill(process.pid, signal.SIGKILL)
+        while not is_gone(other):
+            time.sleep(0.02)

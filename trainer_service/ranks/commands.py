@@ -1,0 +1,82 @@
+"""What the first rank of a trainer tells the others, as bytes.
+
+A command is sent to all ranks, and each takes its own part of it. Tensors (an adapter's values, log-probs, gradients) follow a
+command in collective operations of the group.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trainer_service.backbone.interface import Sequences
+
+
+class NewStack(msgspec.Struct, frozen=True, tag=True):
+    """Makes a stack of adapters of one layout; those that are empty go."""
+
+    stack: int
+    rank: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of each name's A and B
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """Puts an adapter into a stack; its values follow."""
+
+    stack: int
+    place: int
+    scale: float
+
+
+class Remove(msgspec.Struct, frozen=True, tag=True):
+    """Makes an adapter's place free."""
+
+    stack: int
+    place: int
+
+
+class AddUp(msgspec.Struct, frozen=True, tag=True):
+    """Adds the ranks' gradients of an adapter up; the sum is the first rank's."""
+
+    stack: int
+    place: int
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """Computes log-probs; each rank those of its share, which go to the first rank."""
+
+    sequences: Sequences
+    adapters: tuple[tuple[int, int], ...] | None  # stack and place, of each sequence; None: the bare base model
+    learns: bool  # a backward follows
+    num_checkpointed: int  # layers
+
+
+class Backward(msgspec.Struct, frozen=True, tag=True):
+    """Runs the backward of the last forward that learns; the gradients of its log-probs follow."""
+
+
+Command = NewStack | Put | Remove | AddUp | Forward | Backward
+
+
+def encode(command: Command) -> bytes:
+    return _ENCODER.encode(command)
+
+
+def decode(data: bytes) -> Command:
+    return _DECODER.decode(data)
+
+
+def _plain(array: Any) -> tuple[str, bytes]:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(type(array))
+    return array.dtype.str, array.tobytes()
+
+
+def _array(_: type, known: tuple[str, bytes]) -> np.ndarray:
+    dtype, data = known
+    return np.frombuffer(bytearray(data), dtype)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_DECODER = msgspec.msgpack.Decoder(Command, dec_hook=_array)

@@ -1,0 +1,146 @@
+"""The processes of one trainer, its ranks, as a group that computes in step.
+
+Axes: P all values of an adapter, M log-probs of a rank.
+"""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh
+
+from base_model.device import give_back_memory
+from trainer_service.backbone.loading import load_modules
+from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.backbone.sharding import bytes_held, shard
+
+HOST = "127.0.0.1"
+LOADING = timedelta(hours=2)
+"""How long the others may take to start, and to load the base model one after the other."""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """What a rank needs to know at its start."""
+
+    rank: int
+    num_ranks: int
+    port: int  # where the group meets
+    folder: str
+    device: str  # cpu; or cuda, of which each rank takes the device of its own number
+    dtype: str
+    max_context: int | None
+    threads: int
+    parent: int  # the first rank's process
+    patience_s: float  # how long a rank waits for the others in an operation
+
+    @property
+    def own_device(self) -> torch.device:
+        return torch.device(self.device, self.rank) if self.device == "cuda" else torch.device(self.device)
+
+
+def open_store() -> tuple[Store, int]:
+    """Opens the store in which the ranks of a new group find each other, on this machine alone; with its port."""
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()), port
+
+
+def find_store(port: int) -> Store:
+    return TCPStore(HOST, port, is_master=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """This process's place among the ranks. Each method is called by all of them, at the same point of their work."""
+
+    begin: Begin
+    store: Store
+
+    @property
+    def rank(self) -> int:
+        return self.begin.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.begin.num_ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self.begin.own_device
+
+    def join(self) -> None:
+        """Meets the others."""
+        begin, device = self.begin, self.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        patience = timedelta(seconds=begin.patience_s)
+        self.store.set(f"started/{begin.rank}", "")
+        self.store.wait([f"started/{rank}" for rank in range(begin.num_ranks)], LOADING)
+        dist.init_process_group(
+            backend, store=self.store, rank=begin.rank, world_size=begin.num_ranks, timeout=patience
+        )
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    def load(self) -> ModulesBackbone:
+        """Loads the base model, one rank after the other: each has it whole on the host until it has taken its part.
+
+        Raises InvalidInput for one that cannot be computed as it is meant.
+        """
+        begin = self.begin
+        if self.rank:
+            self.store.wait([f"loaded/{self.rank - 1}"], LOADING)
+        dtype = getattr(torch, begin.dtype)
+        whole = load_modules(Path(begin.folder), device="cpu", dtype=dtype, max_context=begin.max_context)
+        assert dist.group.WORLD is not None
+        part = shard(whole, DeviceMesh.from_group(dist.group.WORLD, self.device.type))
+        give_back_memory()
+        self.store.set(f"loaded/{self.rank}", str(bytes_held(part)))
+        return part
+
+    def loaded(self) -> list[int]:
+        """Waits until all ranks have loaded their parts; the bytes of each."""
+        self.store.wait([f"loaded/{self.num_ranks - 1}"], LOADING)
+        return [int(self.store.get(f"loaded/{rank}")) for rank in range(self.num_ranks)]
+
+    def say(self, data: bytes) -> None:
+        """Sends bytes from the first rank to all others, which `hear` them."""
+        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+
+    def hear(self, num_bytes: int) -> bytes:
+        heard = torch.empty(num_bytes, dtype=torch.uint8)
+        dist.broadcast(heard, src=0)
+        return heard.numpy().tobytes()
+
+    def hand_on(self, values_P: Tensor) -> None:
+        """Copies the first rank's values into those of all."""
+        dist.broadcast(values_P, src=0)
+
+    def add_up(self, grad_P: Tensor) -> None:
+        """Makes the first rank's gradient the sum of all."""
+        dist.reduce(grad_P, dst=0)
+
+    def collect(self, own_M: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Each rank's values, of these sizes, on the first rank; an empty list on the others."""
+        room = [own_M.new_empty(max(sizes)) for _ in sizes] if self.rank == 0 else None
+        dist.gather(_padded(own_M, max(sizes)), room, dst=0)
+        return [values[:size] for values, size in zip(room or [], sizes, strict=False)]
+
+    def hand_out(self, of_ranks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """This rank's part of what the first one has for each, [sizes[rank]]. `of_ranks`: on the others, empty."""
+        own = torch.empty(max(sizes), device=self.device)
+        dist.scatter(own, [_padded(part, max(sizes)) for part in of_ranks] or None, src=0)
+        return own[: sizes[self.rank]]
+
+
+def _padded(values_M: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(values_M, (0, size - len(values_M)))
