@@ -5,7 +5,7 @@ from pathlib import Path
 from fastapi import APIRouter
 
 from common.errors import InvalidInput
-from common.text.tokens import ChatTokenizer
+from common.text.tokens import REPLY_ROLES, ChatTokenizer
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON, conflict, declared
 from manager_service.api.job_store import JobRow, JobStore
@@ -82,9 +82,12 @@ def _base(base: Base) -> ModelObject:
 
 
 def _rules_out(tokenizer: ChatTokenizer) -> list[str]:
+    refused = [role for role in REPLY_ROLES if tokenizer.reply_fault([role])]
     found: list[str] = []
-    if not tokenizer.is_prefix_stable():
-        found.append("jobs of several turns: the chat template changes earlier turns once others follow")
+    if refused:
+        found.append(
+            f"environments that answer with messages of role {', '.join(refused)}: the chat template cannot append them"
+        )
     if not tokenizer.shows_tools():
         found.append("environments with tools: the chat template does not show them")
     return found
