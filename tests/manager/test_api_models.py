@@ -26,5 +26,5 @@ async def test_a_base_model_says_what_it_is_and_what_its_template_rules_out(redi
         "rules_out": [],
     }
     turns, tools = other["base"]["rules_out"]
-    assert "several turns" in turns and "tools" in tools
+    assert "tool, user, system" in turns and "tools" in tools
     assert other["base"]["source"] == "other", "no tenant needs to know the operator's folders"
