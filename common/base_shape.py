@@ -60,6 +60,10 @@ class BaseShape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.num_layers * layer + self.hidden
 
+    def kv_bytes(self, itemsize: int) -> int:
+        """Of a token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
     def adapter_weights(self, rank: int) -> int:
         """Of an adapter on every linear layer."""
         return rank * self.num_layers * sum(before + after for before, after in self.linear_sizes)

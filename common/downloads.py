@@ -16,19 +16,20 @@ class Download:
         self._total: int | None = None
 
     def progress(self) -> str:
-        """`downloading owner/name: 43 % of 1.2 GB`; without the figures if the hub does not say them."""
+        """`downloading owner/name: 43% of 1.2 GB, 516 MB are here`; without the part if the hub does not say their size."""
         from huggingface_hub import constants, errors  # here, as in `settings`
         from huggingface_hub.file_download import repo_folder_name
 
-        try:
-            total = self._total = self._total or self._size()
-        except (OSError, ValueError, errors.HTTPError):  # pyright: ignore[reportPrivateImportUsage]
-            total = 0
+        if self._total is None:
+            try:
+                self._total = self._size()
+            except (OSError, ValueError, errors.HTTPError):  # pyright: ignore[reportPrivateImportUsage]
+                self._total = 0
+        total = self._total
         blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self._repo, repo_type="model") / "blobs"
         done = sum(_size_of(file) for file in blobs.glob("*"))
-        return f"downloading {self._where}" + (
-            f": {min(1.0, done / total):.0%} of {total / 1e9:.1f} GB" if total else ""
-        )
+        part = f"{min(1.0, done / total):.0%} of {total / 1e9:.1f} GB, " if total else ""
+        return f"downloading {self._where}: {part}{done / 1e6:,.0f} MB are here"
 
     def _size(self) -> int:
         from huggingface_hub import HfApi

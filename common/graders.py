@@ -186,6 +186,8 @@ class ModelGrader(Declared):
     def _is_http(cls, url: str | None) -> str | None:
         if url is not None:
             check_url(url)
+            if "?" in url or "#" in url:
+                raise ValueError("must have no query and no fragment")
         return url
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ _WORKER = """
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat
-    hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zmscore zrange zrem zremrangebyscore
+    hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zinter zmscore zrange zrem zremrangebyscore
 """
 
 

@@ -360,8 +360,8 @@ class EnvHandler:
         """Goes on with the grading for which a grader's model has answered."""
         graded, asked, answers = resumed(result)
         if (failure := failure_of(result)) is not None:
-            told = Failure("grader", f"the grader's model: {failure.reason}")
-            return self.failed(graded, failure if failure.kind == "cancelled" else told)
+            kind = "grader" if failure.kind == "invalid" else failure.kind
+            return self.failed(graded, Failure(kind, f"the grader's model: {failure.reason}"))
         doing.answers = answers | {asked: self._text(result)}
         if isinstance(graded, GradeRequest):
             return await self._grade(graded, doing, result.usage)
@@ -372,7 +372,7 @@ class EnvHandler:
         try:
             return await steps
         except ModelAsked as asked:
-            return judge_request(graded, asked, doing, self._tokenizer)
+            return await asyncio.to_thread(judge_request, graded, asked, doing, self._tokenizer)
 
     async def _grade_once(self, request: GradeRequest) -> Ending:
         environment = self._environments.get(request.env)

@@ -85,6 +85,9 @@ def judge_request(graded: Graded, asked: ModelAsked, doing: Work, tokenizer: Cha
 
 
 def _rendered(question: Question, tokenizer: ChatTokenizer) -> list[int]:
+    least = tokenizer.least_tokens(sum(len(message["content"]) for message in question.messages))
+    if least > tokenizer.context:
+        raise GraderFailed(f"the model's question has more tokens than the context of {tokenizer.context}")
     try:
         tokens = tokenizer.render(question.messages)
     except ValueError as error:

@@ -51,7 +51,7 @@ def read_rows(file: Path) -> Iterator[Row]:
         yield from _parquet(file)
         return
     try:
-        yield from map(json.loads, filter(None, file.read_text().splitlines()))
+        yield from map(json.loads, filter(str.strip, file.read_text().split("\n")))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{file}: {error}") from error
 

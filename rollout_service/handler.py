@@ -121,8 +121,8 @@ class RolloutHandler:
         return _with_tokens(request, body["token"], body["logprob"])
 
     def failed(self, message: TurnRequest, failure: Failure) -> list[Out]:
-        """A failed trajectory for the owner, or a failed turn for the API replica that asked."""
-        if message.reply_to:
+        """A failed trajectory for the owner, or a failed turn for whoever asked: an API replica, or an env worker that grades."""
+        if message.reply_to or message.judges is not None:
             return [self._failed_turn(message, failure)]
         scored = ScoredTrajectory(
             **message.about(),

@@ -70,6 +70,7 @@ class Fusion:
     """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
+    _hurried: bool = False  # the last round had no micro-batch
     _served: Fairness = field(default_factory=Fairness)  # tokens computed for each tenant
     _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
 
@@ -124,10 +125,12 @@ class Fusion:
                 else:
                     member.step = began
         outcomes |= self._finish([m for m in members if m not in outcomes])
-        if outcomes:
-            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none
-        company = members[:1] if members[0].alone else self._in_turn([m for m in members if not m.alone])
-        return self._micro_batch(company) | self._finish(company)
+        left = [m for m in members if m not in outcomes]
+        self._hurried = bool(outcomes) and not self._hurried
+        if self._hurried or not left:
+            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
+        company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
+        return outcomes | self._micro_batch(company) | self._finish(company)
 
     def _in_turn(self, company: Sequence[_Member]) -> list[_Member]:
         """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
@@ -143,13 +146,13 @@ class Fusion:
         for member in company:
             to_go[member.tenant] += member.tokens_left
             served = times[member.tenant]
-            keys[member] = (served if served > most else 0.0, to_go[member.tenant])
+            keys[member] = (served if served >= most else 0.0, to_go[member.tenant])
         return sorted(company, key=keys.__getitem__)
 
     def _micro_batch(self, company: Sequence[_Member]) -> "dict[_Member, object]":
         going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
-        budget = self._budget(max((one.tokens_left for _, one in going), default=0))
+        budget = self._budget(going[0][1].tokens_left if going else 0)
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
         for (tenant, one), num_forward in zip(going, before, strict=True):
             self._served.charge(tenant, one.sums.num_forward - num_forward, 1.0)
@@ -162,10 +165,10 @@ class Fusion:
             member.alone = True
         return outcomes
 
-    def _budget(self, largest: int) -> Budget:
-        """That of the next micro-batch. `largest`: tokens of the step that has most of them to go."""
+    def _budget(self, tokens_left: int) -> Budget:
+        """That of the next micro-batch. `tokens_left`: of the step that is first in turn."""
         budget = self.trainer.budget
-        shared = time.monotonic() - self._shared_at < SHARED_S and largest > AHEAD * budget.tokens
+        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > AHEAD * budget.tokens
         return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
 
     def _finish(self, company: Sequence[_Member]) -> "dict[_Member, object]":

@@ -126,7 +126,7 @@ class TrainHandler:
                     log.warning("version_not_deleted", job=message.job, version=version, reason=str(error))
                 beat()
         if message.everything:
-            await store.delete_job(message.tenant, message.job)
+            await beating(beat, store.delete_job(message.tenant, message.job))
         return self._forgotten(message)
 
     def _forgotten(self, message: Forget) -> Outputs:

@@ -157,7 +157,8 @@ class ChatTokenizer:
     def _render_reply(self, replies_json: str) -> tuple[int, ...]:
         replies = json.loads(replies_json)
         suffix = self._suffix(dummy_turn(_num_tools(replies)), replies)
-        assert suffix is not None  # seen by `reply_fault`
+        if suffix is None:  # `reply_fault` has seen other texts
+            raise ValueError("this base model's chat template cannot append these messages to a conversation")
         return tuple(suffix)
 
     def reply_fault(self, roles: Sequence[str]) -> str:

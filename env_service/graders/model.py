@@ -5,13 +5,13 @@ ModelAsked, and finds the answer when it is run again. One elsewhere is asked by
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from common import templates
+from common.errors import InvalidInput
 from common.graders import AnyModelGrader, LabelModel, ScoreModel
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
@@ -42,14 +42,16 @@ class ModelAsked(Exception):
 
 
 def question_of(grader: AnyModelGrader, attempt: Attempt) -> Question:
-    """Raises InvalidInput, naming the variable, if a template cannot be filled."""
-    sampling = grader.sampling_params
+    """Raises InvalidInput, naming the variable, if a template cannot be filled, or for a question that is too long."""
+    sampling, messages, length = grader.sampling_params, list[dict[str, str]](), 0
+    for message in grader.input:
+        messages.append({"role": message.role, "content": templates.render(message.text, attempt.item, attempt.sample)})
+        length += len(messages[-1]["content"])
+        if length > templates.MAX_TEXT_CHARACTERS:
+            raise InvalidInput(f"the question to the model has more than {templates.MAX_TEXT_CHARACTERS:,} characters")
     return Question(
         model=grader.model,
-        messages=[
-            {"role": message.role, "content": templates.render(message.text, attempt.item, attempt.sample)}
-            for message in grader.input
-        ],
+        messages=messages,
         max_tokens=sampling.max_completions_tokens or MAX_TOKENS,
         temperature=sampling.temperature or 0.0,
         top_p=sampling.top_p or 1.0,
@@ -80,7 +82,7 @@ def _score(grader: ScoreModel, result: Any) -> float:
     if isinstance(result, str) and _NUMBER.fullmatch(result):
         result = float(result)
     low, high = grader.range
-    if isinstance(result, bool) or not isinstance(result, int | float) or not math.isfinite(result):
+    if isinstance(result, bool) or not isinstance(result, int | float) or result != result:
         raise GraderFailed(f"score_model: the model answered {_shown(result)}, not one number")
     if not low <= result <= high:
         raise GraderFailed(f"score_model: the model answered {_shown(result)}, outside of {low:g} to {high:g}")

@@ -38,6 +38,7 @@ from manager_service.tinker.futures.peers import Peers
 from manager_service.tinker.futures.samples import Samples
 from manager_service.tinker.futures.waiting import Answered
 
+log = structlog.get_logger()
 DRAIN_S = 5
 """How long open requests may go on after SIGTERM."""
 
@@ -120,7 +121,11 @@ def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
 
 def weights_of(folder: Path) -> Weights:
     """By the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
-    found = read_weights(folder)
+    try:
+        found = read_weights(folder)
+    except ValueError as error:  # whoever computes with it refuses it
+        log.warning("weights_not_read", reason=str(error))
+        found = Weights(0, "", frozenset())
     if found.num:
         return found
     config = read_json(folder / "config.json")
@@ -147,7 +152,7 @@ async def serve(api: Api, stop: asyncio.Event) -> None:
         lifespan="off",
     )
     server = Server(config)
-    structlog.get_logger().info("api_starts", host=settings.host, port=settings.port)
+    log.info("api_starts", host=settings.host, port=settings.port)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(server.serve())
         stopped = group.create_task(stop.wait())

@@ -185,7 +185,7 @@ def sample_versions(state: JobState, elsewhere: Iterable[int]) -> list[int]:
     elsewhere, of the newest above all."""
     known, kept = set(elsewhere), state.kept.get("samples")
     return sorted(
-        known if kept is None else known.union(range(kept.dropped + 1, max(known, default=state.version) + 1))
+        known if kept is None else known.union(range(max(1, kept.first), max(known, default=state.version) + 1))
     )
 
 

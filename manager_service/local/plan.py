@@ -152,15 +152,13 @@ def _beside(shape: BaseShape, device: Device, context: int, *, itemsize: int) ->
 
 
 def _rows(shape: BaseShape, kv: int, context: int, *, itemsize: int) -> int:
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
     whole = -(-context // GRAIN) * GRAIN
-    return cache_room(int(ROWS_PART * kv), shape.num_layers) // (token_bytes * whole)
+    return cache_room(int(ROWS_PART * kv), shape.num_layers) // (shape.kv_bytes(itemsize) * whole)
 
 
 def _tokens_per_s(shape: BaseShape, device: Device, context: int, rows: int, itemsize: int) -> float:
     """A step reads the weights and the rows' keys and values once, half of the context on average, and multiplies all weights."""
     if not rows:
         return 0.0
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
-    read = shape.num_weights * itemsize + rows * context / 2 * token_bytes
+    read = shape.num_weights * itemsize + rows * context / 2 * shape.kv_bytes(itemsize)
     return rows / max(read / device.bandwidth, 2 * shape.num_weights * rows / device.flops)

@@ -212,7 +212,10 @@ class LocalCluster:
         """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
         with contextlib.suppress(InvalidInput, ValueError):
             bases = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
-            found = {name: pinned(where) for name, where in bases.items()}
+            found = dict(bases)
+            for name, where in bases.items():
+                with contextlib.suppress(InvalidInput):
+                    found[name] = pinned(where)
             if found != bases:
                 self._environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in found.items())
                 for name, where in found.items():

@@ -112,9 +112,14 @@ class SampleMover:
     async def _clear(self, due: Due) -> None:
         """Deletes the files of samples that are dropped. The job's state says so from its next step on."""
         kept = due.job.state.kept.get("samples")
-        if kept is not None and kept.cleared < due.first:
-            await self._files.drop(due.job.spec.tenant, due.job.id, range(kept.cleared, due.first))
-            kept.cleared = due.first
+        if kept is None or kept.cleared >= due.first:
+            return
+        tenant, job = due.job.spec.tenant, due.job.id
+        if kept.cleared:
+            await self._files.drop(tenant, job, range(kept.cleared, due.first))
+        else:  # whatever is there
+            await self._files.drop_below(tenant, job, due.first)
+        kept.cleared = due.first
 
     # ---- while the storage is away ----------------------------------------------------------------------------------
 

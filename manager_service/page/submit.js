@@ -13,8 +13,8 @@ const GRADERS = {
   python: {type: "python", name: "mine", source: "def grade(sample, item):\n    return float(sample[\"output_text\"].strip() == item[\"answer\"])\n"},
   multi: {type: "multi", name: "both", graders: {right: {type: "string_check", name: "right", operation: "eq", ...TEXTS}}, calculate_output: "right"},
   endpoint: {type: "endpoint", name: "mine", url: "https://"},
-  score_model: {type: "score_model", name: "score", model: "tiny", range: [0, 1], input: ASKED("Is this right? Answer with a number from 0 to 1.")},
-  label_model: {type: "label_model", name: "label", model: "tiny", labels: ["right", "wrong"], passing_labels: ["right"], input: ASKED("Is this right or wrong? Answer with one word.")},
+  score_model: {type: "score_model", name: "score", model: "", range: [0, 1], input: ASKED("Is this right? Answer with a number from 0 to 1.")},
+  label_model: {type: "label_model", name: "label", model: "", labels: ["right", "wrong"], passing_labels: ["right"], input: ASKED("Is this right or wrong? Answer with one word.")},
 };
 const ENVIRONMENTS = {calculator: {name: "calculator", args: {}}, python: {name: "python", args: {}}, search: {name: "search", args: {documents: []}}};
 const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};
@@ -26,7 +26,7 @@ export async function show(node, {signal}) {
   const [models, files, ...hyper] = await Promise.all([get("/v1/models", {signal}), get("/v1/files", {signal}), ...Object.keys(METHODS).map(hyperOf)]);
   const model = select(models.data.map((one) => one.id).reverse(), null, {id: "model"}), suffix = h("input", {maxlength: 64}), seed = h("input", {type: "number", min: 0});
   const training = filePicker("Training file", files.data), validation = filePicker("Validation file", files.data);
-  const judge = judging(training);
+  const judge = judging(training, () => models.data.find((one) => one.id === model.value)?.root ?? model.value);
   const method = select(Object.entries(METHODS), "reinforcement", {id: "method", onchange: choose});
   const settings = Object.fromEntries(Object.keys(METHODS).map((name, i) => [name, hyperFields(hyper[i].data)]));
   const fields = h("div", {class: "fields"});
@@ -91,14 +91,14 @@ async function firstPart(file) {
   return value;
 }
 
-/** The grader or environment, and a place to try it on a sample. */
-function judging(training) {
+/** The grader or environment, and a place to try it on a sample. `base`: the name of the base model that is chosen. */
+function judging(training, base) {
   const options = [...Object.keys(GRADERS).map((name) => [`grader ${name}`, `grader: ${name}`]), ...Object.keys(ENVIRONMENTS).map((name) => [`environment ${name}`, `environment: ${name}`])];
   const kind = select(options, "grader string_check", {"aria-label": "Kind"});
   const source = h("textarea", {rows: 9, spellcheck: "false", "aria-label": "Grader or environment as JSON"});
   const item = h("textarea", {rows: 4, spellcheck: "false", "aria-label": "Item"}), sample = h("textarea", {rows: 3, "aria-label": "Answer of the model"});
   const result = h("p", {role: "status"});
-  const reset = () => { const [sort, name] = kind.value.split(" "); source.value = JSON.stringify((sort === "grader" ? GRADERS : ENVIRONMENTS)[name], null, 2); attempt.hidden = sort !== "grader"; };
+  const reset = () => { const [sort, name] = kind.value.split(" "); const chosen = (sort === "grader" ? GRADERS : ENVIRONMENTS)[name]; source.value = JSON.stringify("model" in chosen ? {...chosen, model: base()} : chosen, null, 2); attempt.hidden = sort !== "grader"; };
   const take = async () => { item.value = await training.first(); };
   const run = async () => {
     result.className = "";

@@ -252,3 +252,12 @@ def test_what_takes_long_to_compute_is_wrong_unless_it_is_the_reference(text: st
 @pytest.mark.parametrize("text", MODEST)
 def test_what_can_be_computed_is_left_to_math_verify(text: str) -> None:
     assert quick(text, r"\sqrt{3}") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["#### 5" + "\n" * 9000, "#### 5\n" + "wait \n" * 1500, "#### " + "1" * 4000 + "<x<" + "1" * 4000 + ")"]
+)
+def test_a_hostile_text_behind_a_marker_takes_no_longer(text: str) -> None:
+    started = time.process_time()
+    quick(final_answer(text) or text, "1" * 240 + "<x<" + "1" * 240 + ")")
+    assert time.process_time() - started < 5

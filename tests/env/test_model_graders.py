@@ -216,7 +216,19 @@ def test_a_score_is_a_number_alone_or_a_json_objects_result(text: str, reward: f
 
 
 @pytest.mark.parametrize(
-    "text", ["7/10", "٣", "nan", "true", "[7]", '{"score": 7}', '{"result": true}', '{"result": null}', "-1"]
+    "text",
+    [
+        "7/10",
+        "٣",
+        "nan",
+        "true",
+        "[7]",
+        '{"score": 7}',
+        '{"result": true}',
+        '{"result": null}',
+        "-1",
+        '{"result": 1' + "0" * 400 + "}",
+    ],
 )
 def test_anything_else_is_no_score(text: str) -> None:
     with pytest.raises(GraderFailed):
@@ -242,6 +254,12 @@ def test_openais_forms_of_contents_are_templates() -> None:
     assert not model_graders(SCORE | {"url": "https://x.org/v1"})
 
 
+def test_a_question_has_a_bound_over_all_its_messages() -> None:
+    grader = model(SCORE | {"input": [{"role": "user", "content": "{{item.x}}" * 32}] * 64})
+    with pytest.raises(InvalidInput, match="more than"):
+        question_of(grader, Attempt({"x": "x" * 60_000}, ""))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -253,6 +271,8 @@ def test_openais_forms_of_contents_are_templates() -> None:
         ({"input": [{"role": "user", "content": "{{sample.text}}"}]}, "output_text"),
         ({"sampling_params": {"seed": 1}}, "draws by the job's seed"),
         ({"url": "ftp://x"}, "http://"),
+        ({"url": "https://x/v1/files?x="}, "no query"),
+        ({"url": "https://x/v1/files#"}, "no query"),
         ({"type": "label_model", "range": [0, 1]}, "range"),
     ],
 )

@@ -25,7 +25,7 @@ from trainer_service import run_step
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.fusion import AHEAD, Fusion
 from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
-from trainer_service.open_step import OpenBatch
+from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
 from trainer_service.run_step import Gradient
 from trainer_service.training import Trainer
@@ -126,18 +126,39 @@ async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusio
     await large
 
 
-async def test_a_step_that_needs_no_forward_waits_for_no_micro_batch(fusion: Fusion) -> None:
-    trainer, tenants = fusion.trainer, Tenants(fusion)
-    assert isinstance(trainer, Noting)
-    state = trainer.init(make_run("run"))
-    large = asyncio.create_task(tenants.step("a", "large", 20))
-    await asyncio.sleep(0)
+async def optimise(fusion: Fusion, state: TrainState) -> None:
+    """An optimiser's step of tenant b: it needs no micro-batch."""
+    trainer = fusion.trainer
     await fusion.run(
         "b",
         lambda: run_step.begin(trainer, [optim_step(1)], state, Gradient(1, 0)),
         lambda run: run_step.finish(trainer, run),
         nothing,
     )
+
+
+async def test_a_flood_of_steps_that_need_no_forward_does_not_starve_a_large_one(fusion: Fusion) -> None:
+    trainer, tenants = fusion.trainer, Tenants(fusion)
+    state = trainer.init(make_run("run"))
+    large = asyncio.create_task(tenants.step("a", "large", 20))
+    await asyncio.sleep(0)
+
+    async def flood() -> None:
+        while not large.done():
+            await optimise(fusion, state)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(flood() for _ in range(8)))
+    assert tenants.ends == ["large"]
+
+
+async def test_a_step_that_needs_no_forward_waits_for_no_micro_batch(fusion: Fusion) -> None:
+    trainer, tenants = fusion.trainer, Tenants(fusion)
+    assert isinstance(trainer, Noting)
+    state = trainer.init(make_run("run"))
+    large = asyncio.create_task(tenants.step("a", "large", 20))
+    await asyncio.sleep(0)
+    await optimise(fusion, state)
     assert trainer.num_micro_batches <= 1, "that of the large step had begun"
     await large
 

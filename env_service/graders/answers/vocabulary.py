@@ -86,7 +86,7 @@ CHECK = re.compile(
 """Where what follows makes sure of a result that was stated before."""
 _SENTENCE = r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_>(-]*"
 NEW_QUESTION = re.compile(
-    r"\n\s*\n(?!\W*(?:wait|but|hmm|so|ok|now|hold|would|do|does|is|are|did|have|can|could|shall|let)\b)"
+    r"(?<!\s)(?:[^\S\n]*+\n){2}\s*+(?!\W*+(?:wait|but|hmm|so|ok|now|hold|would|do|does|is|are|did|have|can|could|shall|let)\b)"
     r"(?=[^\n]*\b(?:how (?:many|much|long|far|old|fast)|what (?:is|was|are)|find|calculate|determine)\b[^\n?]*\?)",
     re.IGNORECASE,
 )
@@ -97,7 +97,7 @@ EXPLANATION = re.compile(
 )
 """Where a text gives reasons for an answer with which it began."""
 RECONSIDERED = compiled(
-    r"(?:^|[.!?…—\n-]\s*)(?:oh,? |but |hmm+,? |ah,? )?"
+    r"(?:^|[.!?…—\n-]\s*+)(?:oh,? |but |hmm+,? |ah,? )?"
     r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|just kidding|i mean|make that"
     r"|on second thought|let me re-?check|that's not right)\b[,:.!]?"
 )

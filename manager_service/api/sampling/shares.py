@@ -286,7 +286,7 @@ class Inference:
             return True
         return not pending or pending[0]["time_since_delivered"] < self._silence_s * 1000
 
-    def _cancel(self, request: TurnRequest, *, epoch: int) -> None:
+    def _cancel(self, request: TurnRequest | GradeRequest, *, epoch: int) -> None:
         cancel = Cancel(
             id=f"{request.job}/cancel/{epoch}",
             tenant=request.tenant,
@@ -308,14 +308,19 @@ class Inference:
             with self._replies.of(job) as queue:
                 async with _within(PUBLISH_S):
                     await self._bus.publish([(self._bus.cell.env, request)])
+                answered = False
                 try:
                     async with asyncio.timeout(timeout_s):
                         while True:
                             message = await queue.get()
                             if isinstance(message, GradeResult):
+                                answered = True
                                 return message
                 except TimeoutError as error:
                     raise Unavailable(f"no environment worker answered within {timeout_s:g} seconds") from error
+                finally:
+                    if not answered:  # nobody waits any more
+                        self._cancel(request, epoch=2**31)
 
 
 class _within:

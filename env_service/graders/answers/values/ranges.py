@@ -6,7 +6,7 @@ from collections.abc import Callable
 Range = tuple[str, bool, str, bool]
 r"""Its ends, each with whether it belongs to it; an end that there is not is `-\infty` or `\infty`."""
 
-_END = r"[^<>=,()\[\]]+(?:\([^()]*\))?[^<>=,()\[\]]*"
+_END = r"[^<>=,()\[\]]++(?:\([^()]*+\)[^<>=,()\[\]]*+)?"
 _INTERVAL = re.compile(rf"([(\[])({_END}),({_END})([)\]])")
 _BETWEEN = re.compile(rf"({_END})(<=?)[a-zA-Z](<=?)({_END})")
 _FALLING = re.compile(rf"({_END})(>=?)[a-zA-Z](>=?)({_END})")
