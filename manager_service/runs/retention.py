@@ -128,11 +128,14 @@ class Retention:
         ends = self._forgotten_at() if not self.state.checkpoints else None
         return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
 
-    def make_room(self, changes: Changes) -> None:
-        """Lets an ended run go as soon as nobody waits for its results, unless it has a checkpoint."""
-        if not (self.state.checkpoints or self.state.makes_room):
+    def make_room(self, changes: Changes) -> bool:
+        """Lets an ended run go as soon as nobody waits for its results, unless it has a checkpoint. Returns whether it goes."""
+        if self.state.checkpoints:
+            return False
+        if not self.state.makes_room:
             self.state.makes_room = True
             self._dirty(changes)
+        return True
 
     def is_over(self, now: float) -> bool:
         """May an ended run leave Redis? Nothing of it is in the store any more, and nobody can come to need it."""

@@ -25,6 +25,8 @@ RETIRE_EVERY_S = 10.0
 """Between two looks at the versions of runs."""
 LOAD_COUNT = 200
 """Ended runs whose versions are looked at together."""
+LOOKED_AT = 1000
+"""Of a crowded tenant's ended runs, the oldest that may make room."""
 READ_COUNT = 1000
 """Keys in one command at most."""
 log = structlog.get_logger()
@@ -49,7 +51,6 @@ class Runs:
         self._number = number
         self._ended: dict[str, Retention] = {}  # ended runs, while something of them is deleted
         self._retired_at = 0.0  # seconds since 1970
-        self._crowded: dict[str, int] = {}  # crowded tenant -> which of its ended runs was looked at last
         self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
     @property
@@ -231,14 +232,14 @@ class Runs:
         if too_many > 0:
             of: Any = {key: 0, self._cell.retire(self._number): 1}  # by when they are to be looked at
             names: Any = await self._bus.retrying(lambda: client.zinter(of))
-            first = self._crowded.get(crowded, 0) % max(1, len(names))
-            found = [name.decode() for name in names[first : first + min(too_many, LOAD_COUNT)]]
-            self._crowded[crowded] = first + len(found)  # some of these may have to stay
-            await self._load_ended(found, now)
-            for keeping in (self._ended[name] for name in found if name in self._ended):
-                keeping.make_room(changes)
-        else:
-            self._crowded.pop(crowded, None)
+            for first in range(0, LOOKED_AT, LOAD_COUNT):
+                found = [name.decode() for name in names[first : first + LOAD_COUNT]]
+                if too_many <= 0 or not found:
+                    break
+                await self._load_ended(found, now)
+                for keeping in (self._ended[name] for name in found if name in self._ended):
+                    if too_many > 0 and keeping.make_room(changes):
+                        too_many -= 1
 
     async def _used_up(self, spec: RunSpec) -> Moved:
         """What a run that leaves Redis has used in all."""

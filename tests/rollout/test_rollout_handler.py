@@ -261,11 +261,11 @@ async def test_a_dead_letter_is_told_to_the_owner_or_to_the_replica_that_asked()
         ((stream, scored),) = handler.failed(request(ref("a"), sample=2), failure)
         ((reply, result),) = handler.failed(request(BASE, purpose="chat", reply_to="r"), failure)
         judging = msgspec.structs.replace(request(BASE, sample=2), judges=ref("a"))
-        ((_, judged),) = handler.failed(judging, failure)
+        ((asker, judged),) = handler.failed(judging, failure)
     assert stream == CELL.scored(3) and isinstance(scored, ScoredTrajectory) and scored.trajectory.sample == 2
     assert (scored.reward, scored.failure, scored.stop_reason) == (None, failure, "failed")
     assert reply == "r" and isinstance(result, TurnResult) and result.failure == failure
-    assert isinstance(judged, ScoredTrajectory) and judged.adapter == ref("a")
+    assert asker == CELL.env and isinstance(judged, TurnResult) and judged.failure == failure
 
 
 async def test_an_adapter_that_is_corrupt_or_missing_fails_its_own_turns_alone() -> None:
