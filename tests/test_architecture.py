@@ -176,6 +176,15 @@ def test_services_that_compute_nothing_start_without_torch() -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+def test_a_trainer_of_one_rank_starts_without_what_takes_seconds_to_import() -> None:
+    code = (
+        "import sys, trainer_service.__main__, rollout_service.__main__\n"
+        "print(sorted({'transformers', 'torch._dynamo', 'torch.distributed.fsdp', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
 def test_the_simulator_imports_no_other_benchmark() -> None:
     found = {name for file in files("simulator") for name in imports(file) if name.startswith("benchmarks")}
     assert {name for name in found if not name.startswith("simulator")} == set()

@@ -1,5 +1,7 @@
 """Starts one trainer worker. Wiring only."""
 
+from pathlib import Path
+
 from base_model.device import prepare_cpu
 from base_model.kernels import choose
 from common.errors import InvalidInput
@@ -8,10 +10,10 @@ from common.settings import resolve_model
 from common.streams import GROUP_TRAINER
 from common.worker import Inbox
 from trainer_service.backbone.choice import load_backbone
+from trainer_service.backbone.interface import Backbone
 from trainer_service.handler import TrainHandler
 from trainer_service.memory import fit
 from trainer_service.packing import Budget
-from trainer_service.ranks.backbone import load_ranks
 from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
@@ -41,10 +43,18 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
     prepare_cpu(settings.trainer_threads)
-    backbone = (load_ranks if settings.trainer_ranks > 1 else load_backbone)(settings, folder)
+    backbone = _load(settings, folder)
     trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens * backbone.num_ranks), deterministic)
     fit(trainer, settings.trainer_memory_bytes)
     return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
+
+
+def _load(settings: TrainerSettings, folder: Path) -> Backbone:
+    if settings.trainer_ranks == 1:
+        return load_backbone(settings, folder)
+    from trainer_service.ranks.backbone import load_ranks  # imported here: FSDP and transformers take seconds
+
+    return load_ranks(settings, folder)
 
 
 async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
