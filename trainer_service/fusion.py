@@ -22,7 +22,7 @@ from base_model.device import compute_clock
 from common.fairness import Fairness
 from common.messages import TrainStep
 from trainer_service.open_step import OpenBatch, Trained, TrainState
-from trainer_service.packing import Budget
+from trainer_service.packing import WINDOW, Budget
 from trainer_service.training import Trainer
 
 
@@ -168,7 +168,7 @@ class Fusion:
     def _budget(self, tokens_left: int) -> Budget:
         """That of the next micro-batch. `tokens_left`: of the step that is first in turn."""
         budget = self.trainer.budget
-        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > AHEAD * budget.tokens
+        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
         return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
 
     def _finish(self, company: Sequence[_Member]) -> "dict[_Member, object]":
