@@ -55,10 +55,9 @@ def training_bytes(
     model's own context.
     """
     keeping_all = kept_per_token(shape, itemsize=itemsize, rank=rank, modules=gpu)
-    kept = (
-        kept_with_checkpoints(keeping_all, shape.num_layers, num_checkpointed, input_bytes=shape.hidden * itemsize)
-        + 2 * itemsize * shape.hidden
-    )  # the last hidden states, and their slopes
+    input_bytes = shape.hidden * itemsize
+    kept = kept_with_checkpoints(keeping_all, shape.num_layers, num_checkpointed, input_bytes=input_bytes)
+    kept += 2 * input_bytes  # the last hidden states, and their slopes
     passing = passing_per_token(shape, itemsize=itemsize)
     freed = shape.num_weights * FILE_ITEMSIZE
     holes = GPU_HOLES * tokens * (kept + passing) if gpu else max(0, CPU_HOLES * tokens * (kept + passing) - freed)

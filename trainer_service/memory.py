@@ -86,9 +86,7 @@ def kept_bytes(run: Callable[[], None]) -> int:
     kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = (
-            tensor.untyped_storage()
-        )  # which is held: weights that are gathered for a while would give its address to others
+        storage = tensor.untyped_storage()  # held, or weights that are gathered for a while would take its address
         kept[storage._cdata] = storage, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
         return tensor
 

@@ -17,12 +17,24 @@ from common.settings import TINY
 from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
-from manager_service.local.plan import CORE, GPUS, Fit, make_plan, parse_gpu
+from manager_service.local.plan import (
+    CORE,
+    GPUS,
+    IDLE_ADAPTERS,
+    MICRO_BATCH_TOKENS,
+    SLOTS,
+    TRAINER_CACHE,
+    Fit,
+    make_plan,
+    parse_gpu,
+)
 from rollout_service.embedded.pools import EngineLimits, Pools
+from rollout_service.settings import RolloutSettings
 from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import measured
+from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -137,3 +149,11 @@ def test_a_cpu_is_planned_in_float32(qwen: Path) -> None:
     cpu = CORE._replace(memory=24e9)
     whole = make_plan(shape_of(qwen), cpu, itemsize=4, rank=16)
     assert whole.chosen is not None and whole.weights == pytest.approx(2.38e9, rel=0.01)
+
+
+def test_its_constants_are_the_workers_defaults() -> None:
+    trainer, rollout = TrainerSettings.model_fields, RolloutSettings.model_fields
+    assert trainer["trainer_micro_batch_tokens"].default == MICRO_BATCH_TOKENS
+    assert 2 * trainer["trainer_cache_bytes"].default == TRAINER_CACHE
+    assert rollout["rollout_slots"].default == SLOTS
+    assert rollout["rollout_idle_adapter_bytes"].default == IDLE_ADAPTERS

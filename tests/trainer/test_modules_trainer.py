@@ -7,8 +7,8 @@ import torch
 
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
-from tests.support.trainer_cases import TINY, load_tiny, nothing
-from tests.trainer.test_trainer_fused import job, nearly, together
+from tests.support.trainer_cases import TINY, load_tiny
+from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.interface import Backbone
@@ -40,12 +40,7 @@ def test_jobs_together_learn_what_each_learns_alone_on_the_decoder(
     found = together(Trainer(backbone, Budget(tokens), share_prefixes=share), jobs)
 
     # Then each has learned what it learns alone
-    for one, result in zip(jobs, found, strict=True):
-        alone = decoder.step(*one, nothing)
-        change = (alone.state.values_P - one[1].values_P).norm()
-        assert float((result.state.values_P - alone.state.values_P).norm() / change) < 2e-3
-        for name in ("loss", "kl", "clip_fraction", "sampling_gap", "grad_norm"):
-            assert nearly(result.metrics[name], alone.metrics[name]), name
+    assert_each_learned_alone(jobs, found, decoder)
 
 
 def test_a_budget_of_tokens_is_kept_and_the_oldest_job_goes_first(backbone: Backbone) -> None:

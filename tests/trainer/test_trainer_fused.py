@@ -74,6 +74,16 @@ def nearly(one: float | None, other: float | None) -> bool:
     return one is other or one == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
+def assert_each_learned_alone(jobs: list[tuple[TrainStep, TrainState]], found: list[Trained], decoder: Trainer) -> None:
+    """Compares what jobs learned with what each learns alone over our decoder."""
+    for one, result in zip(jobs, found, strict=True):
+        alone = decoder.step(*one, nothing)
+        change = (alone.state.values_P - one[1].values_P).norm()
+        assert float((result.state.values_P - alone.state.values_P).norm() / change) < 2e-3
+        for name in ("loss", "kl", "clip_fraction", "sampling_gap", "grad_norm"):
+            assert nearly(result.metrics[name], alone.metrics[name]), name
+
+
 @pytest.mark.parametrize("tokens", [100, 2048])
 @pytest.mark.parametrize("share", [True, False])
 def test_jobs_together_learn_what_each_learns_alone(decoder: Decoder, tokens: int, share: bool) -> None:

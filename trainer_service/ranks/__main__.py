@@ -29,9 +29,8 @@ class Follower:
     group: Group
     backbone: ModulesBackbone
     _stacks: dict[int, AdapterStack] = field(default_factory=dict[int, AdapterStack])
-    _learning: tuple[Tensor, list[int]] | None = (
-        None  # the log-probs of the last forward that learns; all ranks' numbers of them
-    )
+    _learning: tuple[Tensor, list[int]] | None = None
+    """The log-probs of the last forward that learns; all ranks' numbers of them."""
 
     def run(self) -> None:
         """Runs until standard input ends."""

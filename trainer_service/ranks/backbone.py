@@ -32,7 +32,8 @@ def load_ranks(settings: TrainerSettings, folder: Path) -> "RankedBackbone":
 
 @dataclass(frozen=True, slots=True)
 class RankedBackbone:
-    """See `Backbone`. `own`: the first rank's part of the base model."""
+    """See `Backbone`. `own`: the first rank's part of the base model. For one `Trainer` at a time: all ranks forget empty stacks
+    when it makes a new one."""
 
     own: ModulesBackbone
     ranks: Ranks
