@@ -4,12 +4,16 @@ waits for: a step (a TrainStep, or a stretch of a run's operations)   unblocked 
 
 A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
 time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more than the
-least served one comes after it, so that none is overtaken for ever. The error of a step goes to its own caller. An error of a
-micro-batch that cannot be put down to one step (memory that ran out, a fault of ours) makes each step begin again, alone, so that
-only the step that causes it fails.
+least served one comes after it, so that none is overtaken for ever. After a small step that another one of its tenant follows at
+once, as an optimiser's follows a gradient, the trainer waits for that one for a moment before it goes on with larger ones
+(anticipatory scheduling: Iyer and Druschel, SOSP 2001).
+
+The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
+fault of ours) makes each step begin again, alone, so that only the step that causes it fails.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,6 +39,10 @@ class Opened(Protocol):
 
 AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
+LEAST_PART = 1 / 32
+"""Of a micro-batch's tokens: what a tenant is charged for at least, since the smallest takes its time too."""
+FOLLOWS_PART = 0.25
+"""Of the time of a micro-batch: the most that is waited for a small step that follows. It is on its way to its run's owner and back."""
 SHARED_S, SHARED_PART = 10.0, 0.5
 """So long after steps of several tenants were there together, a micro-batch of a large step takes this part of the budget: whoever
 comes waits for one."""
@@ -52,8 +60,11 @@ class _Member:
     begin: Callable[[], Opened]
     finish: Callable[[Any], object]
     beat: Callable[[], None]
+    goes_on: bool
     result: "asyncio.Future[Any]"
     step: Opened | None = None
+    tokens: int = 0
+    """At its begin."""
     alone: bool = False
 
     @property
@@ -68,8 +79,11 @@ class Fusion:
     trainer: Trainer
     compute_s: float = 0.0
     """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
+    _forwarded: int = 0  # tokens, since the start
     _members: list[_Member] = field(default_factory=list[_Member])  # by age
     _driver: "asyncio.Task[None] | None" = None
+    _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited for one
+    _waited: bool = False  # after the last round, for a step that follows
     _hurried: bool = False  # the last round had no micro-batch
     _served: Fairness = field(default_factory=Fairness)  # tokens computed for each tenant
     _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
@@ -78,14 +92,24 @@ class Fusion:
         """Trains the step; returns its result, and raises as `Trainer.begin` and `finish`."""
         return await self.run(message.tenant, lambda: self.trainer.begin(message, state), self.trainer.finish, beat)
 
-    async def run(self, tenant: str, begin: Callable[[], O], finish: Callable[[O], T], beat: Callable[[], None]) -> T:
+    async def run(
+        self,
+        tenant: str,
+        begin: Callable[[], O],
+        finish: Callable[[O], T],
+        beat: Callable[[], None],
+        *,
+        goes_on: bool = False,
+    ) -> T:
         """Opens a tenant's step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run
-        in the computing thread. `finish` closes the step. `beat` is called after every micro-batch.
+        in the computing thread. `finish` closes the step. `beat` is called after every micro-batch. `goes_on`: another step of the
+        tenant follows once this one's result is known.
 
         `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
         """
-        member = _Member(tenant, begin, finish, beat, asyncio.get_running_loop().create_future())
+        member = _Member(tenant, begin, finish, beat, goes_on, asyncio.get_running_loop().create_future())
         self._members.append(member)
+        self._came.set()
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         return await member.result
@@ -103,6 +127,21 @@ class Fusion:
                     member.result.set_exception(outcome)
                 else:
                     member.result.set_result(outcome)
+            self._waited = not self._waited and any(self._awaits_next(member) for member in outcomes)
+            if self._waited:
+                await self._next_step()
+
+    def _awaits_next(self, left: _Member) -> bool:
+        """Is the step that follows one that left worth waiting for? Not beside others of its tenant, nor beside smaller ones."""
+        larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self._members]
+        return left.goes_on and bool(larger) and all(larger)
+
+    async def _next_step(self) -> None:
+        """Returns when a step comes, or after FOLLOWS_PART of what a micro-batch takes."""
+        self._came.clear()
+        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * SHARED_PART
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), FOLLOWS_PART * micro_batch_s)
 
     def _round(self, members: list[_Member]) -> "dict[_Member, object]":
         """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
@@ -124,6 +163,7 @@ class Fusion:
                     outcomes[member] = began
                 else:
                     member.step = began
+                    member.tokens = member.tokens_left
         outcomes |= self._finish([m for m in members if m not in outcomes])
         left = [m for m in members if m not in outcomes]
         self._hurried = bool(outcomes) and not self._hurried
@@ -155,7 +195,9 @@ class Fusion:
         budget = self._budget(going[0][1].tokens_left if going else 0)
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
         for (tenant, one), num_forward in zip(going, before, strict=True):
-            self._served.charge(tenant, one.sums.num_forward - num_forward, 1.0)
+            tokens = one.sums.num_forward - num_forward
+            self._served.charge(tenant, max(tokens, int(LEAST_PART * self.trainer.budget.tokens)) if tokens else 0, 1.0)
+            self._forwarded += tokens
         if failed is None:
             return {}
         log.warning("micro_batch_failed", num_jobs=len(company), reason=f"{type(failed).__name__}: {failed}")

@@ -105,6 +105,7 @@ class RunHandler:
             lambda: run_step.begin(trainer, message.operations, state, gradient),
             lambda run: run_step.finish(trainer, run),
             beat,
+            goes_on=message.operations[-1].action == "forward_backward",
         )
 
     async def _committed(
