@@ -56,6 +56,7 @@ def options(dtype: str) -> VllmOptions:
         dtype=dtype,
         slots=64,
         max_loras=max(ADAPTERS),
+        max_known=64,
         max_lora_rank=16,
         tensor_parallel=1,
         memory_fraction=0.9,

@@ -98,6 +98,9 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_top_logprobs: int = 0  # inference only
     top_k: int = 0  # inference only, applied before top_p; 0: all tokens
     stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
+    seeded: bool = (
+        False  # a user named the seed: also an engine that draws for all from one stream gives the turn its own
+    )
     prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
     max_context: int = (
         0  # bounds the trajectory over all of its turns, the prompt included; 0: the service's own bound alone

@@ -69,6 +69,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
         dtype=settings.dtype,
         slots=settings.engine_slots,
         max_loras=settings.vllm_max_loras,
+        max_known=settings.vllm_max_known_loras,
         max_lora_rank=settings.vllm_max_lora_rank,
         tensor_parallel=settings.vllm_tensor_parallel,
         memory_fraction=settings.vllm_memory_fraction,

@@ -1,14 +1,16 @@
 """Settings of one rollout process, read once at its start."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.settings import Settings, dtype_on
 from common.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
+ON_GPU = {"rollout_slots": 256, "rollout_idle_adapter_bytes": 8 << 30}
+"""Defaults of vLLM on CUDA where they differ: it decodes hundreds of rows in the time of one, and adapters of real bases are large."""
 
 
 class RolloutSettings(Settings):
@@ -23,7 +25,7 @@ class RolloutSettings(Settings):
     rollout_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
     rollout_slots: int = Field(default=64, ge=1)
-    """Turns generated at once."""
+    """Turns generated at once; on vLLM and CUDA 256 unless set."""
     rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
     """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA: see
     memory_fraction."""
@@ -33,13 +35,15 @@ class RolloutSettings(Settings):
     """Of it for trajectories whose tools are at work, kept for their next turn. At most a sixteenth. Only the torch engine
     uses it, and not in deterministic mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
-    """Memory for adapters that no request names at the moment."""
+    """Memory for adapters that no request names at the moment; on vLLM and CUDA 8 GiB unless set."""
     rollout_progress_s: float = Field(default=1.0, ge=0)
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
     0: none are written."""
     vllm_max_loras: int = Field(default=8, ge=1)
     """Adapters in one batch, the bare base model not counted; turns of others queue behind them."""
-    vllm_max_lora_rank: int = 16
+    vllm_max_known_loras: int = Field(default=64, ge=1)
+    """Adapters that vLLM keeps in the host's memory, from which those without a place in the batch come back unread."""
+    vllm_max_lora_rank: int = 32
     """The largest `lora_rank` that this worker takes. Announced, so that the manager refuses jobs with a larger one."""
     vllm_tensor_parallel: int = Field(default=1, ge=1)
     """Devices over which the base model is spread."""
@@ -47,6 +51,12 @@ class RolloutSettings(Settings):
     """The share of a CUDA device's memory that vLLM takes for weights, adapters, keys and values."""
     vllm_enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts faster, samples slower. On the CPU always."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_a_gpu_needs(cls, given: dict[str, Any]) -> dict[str, Any]:
+        on_gpu = given.get("engine") == "vllm" and str(given.get("rollout_device")).startswith("cuda")
+        return ON_GPU | given if on_gpu else given
 
     @field_validator("vllm_max_lora_rank")
     @classmethod

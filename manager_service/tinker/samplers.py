@@ -103,7 +103,7 @@ def _ask(tenant: TenantRecord, base: Base, adapter: AdapterRef, asked: CheckedSa
         adapter=adapter,
         prompts=[prompt],
         num_choices=asked.num_samples,
-        sampling=[msgspec.structs.replace(asked.sampling, max_tokens=limit)],
+        sampling=[msgspec.structs.replace(asked.sampling, max_tokens=limit, seeded=asked.seed is not None)],
         seed=secrets.randbits(53) if asked.seed is None else asked.seed,
         stream=False,
         bulk=True,

@@ -10,6 +10,7 @@ Its files:
     core.py             says what the engine needs of a process (a `Core` is one life of it)
     turn.py             holds one turn: what it has, what is left, when it ends
     adapter_files.py    writes adapters as PEFT folders, which the process loads
+    known_adapters.py   keeps adapters in the process's memory while there is room
     lora_slots.py       gives adapters the process's slots in turn
     alone.py            lets turns pass together, and a suspect turn alone
     busy.py             splits the engine's time evenly among the turns running at each moment

@@ -41,7 +41,7 @@ class SamplingRequest:
     num_top_logprobs: int
     max_tokens: int  # still to come
     end_ids: tuple[int, ...]  # tokens that end the turn; they belong to it
-    seed: int
+    seed: int | None  # of a stream of its own; None: it draws from the process's
     top_k: int = 0  # 0: all tokens
     prompt_logprobs: bool = (
         False  # the first chunk brings them; at temperature 1 whatever that of the tokens to come is

@@ -27,6 +27,7 @@ from rollout_service.process.adapter_files import AdapterFiles, Stored
 from rollout_service.process.alone import Gate
 from rollout_service.process.busy import BusyClock
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
+from rollout_service.process.known_adapters import KnownAdapters
 from rollout_service.process.lora_slots import LoraSlots
 from rollout_service.process.turn import NotFinite, OpenTurn
 from rollout_service.turns import TurnsUnderWay, check_request
@@ -49,22 +50,29 @@ class Shape:
     context: int  # the most tokens of a sequence
     slots: int  # turns at once
     max_loras: int  # adapters at once, the bare base model not counted
+    max_known: int  # adapters in the process's memory, likewise
     max_temperature: float
 
 
 class Life:
     """One life of the process: its core, its slots, and when it is over."""
 
-    def __init__(self, core: Core, base: AdapterFolder, max_loras: int) -> None:
+    def __init__(self, core: Core, base: AdapterFolder, shape: Shape) -> None:
         self.core = core
         self.base = base  # always loaded, in a slot of its own
-        self.slots = LoraSlots(max_loras, self._load, self._unload)
+        self._known = KnownAdapters(max(shape.max_loras, shape.max_known), self._add, self._remove)
+        self.slots = LoraSlots(shape.max_loras, self._known.load, self._known.release)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
     def hold(self, adapter: AdapterFolder) -> contextlib.AbstractAsyncContextManager[None]:
         """Keeps the adapter loaded inside."""
         return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter)
+
+    async def drop(self, adapter: AdapterFolder) -> None:
+        """Removes an adapter that nobody holds from the process."""
+        await self.slots.drop(adapter)
+        await self._known.drop(adapter)
 
     def end(self, reason: str) -> None:
         """Gives all turns in this life CoreDied."""
@@ -93,10 +101,10 @@ class Life:
         await self.core.wait_dead()
         self.end("its process ended")
 
-    async def _load(self, adapter: AdapterFolder) -> None:
+    async def _add(self, adapter: AdapterFolder) -> None:
         await self.unless_over(self.core.add(adapter))
 
-    async def _unload(self, adapter: AdapterFolder) -> None:
+    async def _remove(self, adapter: AdapterFolder) -> None:
         await self.unless_over(self.core.remove(adapter))
 
 
@@ -186,7 +194,7 @@ class ProcessEngine:
         stored, life = self._files.drop(adapter), self._current()
         if stored is not None and life is not None:
             with contextlib.suppress(CoreDied):  # the next process does not know it
-                await life.slots.drop(stored.adapter)
+                await life.drop(stored.adapter)
 
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         stored = self._check(request)
@@ -295,7 +303,7 @@ class ProcessEngine:
         core = self._make_core()
         try:
             await core.start()
-            life = Life(core, self._files.put_base().adapter, self._shape.max_loras)
+            life = Life(core, self._files.put_base().adapter, self._shape)
             await life.unless_over(core.add(life.base))
             return life
         except BaseException:

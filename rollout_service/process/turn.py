@@ -62,7 +62,7 @@ class OpenTurn:
         return self.deaths >= 2 or self.not_finite >= 1
 
     def next_request(self, name: str, adapter: AdapterFolder) -> SamplingRequest:
-        """A request for what is left of the turn. A resumed one draws from a stream of its own: see `seed`.
+        """A request for what is left of the turn. A resumed one whose user gave a seed draws from a stream of its own: see `seed`.
 
         Of a turn with no token to come it asks for the prompt's log-probs; the one token that the process must sample is not used.
         """
@@ -81,7 +81,7 @@ class OpenTurn:
             num_top_logprobs=sampling.num_top_logprobs,
             max_tokens=max(1, min(sampling.max_tokens - len(self.tokens), self.context - len(sequence))),
             end_ids=self.end_ids,
-            seed=self.seed(),
+            seed=self.seed() if sampling.seeded else None,
             top_k=sampling.top_k,
             prompt_logprobs=self._lacks_prompt,
         )

@@ -3,7 +3,7 @@
 vLLM 0.32 asks for care in some places; docs/vllm.md tells each with its symptom:
 
     every request names an adapter    next to rows with adapters, one without is computed with another's weights
-    prompts are prefilled whole       a seeded request whose prompt is prefilled in pieces kills the process
+    prompts are prefilled whole on a CPU: there a seeded request whose prompt is prefilled in pieces kills the process
     `add_lora` before `generate`      a request whose adapter cannot be read kills the process; `add_lora` merely raises
     every await ends with the process `add_lora` never returns if it dies meanwhile: `process_engine.Life.unless_over`
     parameters are checked before     one that does not decode ends the process's reading thread, and nothing is heard again
@@ -12,12 +12,14 @@ vLLM 0.32 asks for care in some places; docs/vllm.md tells each with its symptom
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput, Unavailable
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
@@ -29,6 +31,8 @@ MAX_TEMPERATURE = 2.0
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
 """Stands for the log-prob of a token that top_p or top_k excludes, minus infinity, which JSON cannot say."""
+CHUNK_TOKENS = 8192
+"""The most tokens of a step on CUDA; longer prompts are prefilled in pieces, beside rows that decode."""
 STOP_S = 1.0
 """The time that vLLM gets to stop before its processes are killed; nobody waits for its answers any more."""
 
@@ -42,6 +46,7 @@ class VllmOptions:
     dtype: str
     slots: int
     max_loras: int
+    max_known: int  # adapters in its memory
     max_lora_rank: int
     tensor_parallel: int
     memory_fraction: float
@@ -64,7 +69,9 @@ def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine
     """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
     check_installed(options)
     files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank)
-    shape = Shape(tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, MAX_TEMPERATURE)
+    shape = Shape(
+        tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, options.max_known, MAX_TEMPERATURE
+    )
     return ProcessEngine(lambda: VllmCore(options, tokenizer.context), files, tokenizer, shape)
 
 
@@ -207,13 +214,15 @@ def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
         "enforce_eager": options.enforce_eager or options.is_cpu,
         "max_model_len": context,
         "max_num_seqs": options.slots,
-        "max_num_batched_tokens": max(context, 2048),
-        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(context, 2048) if options.is_cpu else CHUNK_TOKENS,
+        "enable_chunked_prefill": not options.is_cpu,
+        "seed": secrets.randbits(31),  # or all workers draw the same
         "enable_prefix_caching": True,
         "enable_lora": True,
         "max_loras": options.max_loras + 1,  # and the one that stands for the bare base model
-        "max_cpu_loras": options.max_loras + 1,
+        "max_cpu_loras": max(options.max_loras, options.max_known) + 1,
         "max_lora_rank": options.max_lora_rank,
+        "lora_target_modules": list(LINEAR_LAYERS),  # not the head, whose wrapper fails on log-probs of prompts
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS,
         "disable_log_stats": True,

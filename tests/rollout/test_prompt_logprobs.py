@@ -1,7 +1,10 @@
 """Every engine says how likely the tokens of a prompt were, with the adapter that the request names."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ import torch
 from common.errors import InvalidInput
 from common.messages import BASE, TurnRequest
 from rollout_service.embedded.sampler import score
-from rollout_service.engine import CorruptAdapter, Generated
+from rollout_service.engine import CorruptAdapter, Engine, Generated
+from rollout_service.process.process_engine import ProcessEngine
 from tests.support.engines_under_test import KINDS, Running, needs_vllm
 from tests.support.rollout_cases import bits, broken_files, files_of, one, peft_model, prompt, ref, request
 
@@ -19,6 +23,16 @@ on_all = pytest.mark.parametrize("running", KINDS, indirect=True)
 on_real_models = pytest.mark.parametrize(
     "running", ["torch", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])], indirect=True
 )
+
+
+@contextlib.asynccontextmanager
+async def undisturbed(running: Running, **options: Any) -> AsyncGenerator[Engine]:
+    """An engine whose process, if it has one, must not die meanwhile: turns would go on in the next."""
+    async with running(**options) as engine:
+        yield engine
+        assert not isinstance(engine, ProcessEngine) or not engine.counters()["engine_restarts"]
+
+
 in_session = pytest.mark.asyncio(loop_scope="session")
 FILES = {ref("a"): files_of(1), ref("b"): files_of(2, rank=3, alpha=5.0), ref("c"): files_of(3, targets=("q_proj",))}
 
@@ -63,7 +77,7 @@ async def test_they_are_those_of_transformers_and_peft_for_mixed_adapters_and_le
         )
         for i, num in enumerate(lengths)
     ]
-    async with running(adapters=FILES, ends=False) as engine:
+    async with undisturbed(running, adapters=FILES, ends=False) as engine:
         found = await asyncio.gather(*[one(engine, r) for r in asked])
     for each, mine in zip(asked, found, strict=True):
         assert np.isnan(scores(mine)[0]) and len(scores(mine)) == each.num_prompt
@@ -74,7 +88,7 @@ async def test_they_are_those_of_transformers_and_peft_for_mixed_adapters_and_le
 @in_session
 async def test_they_are_the_log_probs_that_the_same_tokens_were_sampled_with(running: Running) -> None:
     names = [*FILES, BASE]
-    async with running(adapters=FILES, ends=False) as engine:
+    async with undisturbed(running, adapters=FILES, ends=False) as engine:
         drawn = [request(names[i % 4], sample=i, max_tokens=5 + 9 * i) for i in range(6)]
         sampled = await asyncio.gather(*[one(engine, r) for r in drawn])
         asked = [
@@ -91,7 +105,7 @@ async def test_they_are_the_log_probs_that_the_same_tokens_were_sampled_with(run
 @in_session
 async def test_as_many_as_asked_for_have_one_and_the_first_token_never(running: Running) -> None:
     num, asked = len(prompt()), (1, 3, -1, 5000)
-    async with running(ends=False) as engine:
+    async with undisturbed(running, ends=False) as engine:
         found = [await one(engine, request(max_tokens=1, prompt_logprobs=n)) for n in asked]
         single = await one(engine, request(tokens=[65], max_tokens=1, prompt_logprobs=-1))
         begun = await one(engine, request(tokens=[65], partial=([66], [-1.0]), max_tokens=2, prompt_logprobs=-1))
@@ -112,7 +126,7 @@ async def test_whether_they_are_asked_for_changes_no_token(running: Running) -> 
     def asked(sample: int, num: int) -> TurnRequest:
         return request(ref("a"), sample=sample, max_tokens=6, temperature=temperature, prompt_logprobs=num)
 
-    async with running(adapters=FILES, ends=False) as engine:
+    async with undisturbed(running, adapters=FILES, ends=False) as engine:
         plain = [await one(engine, asked(i, 0)) for i in range(3)]
         mixed = await asyncio.gather(*[one(engine, asked(i, (-1, 0, 4)[i])) for i in range(3)])
         alone = [await one(engine, asked(i, (-1, 0, 4)[i])) for i in range(3)]
@@ -128,7 +142,7 @@ async def test_whether_they_are_asked_for_changes_no_token(running: Running) -> 
 @on_all
 @in_session
 async def test_a_resumed_turn_brings_those_of_its_prompt_also_if_nothing_is_left_to_sample(running: Running) -> None:
-    async with running(adapters=FILES, ends=False) as engine:
+    async with undisturbed(running, adapters=FILES, ends=False) as engine:
         whole = await one(engine, request(ref("a"), max_tokens=20, temperature=0.0, prompt_logprobs=-1))
         for cut in (7, 20):
             done = (whole.tokens[:cut], whole.logprobs[:cut])
@@ -141,7 +155,7 @@ async def test_a_resumed_turn_brings_those_of_its_prompt_also_if_nothing_is_left
 @on_all
 @in_session
 async def test_a_prompt_with_a_later_turn_is_computed_from_its_beginning(running: Running) -> None:
-    async with running(adapters=FILES, ends=False) as engine:
+    async with undisturbed(running, adapters=FILES, ends=False) as engine:
         tokens = prompt()
         for turn in range(3):
             asked = request(ref("a"), tokens=tokens, turn=turn, max_tokens=4, temperature=0.0, stop_ids=(), group=2)
@@ -163,7 +177,7 @@ async def test_a_broken_adapter_has_none(running: Running) -> None:
 @on_all
 @in_session
 async def test_what_cannot_be_computed_is_refused_by_the_name_of_its_field(running: Running) -> None:
-    async with running(ends=False) as engine:
+    async with undisturbed(running, ends=False) as engine:
         for wrong, name in (
             (request(prompt_logprobs=-2), "prompt_logprobs"),
             (request(tokens=[65] * 2048, prompt_logprobs=1), "prompt_logprobs"),

@@ -99,10 +99,11 @@ def process_engine(
     ends: bool = True,
     slots: int = 64,
     max_loras: int = MAX_LORAS,
+    max_known: int = 0,
     files: AdapterFiles | None = None,
 ) -> ProcessEngine:
     known = tokenizer()
-    shape = Shape(known.vocab_size, known.context, slots, max_loras, max_temperature=2.0)
+    shape = Shape(known.vocab_size, known.context, slots, max_loras, max_known, max_temperature=2.0)
     stored = files or AdapterFiles(linear_shapes(TINY), max_rank=16)
     return ProcessEngine(make_core, stored, known if ends else NoEnd(), shape)
 
@@ -121,6 +122,7 @@ def vllm_core() -> Core:
         dtype="float32",
         slots=64,
         max_loras=MAX_LORAS,
+        max_known=64,
         max_lora_rank=16,
         tensor_parallel=1,
         memory_fraction=0.9,

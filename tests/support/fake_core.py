@@ -31,6 +31,10 @@ class FakeCore:
     prompts_scored: int = 0
     loaded: dict[int, str] = field(default_factory=dict[int, str])  # number -> digest of the files
     most_loaded: int = 0
+    num_added: int = 0
+    seeds: list[int | None] = field(
+        default_factory=list[int | None]
+    )  # of the turns, in the order in which they were asked for
     running: int = 0
     poisoned: bool = False
     named: list[str] = field(default_factory=list[str])  # adapters, in the order in which turns were asked for
@@ -56,6 +60,7 @@ class FakeCore:
         assert adapter.folder.is_dir(), "the folder went while a request names the adapter"
         files = b"".join(file.read_bytes() for file in sorted(adapter.folder.iterdir()))
         self.loaded[adapter.number] = hashlib.sha256(files).hexdigest()
+        self.num_added += 1
         self.most_loaded = max(self.most_loaded, len(self.loaded))
         assert len(self.loaded) <= self.max_loras, "more adapters than slots"
 
@@ -65,6 +70,7 @@ class FakeCore:
 
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         self.named.append(request.adapter.name)
+        self.seeds.append(request.seed)
         digest, tokens = self.loaded[request.adapter.number], list(request.tokens)
         random = np.random.default_rng(request.seed)
         self.running += 1

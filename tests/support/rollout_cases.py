@@ -97,6 +97,7 @@ def request(
     purpose: Any = "train",
     reply_to: str = "",
     stream: bool = False,
+    seeded: bool = True,
     **sampling: Any,
 ) -> TurnRequest:
     given = list(prompt() if tokens is None else tokens)
@@ -113,7 +114,7 @@ def request(
         logprobs=f32([*[0.0] * num, *partial[1]]),
         written=u8([*[0] * num, *[1] * len(partial[0])]),
         num_partial=len(partial[0]),
-        sampling=Sampling(**sampling),
+        sampling=Sampling(seeded=seeded, **sampling),
         reply_to=reply_to,
         stream=stream,
     )

@@ -140,4 +140,5 @@ def _sampling(body: SamplingGiven, wanted: Wanted, room: int) -> Sampling:
         top_p=1.0 if body.top_p is None else body.top_p,
         stop=body.stops(),
         num_top_logprobs=wanted.num_top,
+        seeded=body.seed is not None,
     )
