@@ -44,6 +44,7 @@ It imports no service and no torch.
     graders.py            declares graders as data, and checks them
     templates.py          fills `{{item.x}}` and `{{sample.output_text}}`
     urls.py               checks URLs that users give
+    outgoing.py           calls them, where the operator allows the host
     formula.py            computes arithmetic without `eval`
     rng.py                draws random numbers as functions of their coordinates
     skills.py             makes questions with one right answer each

@@ -1,0 +1,151 @@
+"""POSTs to URLs that users give, which must not become ways into the operator's network.
+
+Only hosts in the operator's list are called. The name is resolved here, once, every address is checked, and the
+connection goes to the checked address, so that a second answer of the name server cannot lead elsewhere. No redirects,
+no proxies or credentials from the process's environment, a limit on the answer's size. The caller limits the time.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from common.errors import MarlaasError
+
+MAX_ANSWER_BYTES = 64 * 1024
+
+_resolvers = ThreadPoolExecutor(8, "resolver")
+"""Threads of their own: a name server that does not answer keeps one for half a minute, whatever the call's limit."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class CallFailed(MarlaasError):
+    """A user's URL was not called, or did not answer as it should."""
+
+
+class NotAllowed(CallFailed):
+    """The operator does not allow the host, or its address."""
+
+
+class AllowedHosts:
+    """The operator's list: comma-separated names, `*.` names, addresses and networks."""
+
+    def __init__(self, hosts: str) -> None:
+        entries = [entry.strip().lower() for entry in hosts.split(",") if entry.strip()]
+        self._networks = [network for entry in entries if (network := _network(entry))]
+        self._names = [entry for entry in entries if _network(entry) is None]
+
+    def check_name(self, url: httpx.URL) -> None:
+        """Raises NotAllowed if the list has neither the URL's host nor, of an address, its network."""
+        host = _host(url)
+        literal = _address(host)
+        if literal is None and not any(_matches(host, name) for name in self._names):
+            raise NotAllowed(f"the operator does not allow the host {host}")
+        if literal is not None:
+            self._check(literal, host, by_name=False)
+
+    async def resolve(self, url: httpx.URL) -> str:
+        """Returns an address of the URL's host, once all of them are checked. Raises NotAllowed, CallFailed or OSError."""
+        self.check_name(url)
+        host = _host(url)
+        literal = _address(host)
+        addresses = [literal] if literal else await _resolve(host, url.port or 443)
+        if not addresses:
+            raise CallFailed(f"the host {host} has no address")
+        for address in addresses:
+            self._check(address, host, by_name=literal is None)
+        return str(addresses[0])
+
+    def _check(self, address: Address, host: str, *, by_name: bool) -> None:
+        plain = getattr(address, "ipv4_mapped", None) or address
+        listed = any(plain in network for network in self._networks if network.version == plain.version)
+        if not listed and not (by_name and plain.is_global and not plain.is_multicast):
+            raise NotAllowed(f"the operator does not allow the address of {host}")
+
+
+class Caller:
+    """Calls URLs of allowed hosts. `close` when done."""
+
+    def __init__(self, hosts: str, *, proxy: str = "") -> None:
+        """`proxy`: where all calls go through, if this process itself has no way out. It resolves the names, and must refuse
+        the operator's own addresses."""
+        self.hosts = AllowedHosts(hosts)
+        self._proxied = bool(proxy)
+        self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None, proxy=proxy or None)
+
+    async def post(self, url: str, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
+        """The answer's status to some JSON, and its body if that says success. Raises CallFailed."""
+        try:
+            return await self._post(httpx.URL(url), headers, content)
+        except (httpx.HTTPError, OSError) as error:
+            raise CallFailed(type(error).__name__) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _post(self, url: httpx.URL, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
+        request = self._client.build_request(
+            "POST",
+            url.copy_with(host=await self._host_to_call(url)),
+            content=content,
+            headers={**headers, "Host": url.netloc.decode(), "Content-Type": "application/json"}
+            | {"Accept-Encoding": "identity"},
+            extensions={"sni_hostname": url.host},
+        )
+        response = await self._client.send(request, stream=True)
+        try:
+            return response.status_code, await _body(response) if response.is_success else b""
+        finally:
+            await response.aclose()
+
+    async def _host_to_call(self, url: httpx.URL) -> str:
+        """A checked address; behind a proxy the name."""
+        if self._proxied and _address(_host(url)) is None:
+            self.hosts.check_name(url)
+            return url.host
+        return await self.hosts.resolve(url)
+
+
+def _host(url: httpx.URL) -> str:
+    return url.host.lower().rstrip(".")
+
+
+def _matches(host: str, name: str) -> bool:
+    return host.endswith(name[1:]) if name.startswith("*.") else host == name
+
+
+def _network(entry: str) -> Network | None:
+    try:
+        return ipaddress.ip_network(entry.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _address(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+async def _resolve(host: str, port: int) -> list[Address]:
+    def ask() -> list[Any]:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers, ask)
+    return [ipaddress.ip_address(entry[4][0]) for entry in found]
+
+
+async def _body(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise CallFailed(f"answered with more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
