@@ -346,9 +346,10 @@ class AdapterUpdate(Message, frozen=True, kw_only=True):
 
 
 class JobCommand(Message, frozen=True, kw_only=True):
-    """API replica → the partition's owner. For `create` the job's record is written by the same script."""
+    """API replica, exporter → the partition's owner. For `create` the job's record is written by the same script."""
 
-    action: Literal["create", "pause", "resume", "cancel"]
+    action: Literal["create", "pause", "resume", "cancel", "warn"]
+    text: str = ""  # of `warn`: what the job's events are to say
 
 
 class GradeRequest(Message, frozen=True, kw_only=True):

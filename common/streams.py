@@ -36,6 +36,8 @@
     jobs-all                   zset     job id by creation time
     finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
     num-archived               string   number of jobs whose records are in object storage
+    exports                    hash     job -> tenant: jobs whose figures a logger still waits for
+    ends                       zset     `<tenant> <job>` of which webhooks are to hear, by when the job ended, s
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
@@ -268,6 +270,14 @@ class Cell:
     @property
     def num_archived(self) -> str:
         return self.key("num-archived")
+
+    @property
+    def exports(self) -> str:
+        return self.key("exports")
+
+    @property
+    def ends(self) -> str:
+        return self.key("ends")
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""

@@ -17,6 +17,7 @@ Its files:
     owner/          the loop that applies messages to jobs and commits the changes
     runs/           jobs whose loop their user keeps, through the Tinker protocol
     tinker/         the same runs over HTTP: the Tinker protocol
+    export/         tells the outside: figures to loggers, ends of jobs to webhooks; a process of its own
     archive/        records of finished jobs, in object storage
     api/            the HTTP API
     local/          the whole of MARLaaS on one machine
@@ -27,5 +28,6 @@ Its files:
     kept.py         bounds what is kept for people to read, by bytes
     data_format.py  refuses a Redis that another version wrote
     tenants.py      keeps tenants and their API keys
+    receivers.py    keeps where their jobs report to: loggers' keys, webhooks
     cluster.py      tells who is alive, and who worked for whom when, from the workers' telemetry
 """

@@ -6,6 +6,8 @@ job:<job>                  hash     `spec`: JobSpec, written once by the API; `s
 unfinished:<tenant>        hash     job -> bytes of `spec` and `state` when it was created, until it has finished
 finished:<p>               zset     jobs to be archived (manager_service/archive) by when they finished, seconds since 1970
 num-archived               string   how many jobs are in the archive
+exports                    hash     job -> tenant: jobs whose figures a logger still waits for (manager_service/export)
+ends                       zset     `<tenant> <job>` by when it ended: what webhooks are to hear; for three days at most
 ledger:<job>               hash     issued, trained, filtered, stale, failed, cancelled
 open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_trajectories); its size is in_flight
 evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
@@ -17,6 +19,9 @@ usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is infe
 outside the cells, prefix `marlaas:{@}:`
 tenants                    hash     tenant -> TenantRecord
 keys                       hash     sha256 of the key -> KeyRecord
+logger-keys:<tenant>       hash     logger -> LoggerKey
+webhooks:<tenant>          hash     webhook -> Webhook
+loggers                    string   names of the loggers that are installed where the exporter runs, JSON
 file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
 files:<tenant>             zset     file id by creation time
 file-bytes:<tenant>        hash     file id -> bytes
@@ -79,6 +84,19 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None  # after creation; earlier first among the tenant's jobs of one priority
 
 
+LoggerName = Literal["wandb", "trackio"]
+
+
+class Integration(msgspec.Struct, frozen=True, kw_only=True):
+    """A logger that a job's figures go to."""
+
+    type: LoggerName
+    project: str
+    name: str = ""  # of the run; empty: the job's id
+    entity: str = ""  # whose project it is; empty: the key's own
+    tags: tuple[str, ...] = ()
+
+
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a job that never changes."""
 
@@ -99,6 +117,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # the tenant's at creation
     model: str = ""  # that it goes on from, with its version; empty: it begins with the base model
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
+    integrations: tuple[Integration, ...] = ()
 
     @property
     def is_supervised(self) -> bool:
@@ -254,6 +273,28 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     admin: bool = False
     hint: str = ""  # the last four characters
+
+
+class LoggerKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's key of a logger's server. No route shows the key again."""
+
+    logger: LoggerName
+    key: str
+    base_url: str  # of the server
+    created_at: int
+
+
+WebhookEvent = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+
+
+class Webhook(msgspec.Struct, frozen=True, kw_only=True):
+    """A URL that hears of the end of a tenant's jobs. The secret is shown once."""
+
+    id: str  # `webhook-…`
+    url: str
+    secret: str  # `whsec_…`, of Standard Webhooks
+    events: tuple[WebhookEvent, ...]
+    created_at: int
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):

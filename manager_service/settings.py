@@ -53,6 +53,16 @@ class ManagerSettings(Settings):
     """Jobs of one tenant in a cell that have not finished; queued and paused ones count."""
     max_unfinished_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """What the records of those jobs have together, methods above all."""
+    logger_hosts: str = ""
+    """Hosts of W&B servers that tenants' figures may be sent to, as in `common.outgoing`: `api.wandb.ai`. Empty: none."""
+    webhook_hosts: str = ""
+    """Hosts that tenants' webhooks may be at. Empty: none."""
+    export_every_s: float = Field(default=30.0, gt=0)
+    """The exporter writes a job's new figures to its loggers this often."""
+    export_processes: int = Field(default=2, ge=1)
+    """Writers that the exporter runs at once, each for one tenant and one logger."""
+    webhook_give_up_s: float = Field(default=86_400.0, ge=0, le=2 * 86_400)
+    """A webhook that did not take a job's end for this long is not called any more."""
     idempotency_s: int = Field(default=86_400, ge=1)
     """An Idempotency-Key is remembered this long."""
 

@@ -42,6 +42,8 @@ Its files:
     quota.py             counts what tenants use, and holds them to their daily quota
     feed.py              reads the streams that many requests wait for over one connection
     cluster.py           serves workers, timeline and dead letters
+    receivers.py         serves where a tenant's jobs report to: loggers' keys, webhooks
+    integrations.py      checks a job's loggers
     admin.py             serves tenants and keys to the operator
     docs_page.py         serves the OpenAPI document, also as a page
     health.py            answers /healthz and /readyz

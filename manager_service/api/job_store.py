@@ -21,8 +21,9 @@ from manager_service.archive.store import Archived
 from manager_service.records import DELETED, FINAL, JSON, MOVING, JobSpec, JobState
 from manager_service.settings import ManagerSettings
 
-# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none).
-# ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, then the fields of the stream entry.
+# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
+# ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream
+# entry.
 # Answers with the idempotency record that was there before, if one was; with a list, of the number of unfinished jobs and the
 # bytes of their records, if this one is too many; otherwise everything was written.
 CREATE = """
@@ -33,12 +34,13 @@ if redis.call('EXISTS', KEYS[1]) == 1 then return false end
 local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[3] + #ARGV[4], 0
 for _, each in ipairs(sizes) do total = total + each end
 if #sizes >= tonumber(ARGV[7]) or total + size > tonumber(ARGV[8]) then return {#sizes, total} end
-redis.call('XADD', KEYS[5], '*', unpack(ARGV, 9))
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 10))
 redis.call('HSET', KEYS[6], ARGV[1], size)
 redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'state', ARGV[4])
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])
+if KEYS[8] ~= KEYS[1] then redis.call('HSET', KEYS[8], ARGV[1], ARGV[9]) end
 if remembers then redis.call('SET', KEYS[7], ARGV[1] .. ' ' .. ARGV[5], 'EX', ARGV[6]) end
 return false
 """
@@ -191,11 +193,12 @@ class JobStore:
             cell.jobs(partition),
             cell.unfinished(spec.tenant),
             once.record(base, spec.tenant) if once else cell.job(spec.id),
+            cell.exports if spec.integrations else cell.job(spec.id),
         ]
         fields = await base.bus.fields(command(spec, "create", epoch=0))
         settings, fingerprint = self._api.settings, once.fingerprint if once else ""
         args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, settings.idempotency_s]
-        args += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, *fields]
+        args += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, spec.tenant, *fields]
         known: bytes | list[int] | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
         if isinstance(known, list):
             raise _too_many(known[0], known[1], settings)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Header, Request
 
 from common.errors import InvalidInput, NotFound
 from common.spelling import quoted
+from manager_service.api import integrations
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.hyperparameters import described
@@ -193,6 +194,7 @@ def shown(row: JobRow) -> JobObject:
         if state.error
         else None,
         seed=spec.seed,
+        integrations=[integrations.shown(one) for one in spec.integrations],
         user_provided_suffix=spec.suffix or None,
         metadata=spec.metadata,
         started_at=state.started_at,

@@ -4,7 +4,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from manager_service.records import Status
+from manager_service.records import Status, WebhookEvent
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class JobObject(Identified):
     trained_tokens: int
     error: ErrorObject | None
     seed: int
-    integrations: list[Any] = []
+    integrations: list[dict[str, Any]] = []
     user_provided_suffix: str | None
     metadata: dict[str, str]
     # ours
@@ -287,6 +287,28 @@ class KeyObject(Identified):
     created_at: int
     hint: str  # the last four characters
     key: str | None = None  # only in the answer that makes it
+
+
+class LoggerObject(Identified):
+    """A logger's server that a tenant's jobs report to, without the key."""
+
+    # id: the logger's name
+    object: Literal["logger"] = "logger"
+    base_url: str
+    created_at: int  # when the key was given
+
+
+class WebhookObject(Identified):
+    object: Literal["webhook"] = "webhook"
+    url: str
+    events: list[WebhookEvent]
+    created_at: int
+
+
+class NewWebhookObject(WebhookObject):
+    """With the secret that signs what is sent, which no other answer has."""
+
+    secret: str
 
 
 class Health(BaseModel):

@@ -26,9 +26,11 @@ from manager_service.api.hyperparameters import (
     resolve,
     resolve_supervised,
 )
+from manager_service.api.integrations import IntegrationGiven, checked_integrations
 from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckKind, CheckLengths, CheckMethod, CheckRows, Task
 from manager_service.api.starts import JobStart, find_start
+from manager_service.receivers import Receivers
 from manager_service.records import JSON, FileRecord, Hyper, JobSpec, TenantRecord
 from manager_service.scheduling.fairness import largest_group
 from manager_service.scheduling.policies import Policy
@@ -81,7 +83,7 @@ class JobGiven(Given):
     suffix: str | None = Field(None, max_length=64)
     seed: int | None = Field(None, ge=0, lt=2**53)
     metadata: dict[str, Label] | None = Field(None, max_length=16)
-    integrations: list[Any] | None = Field(None, max_length=0)
+    integrations: list[IntegrationGiven] | None = Field(None, max_length=4)
     hyperparameters: dict[str, Any] | None = Field(None, description="OpenAI's old place for them: not used here")
 
 
@@ -127,6 +129,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     start = await find_start(api, tenant, body.model)
     base = start.base
     _check_labels(body)
+    integrations = checked_integrations(body.integrations or [], await Receivers(api.redis).installed())
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
     env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
@@ -160,6 +163,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         weight=tenant.weight,
         model=start.name,
         source=start.source,
+        integrations=integrations,
     )
 
 

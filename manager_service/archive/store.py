@@ -3,6 +3,7 @@
     records/{tenant}/{base}/{job}/record.json                      Archived
     records/{tenant}/{base}/{job}/parts.{sha256}                   events, checkpoints and samples, one behind the other
     records/{tenant}/{base}/{job}/samples/...                      see samples.py: what was moved before the job ended
+    records/{tenant}/{base}/{job}/late/{sequence}                  EventRecord: one that was written after the job was moved here
     records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
     records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted
 
@@ -10,7 +11,9 @@
 replaced when the model is deleted. Whoever writes a job again writes the same.
 """
 
+import contextlib
 import hashlib
+import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -19,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from common.errors import NotFound
+from common.errors import AlreadyExists, NotFound
 from common.objects import Objects
 from manager_service.archive.samples import SampleFiles
 from manager_service.records import JSON, CheckpointRecord, EventRecord, JobSpec, JobState, tuned_model
@@ -88,6 +91,22 @@ class Archive:
         await self._write_record(msgspec.structs.replace(job, deleted=True))
         await self._objects.delete(self._model(job))
 
+    async def add_event(self, job: Archived, event_of: Callable[[int], EventRecord]) -> None:
+        """Adds an event behind all others. `event_of`: makes it of its sequence number."""
+        for number in itertools.count(job.state.num_events + 1):
+            with contextlib.suppress(AlreadyExists):
+                await self._objects.create(f"{self._late(job)}/{number}", JSON.encode(event_of(number)))
+                return
+
+    def _late(self, job: Archived) -> str:
+        return f"{self._folder(job.spec.tenant)}/{job.spec.id}/late"
+
+    async def _late_events(self, job: Archived) -> list[EventRecord]:
+        """Oldest first."""
+        paths = await self._objects.paths(self._late(job))
+        rows = [msgspec.json.decode(await self._objects.get(path), type=EventRecord) for path in paths]
+        return sorted(rows, key=lambda row: row.sequence)
+
     def _model(self, job: Archived) -> str:
         name = f"{job.created_ms}.{job.spec.id}.{job.state.version}.{job.spec.suffix}"
         return f"{self._folder(job.spec.tenant)}/models/{name}"
@@ -127,7 +146,9 @@ class Archive:
 
     async def events(self, job: Archived, *, before: int | None, limit: int) -> list[EventRecord]:
         """The newest with a sequence number below `before`, newest first."""
-        return await self._newest(job, "events", EventRecord, lambda row: row.sequence, before, limit)
+        late = [row for row in await self._late_events(job) if before is None or row.sequence < before]
+        found = await self._newest(job, "events", EventRecord, lambda row: row.sequence, before, limit)
+        return [*reversed(late), *found][:limit]
 
     async def events_after(self, job: Archived, last: int) -> AsyncIterator[EventRecord]:
         """Those with a sequence number above `last`, oldest first."""
@@ -137,6 +158,9 @@ class Archive:
                 for row in await self._rows(job, f"events/{start}", EventRecord):
                     if row.sequence > last:
                         yield row
+        for row in await self._late_events(job):
+            if row.sequence > last:
+                yield row
 
     async def checkpoints(self, job: Archived, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         """The newest of a version below `before`, newest first."""

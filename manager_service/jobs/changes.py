@@ -32,6 +32,9 @@ Command = list[Any]
 KEEP_RESULTS_S = 3600
 """Time in which a run's user may ask for the result of an operation."""
 
+KEEP_ENDS_S = 3 * 86_400
+"""Time in which an exporter may tell webhooks of a job's end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -65,6 +68,7 @@ class Changes:
         default_factory=dict
     )  # job with a new version -> oldest that messages may name
     finished: list[str] = field(default_factory=list)  # jobs that leave the active set
+    to_tell: list[tuple[str, str]] = field(default_factory=list)  # tenant and job of which webhooks are to hear
     moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
     moved: list[Moved] = field(default_factory=list)
     runs: dict[str, RunState] = field(default_factory=dict)  # changed runs
@@ -119,6 +123,9 @@ def commands(
     for job in changes.finished:
         result.append(["SREM", cell.active(partition), job])
         result.append(["ZADD", cell.finished(partition), changes.states[job].finished_at or 0, job])
+    for tenant, job in changes.to_tell:
+        result.append(["ZADD", cell.ends, now, f"{tenant} {job}"])
+        result.append(["ZREMRANGEBYSCORE", cell.ends, "-inf", now - KEEP_ENDS_S])
     result += [["HSET", cell.job(job), MOVING, "1"] for job in changes.moving]
     for moved in changes.moved:
         result += _deletions(moved, cell, partition)

@@ -357,6 +357,9 @@ class Partition:
         job = self.jobs.get(command.job)
         if job is None:
             return None
+        if command.action == "warn":
+            job.journal.warn(now, command.text, changes)
+            return None
         if command.action != "create":
             {"pause": job.pause, "resume": job.resume, "cancel": job.cancel}[command.action](now, changes)
         elif job.state.status == "validating_files":
@@ -422,6 +425,7 @@ class Partition:
             if job.settled:
                 self.jobs.remove(job.id)
                 changes.finished.append(job.id)
+                changes.to_tell.append((job.spec.tenant, job.id))
                 changes.close(self._cell.unfinished(job.spec.tenant), job.id)
         self.runs.note(changes, now)
 

@@ -125,7 +125,7 @@ EXAMPLES: list[AnyMessage] = [
         drops=(1,),
     ),
     AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}),
-    JobCommand(**PLAIN, action="pause"),
+    JobCommand(**PLAIN, action="warn", text="w"),
     GradeRequest(**PLAIN, env=EnvSpec("e"), item={}, output_text="x", reply_to="r"),
     GradeResult(**PLAIN, reward=0.5),
     Cancel(**PLAIN, park=True),
@@ -156,7 +156,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "0733728d66aaa680b79a08e26b6efe1578fb51f3b10e6faa0fed6d1efdccb7a5"
+SNAPSHOT = "89c87076295256c15003a8fb8133c4e4534638a5c9dae4a6d71ca7b290b30d17"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

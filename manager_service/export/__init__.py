@@ -1,0 +1,21 @@
+"""Tells the outside what happens to jobs: figures to loggers, ends to webhooks. A process of its own, `python -m manager_service.export`.
+
+    exports, events:<job> ─► exporter ─ rows ─► passes ─► writer (a process for each pass) ─► wandb, trackio
+    ends, job:<job> ───────► webhooks ─ signed ─► URLs of tenants
+                             notes ◄─ what failed for good or waits ─► the job's events
+
+No manager and no worker waits for it. It holds nothing that cannot be lost: the loggers themselves say which rows they have.
+
+Its files:
+
+    __main__.py      starts the exporter
+    cells.py         reads jobs and their events, from Redis or the archive
+    exporter.py      decides which jobs' rows are written when, and remembers how far each is
+    rows.py          makes rows of events, with the names of metrics that others use
+    passes.py        runs a writer for some jobs of one tenant
+    writer.py        the writer: hands rows to a logger's own library; imports nothing of ours but its two loggers
+    wandb_runs.py    W&B: runs on a server, or fragments of offline runs
+    trackio_runs.py  trackio: its SQLite file
+    webhooks.py      tells webhooks of the ends of jobs, signs, tries again
+    notes.py         writes warnings into jobs' events
+"""

@@ -1,0 +1,53 @@
+"""Reads jobs and their events, from Redis or, once they are there, from the archive."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from common.bus import Bus
+from manager_service.archive.store import Archive, Archived
+from manager_service.records import EventRecord, JobSpec, JobState
+
+
+@dataclass(frozen=True, slots=True)
+class FoundJob:
+    """A job, and where it is."""
+
+    spec: JobSpec
+    state: JobState
+    archived: Archived | None = None
+    written: bytes = b""  # the state as it stands in Redis
+
+
+@dataclass(frozen=True, slots=True)
+class JobCell:
+    """The jobs of one base model."""
+
+    bus: Bus
+    archive: Archive
+
+    async def job(self, tenant: str, job: str) -> FoundJob | None:
+        """None if there is no such job."""
+        (record,) = await self.bus.read_hashes([self.bus.cell.job(job)])
+        if b"spec" in record:
+            spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
+            state = msgspec.json.decode(record[b"state"], type=JobState)
+            return FoundJob(spec, state, written=record[b"state"])
+        archived = await self.archive.find(tenant, job)
+        return archived and FoundJob(archived.spec, archived.state, archived)
+
+    async def events(self, found: FoundJob, *, after: int, limit: int) -> list[EventRecord]:
+        """Events with a sequence number above `after`, oldest first."""
+        if found.archived is None:
+            key = self.bus.cell.events(found.spec.id)
+            entries: Any = await self.bus.retrying(
+                lambda: self.bus.client.xrange(key, min=f"{after + 1}-0", count=limit)
+            )
+            return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in entries]
+        events: list[EventRecord] = []
+        async for event in self.archive.events_after(found.archived, after):
+            events.append(event)
+            if len(events) == limit:
+                break
+        return events

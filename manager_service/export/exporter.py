@@ -1,0 +1,241 @@
+"""Decides which jobs' rows are written when, and remembers how far each is.
+
+reads: exports, job:<job>, events:<job>, logger-keys:<tenant>     writes: exports, by way of writers the loggers
+holds: how far each job is (lost in a crash: the loggers know it)
+waits for: events, or the time of the next pass     a logger that is away is asked again, ever more seldom
+"""
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import structlog
+
+from common.errors import Unavailable
+from common.outgoing import AllowedHosts, CallFailed
+from common.places import Places
+from common.tasks import cancel_all
+from manager_service.export import notes
+from manager_service.export.cells import JobCell
+from manager_service.export.passes import Answer, JobRows, Order, Passes
+from manager_service.export.rows import rows_of
+from manager_service.kept import Limits
+from manager_service.receivers import Receivers
+from manager_service.records import FINAL, Integration, LoggerKey, LoggerName
+
+LOOK_EVERY_S = 1.0
+EVENTS_A_JOB = 500
+JOBS_A_PASS = 20
+MOST_WAIT_S = 300.0
+"""Between two tries of a logger that is away."""
+FRAGMENT_ROWS, FRAGMENT_PASSES = 100, 10
+"""An offline run gets a fragment once it has so many rows, or after so many times the seconds between passes."""
+
+log = structlog.get_logger()
+Group = tuple[str, LoggerName]
+"""A tenant and a logger: what one writer is for."""
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """One job on its way to one logger."""
+
+    cell: JobCell
+    tenant: str
+    job: str
+    logger: LoggerName
+    held: int = 0  # sequence number of the last row that the logger has
+    read: int = 0  # of the last event that was looked at
+    due: float = 0.0  # by the monotonic clock
+    fragment_due: float = 0.0
+    num_failures: int = 0
+    told: str = ""  # why it waits, as the job's events say it
+    done: bool = False
+
+
+class Exporter:
+    """Writes the figures of all jobs with `integrations`."""
+
+    def __init__(
+        self,
+        cells: Sequence[JobCell],
+        receivers: Receivers,
+        *,
+        folder: Path,
+        passes: Passes,
+        hosts: AllowedHosts,
+        every_s: float,
+        processes: int,
+        limits: Limits,
+    ) -> None:
+        """`every_s`: between two passes of a job. `processes`: writers at once."""
+        self._cells = cells
+        self._receivers = receivers
+        self._folder = folder
+        self._passes = passes
+        self._hosts = hosts
+        self._every_s = every_s
+        self._places = Places(lambda: processes)
+        self._limits = limits
+        self._exports: dict[str, list[Export]] = {}  # by job
+        self._busy: dict[Group, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await self._look()
+                self._begin()
+                await asyncio.sleep(min(LOOK_EVERY_S, self._every_s))
+        finally:
+            await cancel_all(self._busy.values())
+
+    async def _look(self) -> None:
+        """Takes in the jobs that are there, and forgets the others."""
+        there: dict[str, list[Export]] = {}
+        for cell in self._cells:
+            (jobs,) = await cell.bus.read_hashes([cell.bus.cell.exports])
+            for name, tenant in jobs.items():
+                try:
+                    there[name.decode()] = await self._of_job(cell, tenant.decode(), name.decode())
+                except Unavailable as error:
+                    log.warning("export_delayed", job_id=name.decode(), reason=str(error))
+        self._exports = there
+
+    async def _of_job(self, cell: JobCell, tenant: str, job: str) -> list[Export]:
+        """The job's exports. Once all are done, nothing is left to be looked at."""
+        exports = self._exports.get(job)
+        if exports is None:
+            found = await cell.job(tenant, job)
+            exports = [Export(cell, tenant, job, one.type) for one in found.spec.integrations] if found else []
+        if all(export.done for export in exports):
+            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, job))
+        return exports
+
+    def _begin(self) -> None:
+        """Begins a pass for each tenant and logger of which a job is due."""
+        self._busy = {group: task for group, task in self._busy.items() if not task.done()}
+        now, due = time.monotonic(), defaultdict[Group, list[Export]](list)
+        for export in itertools.chain.from_iterable(self._exports.values()):
+            if not export.done and export.due <= now:
+                due[export.tenant, export.logger].append(export)
+        for group, exports in due.items():
+            if group not in self._busy:
+                exports.sort(key=lambda export: export.due)
+                self._busy[group] = asyncio.create_task(self._guarded(*group, exports[:JOBS_A_PASS]))
+
+    async def _guarded(self, tenant: str, logger: LoggerName, exports: Sequence[Export]) -> None:
+        try:
+            await self._pass(tenant, logger, exports)
+        except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
+            log.exception("pass_failed", tenant=tenant, logger_name=logger, reason=str(error))
+            for export in exports:
+                export.due = time.monotonic() + self._every_s
+
+    async def _pass(self, tenant: str, logger: LoggerName, exports: Sequence[Export]) -> None:
+        async with self._places.one(tenant, 1.0, lambda: None):
+            keys = await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))
+            key = keys.get(logger)
+            batches = [batch for export in exports if (batch := await self._batch(export, offline=key is None))]
+            if batches:
+                answers = await self._write(tenant, logger, key, [batch.order for batch in batches])
+                for batch in batches:
+                    await self._take(batch, answers[batch.export.job])
+
+    async def _batch(self, export: Export, *, offline: bool) -> "Batch | None":
+        """What a job has to be written; None if it is too little, or nothing."""
+        now = time.monotonic()
+        found = await export.cell.job(export.tenant, export.job)
+        if found is None:
+            export.done = True
+            return None
+        events = await export.cell.events(found, after=export.read, limit=EVENTS_A_JOB)
+        whole = len(events) < EVENTS_A_JOB
+        final = found.state.status if whole and found.state.status in FINAL else None
+        rows = rows_of(events)
+        few = whole and offline and export.logger == "wandb" and len(rows) < FRAGMENT_ROWS and now < export.fragment_due
+        export.due = now + (self._every_s if whole else 0.0)
+        if events and export.read and events[0].sequence > export.read + 1:
+            await self._tell(
+                export, f"events {export.read + 1} to {events[0].sequence - 1} were dropped before it had them"
+            )
+        if events and not rows:
+            export.read = events[-1].sequence
+        if final is None and (few or not rows):
+            return None
+        export.fragment_due = now + FRAGMENT_PASSES * self._every_s
+        own = next(one for one in found.spec.integrations if one.type == export.logger)
+        config = msgspec.to_builtins(found.spec.hyper) | {"model": found.spec.model or found.spec.base_model}
+        order = _order(export, own, config, final)
+        read = events[-1].sequence if events else export.read
+        return Batch(export, msgspec.structs.replace(order, rows=rows), read)
+
+    async def _write(
+        self, tenant: str, logger: LoggerName, key: LoggerKey | None, jobs: list[JobRows]
+    ) -> dict[str, Answer]:
+        order = Order(
+            folder=str(self._folder / tenant / logger),
+            key=key.key if key else "",
+            base_url=key.base_url if key else "",
+            jobs=jobs,
+        )
+        try:
+            if key is not None:
+                async with asyncio.timeout(self._passes.timeout_s):
+                    await self._hosts.resolve(httpx.URL(key.base_url))
+        except (CallFailed, OSError) as error:
+            return {job.job: Answer(job.job, error=f"{key and key.base_url}: {error}") for job in jobs}
+        return await self._passes.write(logger, order)
+
+    async def _take(self, batch: "Batch", answer: Answer) -> None:
+        """Takes in how far a job is."""
+        export = batch.export
+        if answer.held is None:
+            export.num_failures += 1
+            export.due = time.monotonic() + min(MOST_WAIT_S, self._every_s * 2**export.num_failures)
+            log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=answer.error)
+            return await self._tell(export, f"nothing can be written: {answer.error}")
+        export.num_failures, export.told = 0, ""
+        last = batch.order.rows[-1].sequence if batch.order.rows else export.held
+        export.held = answer.held
+        if answer.held < last:  # the logger has less than it said before: from there again
+            export.read, export.due = answer.held, 0.0
+        else:
+            export.read = max(answer.held, batch.read)
+            export.done = batch.order.final is not None
+
+    async def _tell(self, export: Export, reason: str) -> None:
+        """Writes a reason into the job's events, once."""
+        if reason != export.told:
+            export.told = reason
+            await notes.warn(export.cell, export.tenant, export.job, f"{export.logger}: {reason}", self._limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a pass writes of one job."""
+
+    export: Export
+    order: JobRows
+    read: int  # sequence number of the last event that was looked at
+
+
+def _order(export: Export, own: Integration, config: dict[str, Any], final: str | None) -> JobRows:
+    return JobRows(
+        job=export.job,
+        project=own.project,
+        name=own.name,
+        entity=own.entity,
+        tags=own.tags,
+        config=config,
+        held=export.held,
+        rows=[],
+        final=final,
+    )

@@ -1,0 +1,71 @@
+"""Writes warnings into jobs' events: by the owner while it holds the job, else into its record, or the archive."""
+
+import asyncio
+import time
+from typing import Any
+
+from common.messages import JobCommand
+from common.streams import partition_of
+from manager_service.export.cells import FoundJob, JobCell
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.journal import Journal
+from manager_service.kept import Limits
+from manager_service.records import JSON, MOVING, EventRecord
+
+# KEYS: job, its events, active. ARGV: the field `moving`, job id, state of before, new state, the event's entry and record.
+WARN = """
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 'moving' end
+if redis.call('SISMEMBER', KEYS[3], ARGV[2]) == 1 then return 'held' end
+if redis.call('HGET', KEYS[1], 'state') ~= ARGV[3] then return 'changed' end
+redis.call('XADD', KEYS[2], ARGV[5], 'event', ARGV[6])
+redis.call('HSET', KEYS[1], 'state', ARGV[4])
+return 'done'
+"""
+AGAIN_S = 0.5
+TRIES = 120
+"""A job that is being archived is looked at again, until it is there."""
+
+
+async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) -> None:
+    """Writes one event. A job that is gone needs none."""
+    for _ in range(TRIES):
+        found = await cell.job(tenant, job)
+        if found is None:
+            return
+        if found.archived is not None:
+            await cell.archive.add_event(found.archived, lambda number: _event(number, text))
+            return
+        answer = await _warn(cell, found, text, limits)
+        if answer == b"held":
+            await cell.bus.publish([(cell.bus.cell.jobs(partition_of(tenant)), _command(found, text))])
+        if answer in (b"held", b"done"):
+            return
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _warn(cell: JobCell, found: FoundJob, text: str, limits: Limits) -> bytes:
+    """Writes into the record of a job that nobody holds."""
+    spec, state, keys = found.spec, found.state, cell.bus.cell
+    changes = Changes()
+    Journal(spec, state, limits).warn(time.time(), text, changes)
+    ((_, event),) = changes.events
+    args: list[Any] = [MOVING, spec.id, found.written, JSON.encode(state), f"{event.sequence}-0", JSON.encode(event)]
+    script = cell.bus.client.register_script(WARN)
+    involved = [keys.job(spec.id), keys.events(spec.id), keys.active(partition_of(spec.tenant))]
+    return await cell.bus.retrying(lambda: script(keys=involved, args=args))
+
+
+def _event(number: int, text: str) -> EventRecord:
+    return EventRecord(number, int(time.time()), "warn", text)
+
+
+def _command(found: FoundJob, text: str) -> JobCommand:
+    spec, number = found.spec, found.state.num_events
+    return JobCommand(
+        id=f"{spec.id}/warn/{number}",
+        tenant=spec.tenant,
+        job=spec.id,
+        partition=partition_of(spec.tenant),
+        action="warn",
+        text=text,
+    )

@@ -1,0 +1,149 @@
+"""W&B, through its own library. A run's id is the job's, and the step that W&B counts is the event's sequence number: W&B takes
+steps in ascending order alone, and an evaluation may end after a later training step. What it draws is over `train/global_step`.
+
+With a key, the run is on a server, which says when it is opened which step it has last.
+Without one, the run is a folder of offline fragments, each named by its last event:
+
+    <folder>/<job>/000000042/run-<job>.wandb
+
+A fragment is written aside, closed, read back and only then moved to its name: it is there whole or not at all.
+`wandb beta sync --id <job> <folder>/<job>` sends them to a server, in order.
+"""
+
+import importlib
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Job = dict[str, Any]
+STEP = "train/global_step"
+DRAFT = ".writing-"
+BLOCK, HEADER, MAGIC = 32768, 7, 7
+"""Bytes of a block of LevelDB's log format, of a chunk's header, and of what stands before the first block's chunks."""
+
+
+def open_runs(order: dict[str, Any]) -> Callable[[Job], int]:
+    runs = Runs(Path(order["folder"]), key=order["key"], base_url=order["base_url"])
+    return runs.write_online if order["key"] else runs.write_offline
+
+
+class Runs:
+    """Runs of one tenant."""
+
+    def __init__(self, folder: Path, *, key: str, base_url: str) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        self._folder = folder
+        self._server = {"api_key": key, "base_url": base_url} if key else {}
+
+    def write_offline(self, job: Job) -> int:
+        """Writes a fragment."""
+        folder = self._folder / job["job"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for draft in folder.glob(f"{DRAFT}*"):
+            shutil.rmtree(draft)
+        held = max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+        rows = [row for row in job["rows"] if row["sequence"] > held]
+        if held < job["held"] or not rows:
+            return held
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
+        self._log(job, rows, self._init(job, draft, "offline"))
+        self._wandb.teardown()  # W&B's own process writes the file, and has ended then
+        (file,) = draft.glob("wandb/offline-run-*/run-*.wandb")
+        sequences = [row["sequence"] for row in rows]
+        if list(steps_of(file)) != sequences:
+            raise OSError(f"W&B's file does not hold what was written: {file.name}")
+        sync(file)
+        file.parent.rename(folder / f"{sequences[-1]:09d}")
+        sync(folder)
+        shutil.rmtree(draft)
+        return sequences[-1]
+
+    def write_online(self, job: Job) -> int:
+        """Sends to the server, and waits until it has everything."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self._folder))
+        try:
+            run = self._init(job, draft, "online")
+            held = max(0, run.starting_step - 1)
+            rows = [row for row in job["rows"] if row["sequence"] > held]
+            if held < job["held"]:
+                rows = []
+            self._log(job, rows, run)
+            self._wandb.teardown()
+            return rows[-1]["sequence"] if rows else held
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _init(self, job: Job, folder: Path, mode: Any) -> Any:
+        settings = self._wandb.Settings(
+            **self._server,
+            mode=mode,
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            x_update_finish_state=job["final"] is not None,
+            init_timeout=30,
+        )
+        run = self._wandb.init(
+            project=job["project"],
+            entity=job["entity"] or None,
+            name=job["name"] or job["job"],
+            tags=job["tags"],
+            config=job["config"],
+            id=job["job"],
+            resume="allow" if mode == "online" else None,
+            dir=folder,
+            settings=settings,
+        )
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP)
+        return run
+
+    def _log(self, job: Job, rows: list[dict[str, Any]], run: Any) -> None:
+        for row in rows:
+            run.log({**row["metrics"], "_timestamp": row["at"]}, step=row["sequence"])
+        run.finish(exit_code=1 if job["final"] == "failed" else 0)
+
+
+def sync(path: Path) -> None:
+    """Has the disk keep a file's content, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def steps_of(file: Path) -> Iterator[int]:
+    """The steps of the rows in an offline run's file, in order."""
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    for content in _contents(file.read_bytes()):
+        record = messages.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            yield next(int(item.value_json) for item in record.history.item if "_step" in (item.key, *item.nested_key))
+
+
+def _contents(log: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: chunks of (checksum, length, kind), which no block's end divides."""
+    at, content = MAGIC, b""
+    while at + HEADER <= len(log):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", log, at)
+        content += log[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            yield content
+            content = b""

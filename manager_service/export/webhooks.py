@@ -1,0 +1,195 @@
+"""Tells tenants' webhooks of the ends of jobs, signed as OpenAI signs (Standard Webhooks), at least once.
+
+reads: ends, job:<job>, webhooks:<tenant>     writes: ends
+An entry of `ends` goes once every webhook has taken the event, or has refused it for so long that the job's events say so. A
+repeat has the same `webhook-id`.
+"""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import httpx
+import structlog
+
+from common.outgoing import Caller, CallFailed, NotAllowed
+from common.places import Places
+from common.tasks import cancel_all
+from manager_service.export import notes
+from manager_service.export.cells import JobCell
+from manager_service.kept import Limits
+from manager_service.receivers import Receivers
+from manager_service.records import JSON, JobState, Webhook
+
+LOOK_EVERY_S = 1.0
+FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
+"""Between two tries."""
+TIMEOUT_S = 10.0
+CALLS, CALLS_A_TENANT = 32, 4
+"""Calls at once."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The end of one job, on its way to the tenant's webhooks."""
+
+    cell: JobCell
+    tenant: str
+    job: str
+    ended_at: float
+    taken: set[str] = field(default_factory=set[str])  # ids of webhooks that have taken it, or never will
+    num_tries: int = 0
+    due: float = 0.0  # by the monotonic clock
+
+    @property
+    def entry(self) -> str:
+        return f"{self.tenant} {self.job}"
+
+
+class Webhooks:
+    """Delivers. `first_wait_s`: before the second try; it doubles from try to try."""
+
+    def __init__(
+        self,
+        cells: Sequence[JobCell],
+        receivers: Receivers,
+        caller: Caller,
+        *,
+        give_up_s: float,
+        limits: Limits,
+        first_wait_s: float = FIRST_WAIT_S,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`give_up_s`: after a job's end."""
+        self._cells = cells
+        self._receivers = receivers
+        self._caller = caller
+        self._give_up_s = give_up_s
+        self._limits = limits
+        self._first_wait_s = first_wait_s
+        self._timeout_s = timeout_s
+        self._places = Places(lambda: CALLS)
+        self._of_tenant: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._known: dict[str, Delivery] = {}  # by entry
+        self._busy: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await self._look()
+                self._begin()
+                await asyncio.sleep(min(LOOK_EVERY_S, self._first_wait_s))
+        finally:
+            await cancel_all(self._busy.values())
+
+    async def _look(self) -> None:
+        there: dict[str, Delivery] = {}
+        for cell in self._cells:
+            key, client = cell.bus.cell.ends, cell.bus.client
+            found: Any = await cell.bus.retrying(
+                lambda client=client, key=key: client.zrange(key, 0, -1, withscores=True)
+            )
+            for entry, ended_at in found:
+                tenant, job = entry.decode().split()
+                there[f"{tenant} {job}"] = self._known.get(f"{tenant} {job}") or Delivery(cell, tenant, job, ended_at)
+        self._known = there
+
+    def _begin(self) -> None:
+        self._busy = {entry: task for entry, task in self._busy.items() if not task.done()}
+        for entry, delivery in self._known.items():
+            if entry not in self._busy and delivery.due <= time.monotonic():
+                self._busy[entry] = asyncio.create_task(self._guarded(delivery))
+
+    async def _guarded(self, delivery: Delivery) -> None:
+        try:
+            await self._deliver(delivery)
+        except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
+            log.exception("delivery_failed", job_id=delivery.job, reason=str(error))
+            delivery.due = time.monotonic() + MOST_WAIT_S
+
+    async def _deliver(self, delivery: Delivery) -> None:
+        """One try at each webhook that has not taken the event."""
+        cell = delivery.cell
+        webhooks: list[Webhook] = await cell.bus.retrying(lambda: self._receivers.webhooks(delivery.tenant))
+        webhooks = [one for one in webhooks if one.created_at <= delivery.ended_at and one.id not in delivery.taken]
+        found = await cell.job(delivery.tenant, delivery.job) if webhooks else None
+        if found is not None:
+            kind = f"fine_tuning.job.{found.state.status}"
+            asked = [one for one in webhooks if kind in one.events]
+            body = JSON.encode(event_of(delivery.job, kind, found.state))
+            delivery.num_tries += 1
+            failed = [name for one in asked if (name := await self._try(delivery, one, body))]
+            if failed:
+                wait_s = min(MOST_WAIT_S, self._first_wait_s * 2 ** (delivery.num_tries - 1))
+                delivery.due = time.monotonic() + wait_s
+                return
+        await cell.bus.retrying(lambda: cell.bus.client.zrem(cell.bus.cell.ends, delivery.entry))
+
+    async def _try(self, delivery: Delivery, webhook: Webhook, body: bytes) -> str:
+        """Why it is to be tried again; empty if it is not."""
+        reason, for_good = await self._call(delivery, webhook, body)
+        late = time.time() - delivery.ended_at >= self._give_up_s
+        if reason:
+            log.warning(
+                "webhook_failed", job_id=delivery.job, webhook=webhook.id, tries=delivery.num_tries, reason=reason
+            )
+        if reason and not (for_good or late):
+            return reason
+        if reason:
+            host = httpx.URL(webhook.url).host
+            text = f"The webhook {webhook.id} at {host} did not take this job's end in {delivery.num_tries} tries: {reason}"
+            await notes.warn(delivery.cell, delivery.tenant, delivery.job, text, self._limits)
+        delivery.taken.add(webhook.id)
+        return ""
+
+    async def _call(self, delivery: Delivery, webhook: Webhook, body: bytes) -> tuple[str, bool]:
+        """Why the webhook did not take the event (empty: it did), and whether it never will."""
+        own = self._of_tenant.setdefault(delivery.tenant, asyncio.Semaphore(CALLS_A_TENANT))
+        async with own, self._places.one(delivery.tenant, 1.0, lambda: None):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    status, _ = await self._caller.post(webhook.url, signed(webhook.secret, delivery.job, body), body)
+            except NotAllowed as error:
+                return str(error), True
+            except CallFailed as error:
+                return str(error), False
+            except TimeoutError:
+                return f"no answer within {self._timeout_s:g} s", False
+        return ("", False) if 200 <= status < 300 else (f"answered with status {status}", False)
+
+
+def event_of(job: str, kind: str, state: JobState) -> dict[str, Any]:
+    """The body, as OpenAI has it."""
+    return {
+        "object": "event",
+        "id": _id(job),
+        "type": kind,
+        "created_at": state.finished_at,
+        "data": {"id": job},
+    }
+
+
+def _id(job: str) -> str:
+    """The same for every try: a job ends once."""
+    return f"evt_{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+
+
+def signed(secret: str, job: str, body: bytes) -> dict[str, str]:
+    """The headers of Standard Webhooks. `secret`: `whsec_` and base64."""
+    name, at = _id(job), str(int(time.time()))
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    signature = hmac.digest(key, f"{name}.{at}.".encode() + body, "sha256")
+    return {
+        "webhook-id": name,
+        "webhook-timestamp": at,
+        "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
+    }

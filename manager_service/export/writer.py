@@ -1,0 +1,51 @@
+"""Hands rows of some jobs to a logger's own library: `python -m manager_service.export.writer wandb`, one order, one process.
+
+    standard input    the order: a JSON object with `folder`, `key`, `base_url` and `jobs` (see `Order` and `JobRows` in passes.py)
+    standard output   for each job a line of JSON: `{"job", "held"}`, the sequence number of the last row that the logger has, or
+                      `{"job", "error"}`
+
+The logger says which rows it has, and those are left out: so a row is written once, whenever a process was killed. If it has fewer
+than it once said, nothing is written and the answer says so. It needs Python and the logger's package alone.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Order = dict[str, Any]
+Job = dict[str, Any]
+Write = Callable[[Job], int]
+"""Writes a job's rows and returns `held`, once they are where nobody can lose them."""
+
+
+def main() -> None:
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        logger, order = sys.argv[1], json.load(sys.stdin)
+        for answer in answered(order, lambda: opened(logger, order)):
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+def opened(logger: str, order: Order) -> Write:
+    """The logger of this name, for an order."""
+    module = importlib.import_module(f"manager_service.export.{logger}_runs")
+    return module.open_runs(order)
+
+
+def answered(order: Order, open_logger: Callable[[], Write]):
+    """An answer for each job of an order."""
+    write: Write | None = None
+    for job in order["jobs"]:
+        try:
+            write = write or open_logger()
+            yield {"job": job["job"], "held": write(job)}
+        except Exception as error:  # the boundary: whatever a logger raises is the job's answer
+            yield {"job": job["job"], "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Keeps where a tenant's jobs report to: keys of loggers, and webhooks.
+
+marlaas:{@}:logger-keys:<tenant>   hash     logger -> LoggerKey
+marlaas:{@}:webhooks:<tenant>      hash     webhook -> Webhook
+marlaas:{@}:loggers                string   names of the loggers that are installed where the exporter runs
+
+Keys and secrets are kept as they are, since loggers and signatures need them. The manager and the exporter alone may read these
+keys of Redis (deploy/acl.py), and no route answers with one.
+"""
+
+import base64
+import secrets
+import time
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidInput, NotFound
+from manager_service.records import GLOBAL, JSON, LoggerKey, LoggerName, Webhook, WebhookEvent
+
+LOGGERS = GLOBAL + "loggers"
+MAX_WEBHOOKS = 8
+"""Of one tenant."""
+
+
+class Receivers:
+    """Records of loggers' keys and of webhooks, which the API writes and the exporter reads."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+
+    # ---- loggers ----------------------------------------------------------------------------------------------------
+
+    async def installed(self) -> list[LoggerName] | None:
+        """The loggers that the exporter can write to; None if there has never been an exporter."""
+        found = await self._redis.get(LOGGERS)
+        return None if found is None else msgspec.json.decode(found, type=list[LoggerName])
+
+    async def tell_installed(self, loggers: Collection[LoggerName]) -> None:
+        await self._redis.set(LOGGERS, JSON.encode(sorted(loggers)))
+
+    async def set_key(self, tenant: str, logger: LoggerName, key: str, base_url: str) -> LoggerKey:
+        record = LoggerKey(logger=logger, key=key, base_url=base_url, created_at=int(time.time()))
+        await self._redis.hset(_keys(tenant), logger, JSON.encode(record))
+        return record
+
+    async def keys(self, tenant: str) -> dict[LoggerName, LoggerKey]:
+        found = await self._redis.hgetall(_keys(tenant))
+        records = [msgspec.json.decode(record, type=LoggerKey) for record in found.values()]
+        return {record.logger: record for record in records}
+
+    async def delete_key(self, tenant: str, logger: LoggerName) -> None:
+        """Raises NotFound."""
+        if not await self._redis.hdel(_keys(tenant), logger):
+            raise NotFound(f"there is no key for {logger}")
+
+    # ---- webhooks ---------------------------------------------------------------------------------------------------
+
+    async def add_webhook(self, tenant: str, url: str, events: tuple[WebhookEvent, ...]) -> Webhook:
+        """Raises InvalidInput if the tenant has too many."""
+        if await self._redis.hlen(_webhooks(tenant)) >= MAX_WEBHOOKS:
+            raise InvalidInput(
+                f"you have {MAX_WEBHOOKS} webhooks, which is the most: delete one", code="too_many_webhooks"
+            )
+        secret = "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
+        name = f"webhook-{secrets.token_hex(12)}"
+        record = Webhook(id=name, url=url, secret=secret, events=events, created_at=int(time.time()))
+        await self._redis.hset(_webhooks(tenant), name, JSON.encode(record))
+        return record
+
+    async def webhooks(self, tenant: str) -> list[Webhook]:
+        """Newest first."""
+        found = await self._redis.hvals(_webhooks(tenant))
+        records = [msgspec.json.decode(record, type=Webhook) for record in found]
+        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
+
+    async def delete_webhook(self, tenant: str, webhook: str) -> None:
+        """Raises NotFound."""
+        if not await self._redis.hdel(_webhooks(tenant), webhook):
+            raise NotFound(f"there is no webhook {webhook[:64]!r}")
+
+
+def _keys(tenant: str) -> str:
+    return f"{GLOBAL}logger-keys:{tenant}"
+
+
+def _webhooks(tenant: str) -> str:
+    return f"{GLOBAL}webhooks:{tenant}"

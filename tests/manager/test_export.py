@@ -1,0 +1,169 @@
+"""The exporter as a process beside a real owner: every step of a job reaches its loggers once, however often it is killed."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from common.messages import Failure
+from manager_service.export.rows import named
+from manager_service.receivers import Receivers
+from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
+from tests.support.loggers import Logger, environment_with_loggers, logger
+
+STANDIN = (sys.executable, "-m", "tests.support.standin_exporter")
+STEPS = 30
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        await Receivers(running.api.redis).tell_installed(["trackio", "wandb"])
+        yield running
+
+
+@asynccontextmanager
+async def exporter(
+    server: ApiServer, command: Sequence[str] = STANDIN, **settings: Any
+) -> AsyncGenerator["asyncio.subprocess.Process"]:
+    """Runs an exporter on the server's records; kills it with SIGKILL at the end."""
+    own = server.api.settings
+    environment = {
+        "MARLAAS_REDIS_URL": own.redis_url,
+        "MARLAAS_DATA_DIR": str(own.data_dir),
+        "MARLAAS_EXPORT_EVERY_S": "0.1",
+        **{f"MARLAAS_{name.upper()}": str(value) for name, value in settings.items()},
+    }
+    process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+
+async def create(client: AsyncOpenAI, logger: str, *more: str, **hyper: Any) -> str:
+    integrations = [{"type": name, name: {"project": "p"}} for name in (logger, *more)]
+    body: dict[str, Any] = {"method": method(batch_size=1, group_size=2, **hyper), "integrations": integrations}
+    made = await client.fine_tuning.jobs.create(model="tiny", training_file=await upload(client), **body)
+    return made.id
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(100):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+async def nothing_waits(server: ApiServer) -> bool:
+    return not await server.api.redis.exists(server.bus.cell.exports)
+
+
+async def figures(server: ApiServer, job: str) -> list[tuple[int, dict[str, float]]]:
+    """What the events say."""
+    events = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
+    return [(event["data"]["step"], named(event["data"])) for event in reversed(events) if event["type"] == "metrics"]
+
+
+async def test_every_step_reaches_its_loggers_once_though_the_exporter_is_killed_three_times(server: ApiServer) -> None:
+    loggers = {"wandb": logger("standin"), "trackio": logger("standin")}
+    await killed_three_times(server, STANDIN, loggers, step_s=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_wandb_offline_and_trackio_hold_every_step_once_though_the_exporter_is_killed_three_times(
+    server: ApiServer,
+) -> None:
+    command = (str(environment_with_loggers()), "-m", "manager_service.export")
+    loggers = {"wandb": logger("wandb"), "trackio": logger("trackio")}
+    await killed_three_times(server, command, loggers, step_s=2.0)
+
+
+async def killed_three_times(
+    server: ApiServer, command: Sequence[str], loggers: dict[str, Logger], *, step_s: float
+) -> None:
+    """`step_s`: seconds of a step, until the last kill."""
+    folder = server.api.settings.data_dir / "loggers" / "default"
+
+    def held(job: str) -> int:
+        return min(len(one.read(folder / name, job)) for name, one in loggers.items())
+
+    async with running_jobs(server) as env:
+        env.delay_s = step_s
+        job = await create(server.openai, *loggers, max_steps=STEPS)
+        for kill in range(3):
+            async with exporter(server, command), asyncio.timeout(100):
+                while await asyncio.to_thread(held, job) <= 3 * kill:
+                    await asyncio.sleep(0.05)
+        env.delay_s = 0.0
+        async with exporter(server, command):
+            await until(lambda: nothing_waits(server))
+    expected = await figures(server, job)
+    assert [step for step, _ in expected if step] == list(range(1, STEPS + 1))
+    for name, one in loggers.items():
+        assert one.read(folder / name, job) == expected, name
+
+
+async def test_jobs_of_tenants_are_written_into_folders_of_their_own(server: ApiServer) -> None:
+    beta = await server.new_tenant("beta")
+    async with running_jobs(server), exporter(server):
+        mine = await create(server.openai, "wandb", max_steps=2)
+        theirs = await create(beta, "wandb", max_steps=1)
+        await until(lambda: nothing_waits(server))
+    folder = server.api.settings.data_dir / "loggers"
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.jsonl")} == {
+        f"default/wandb/{mine}.jsonl",
+        f"beta/wandb/{theirs}.jsonl",
+    }
+
+
+async def test_a_job_that_fails_leaves_nothing_waiting(server: ApiServer) -> None:
+    async with running_jobs(server) as env, exporter(server):
+        env.reward = lambda start, sample: Failure("grader", "it raised")
+        job = await create(server.openai, "trackio", max_steps=2)
+        await until(lambda: nothing_waits(server))
+    assert (await server.openai.fine_tuning.jobs.retrieve(job)).status == "failed"
+
+
+async def test_what_came_while_no_exporter_ran_is_written_later_from_the_archive(server: ApiServer) -> None:
+    async with running_jobs(server, archive_after_s=0.0):
+        job = await create(server.openai, "wandb", max_steps=3)
+
+        async def is_archived() -> bool:
+            return not await server.api.redis.exists(server.bus.cell.job(job))
+
+        await until(is_archived)
+    async with exporter(server):
+        await until(lambda: nothing_waits(server))
+    folder = server.api.settings.data_dir / "loggers" / "default" / "wandb"
+    assert logger("standin").read(folder, job) == await figures(server, job)
+
+
+async def test_a_server_of_a_logger_that_is_not_allowed_any_more_is_told_once_in_the_jobs_events(
+    server: ApiServer,
+) -> None:
+    await Receivers(server.api.redis).set_key("default", "wandb", "secret-of-mine", "https://wandb.example.org")
+    async with running_jobs(server), exporter(server):
+        job = await create(server.openai, "wandb", max_steps=3)
+        found = list[str]()
+
+        async def told() -> bool:
+            events = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
+            found[:] = [event["message"] for event in events if event["level"] == "warn"]
+            return bool(found) and (await server.openai.fine_tuning.jobs.retrieve(job)).status in FINAL
+
+        await until(told)
+        await asyncio.sleep(0.5)
+        await told()
+    assert found == [
+        "wandb: nothing can be written: https://wandb.example.org: the operator does not allow the host wandb.example.org"
+    ]

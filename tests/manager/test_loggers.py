@@ -1,0 +1,78 @@
+"""What every writer promises, of the real loggers and of the stand-in: a row is there once, whenever its process is killed."""
+
+import asyncio
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manager_service.export.passes import JobRows, Order
+from manager_service.export.rows import Row
+from tests.support.loggers import Logger, logger
+
+KINDS = ["standin", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "trackio"))]
+JOB = "ftjob-1"
+
+
+@pytest.fixture(params=KINDS)
+def under_test(request: pytest.FixtureRequest) -> Logger:
+    return logger(request.param)
+
+
+def order(folder: Path, numbers: range, *, held: int = 0, final: str | None = None, job: str = JOB) -> Order:
+    rows = [Row(n, 1_000 + n, n, {"train/global_step": n, "train/loss": n / 2}) for n in numbers]
+    config = {"batch_size": 4, "lora": {"rank": 8}}
+    names: dict[str, Any] = {"project": "mine", "name": "first", "entity": "", "tags": ("a",)}
+    return Order(
+        folder=str(folder),
+        key="",
+        base_url="",
+        jobs=[JobRows(job=job, **names, config=config, held=held, rows=rows, final=final)],
+    )
+
+
+async def written(one: Logger, asked: Order) -> int | None:
+    (answer,) = (await one.passes.write(one.name, asked)).values()
+    assert answer.error == ""
+    return answer.held
+
+
+def expected(numbers: range) -> list[tuple[int, dict[str, float]]]:
+    return [(n, {"train/global_step": n, "train/loss": n / 2}) for n in numbers]
+
+
+async def test_rows_that_come_again_are_not_written_again(under_test: Logger, tmp_path: Path) -> None:
+    assert await written(under_test, order(tmp_path, range(1, 4))) == 3
+    assert await written(under_test, order(tmp_path, range(1, 6))) == 5
+    assert await written(under_test, order(tmp_path, range(1, 3))) == 5
+    assert await written(under_test, order(tmp_path, range(6, 8), held=5, final="succeeded")) == 7
+    assert under_test.read(tmp_path, JOB) == expected(range(1, 8))
+
+
+async def test_jobs_of_one_pass_are_kept_apart(under_test: Logger, tmp_path: Path) -> None:
+    asked, other = order(tmp_path, range(1, 3)), order(tmp_path, range(4, 9), job="ftjob-2")
+    both = Order(folder=str(tmp_path), key="", base_url="", jobs=[*asked.jobs, *other.jobs])
+    answers = await under_test.passes.write(under_test.name, both)
+    assert {job: answer.held for job, answer in answers.items()} == {JOB: 2, "ftjob-2": 8}
+    assert under_test.read(tmp_path, JOB) == expected(range(1, 3))
+    assert under_test.read(tmp_path, "ftjob-2") == expected(range(4, 9))
+
+
+async def test_a_logger_that_has_lost_rows_says_so_and_gets_them_again(under_test: Logger, tmp_path: Path) -> None:
+    assert await written(under_test, order(tmp_path, range(1, 4))) == 3
+    shutil.rmtree(tmp_path)
+    assert await written(under_test, order(tmp_path, range(4, 6), held=3)) == 0
+    assert await written(under_test, order(tmp_path, range(1, 6))) == 5
+    assert under_test.read(tmp_path, JOB) == expected(range(1, 6))
+
+
+async def test_a_writer_that_is_killed_at_any_moment_leaves_no_row_twice(under_test: Logger, tmp_path: Path) -> None:
+    rows = range(1, 400)
+    for moment_s in (0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.0):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(moment_s):
+                await under_test.passes.write(under_test.name, order(tmp_path, rows))
+    assert await written(under_test, order(tmp_path, rows)) == 399
+    assert under_test.read(tmp_path, JOB) == expected(rows)

@@ -1,0 +1,146 @@
+"""Where a tenant's jobs report to: checked when it is given, and no key or secret ever comes back."""
+
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from manager_service.receivers import MAX_WEBHOOKS, Receivers
+from tests.support.api_server import ApiServer, method, running_api, upload
+
+KEY = "wandb-key-of-a-tenant-0123456789"
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    hosts = {"logger_hosts": "api.wandb.ai, *.example.org", "webhook_hosts": "*.example.org, 127.0.0.1"}
+    async with running_api(redis_url, tmp_path / "data", **hosts) as running:
+        await Receivers(running.api.redis).tell_installed(["wandb"])
+        yield running
+
+
+async def create(server: ApiServer, *integrations: Any) -> Any:
+    body: dict[str, Any] = {"method": method(), "integrations": list(integrations)}
+    file = await upload(server.openai)
+    return await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, **body)
+
+
+async def test_a_job_shows_its_integrations_as_openai_does(server: ApiServer) -> None:
+    given = {"project": "mine", "name": "run 1", "entity": "team", "tags": ["a", "b"]}
+    job = await create(server, {"type": "wandb", "wandb": given})
+    (shown,) = (await server.openai.fine_tuning.jobs.retrieve(job.id)).integrations or []
+    assert (shown.type, shown.wandb.to_dict()) == ("wandb", given)
+    assert await server.api.redis.hgetall(server.bus.cell.exports) == {job.id.encode(): b"default"}
+
+
+async def test_a_job_without_integrations_waits_for_no_exporter(server: ApiServer) -> None:
+    assert (await create(server)).integrations == []
+    assert not await server.api.redis.exists(server.bus.cell.exports)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"type": "wanbd", "wandb": {"project": "p"}}, "did you mean 'wandb'"),
+        ({"type": "wandb"}, '"wandb": {"project": …}'),
+        ({"type": "wandb", "wandb": {"project": "p"}, "trackio": {"project": "p"}}, '"wandb": {"project": …}'),
+        ({"type": "wandb", "wandb": {"project": "../p"}}, "use 1 to 128 letters"),
+        ({"type": "wandb", "wandb": {"project": "p", "entity": "a/b"}}, "use 1 to 128 letters"),
+        ({"type": "wandb", "wandb": {"project": "p", "key": KEY}}, "key"),
+        ({"type": "trackio", "trackio": {"project": "p"}}, "pip install 'marlaas[trackio]'"),
+    ],
+)
+async def test_wrong_integrations_are_refused_with_what_to_do(server: ApiServer, given: Any, said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(server, given)
+    assert said in refused.value.message
+
+
+async def test_two_integrations_of_one_type_and_names_of_trackios_own_files_are_refused(server: ApiServer) -> None:
+    await Receivers(server.api.redis).tell_installed(["wandb", "trackio"])
+    one = {"type": "wandb", "wandb": {"project": "p"}}
+    with pytest.raises(openai.BadRequestError, match="one of each type"):
+        await create(server, one, one)
+    with pytest.raises(openai.BadRequestError, match="trackio keeps this name"):
+        await create(server, {"type": "trackio", "trackio": {"project": "model_configs"}})
+
+
+async def test_without_an_exporter_integrations_are_refused(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path / "data") as server:
+        with pytest.raises(openai.BadRequestError, match="no exporter"):
+            await create(server, {"type": "wandb", "wandb": {"project": "p"}})
+
+
+# ---- keys and secrets -----------------------------------------------------------------------------------------------
+
+
+async def test_keys_and_secrets_come_back_by_no_route(server: ApiServer) -> None:
+    set_key = await server.http.post("/v1/loggers/wandb", json={"api_key": KEY})
+    made = await server.http.post("/v1/webhooks", json={"url": "https://hooks.example.org/x"})
+    assert (set_key.status_code, made.status_code) == (200, 200)
+    secret = made.json()["secret"]
+    job = await create(server, {"type": "wandb", "wandb": {"project": "p"}})
+    texts = [set_key.text, *[(await server.http.post("/v1/loggers/wandb", json=bad)).text for bad in wrong_keys()]]
+    for headers in ({}, server.as_admin(), {**server.as_admin(), "MARLaaS-Tenant": "default"}):
+        texts += [answer.text for answer in await every_get(server, job.id, headers)]
+    assert json.loads(texts[0]) == {**json.loads(texts[0]), "id": "wandb", "base_url": "https://api.wandb.ai"}
+    assert any(made.json()["id"] in text for text in texts)
+    assert [text for text in texts if KEY in text or secret in text] == []
+
+
+def wrong_keys() -> list[dict[str, Any]]:
+    return [
+        {"api_key": KEY, "base_url": "https://elsewhere.test"},
+        {"api_key": KEY, "base_url": "ftp://api.wandb.ai"},
+        {"api_key": f"{KEY}\n"},
+        {"api_key": KEY, "unknown": 1},
+        {"api_key": [KEY]},
+        {"api_key": KEY * 100},
+    ]
+
+
+async def every_get(server: ApiServer, job: str, headers: dict[str, str]) -> list[httpx.Response]:
+    """Answers of all routes that can be read."""
+    paths = (await server.http.get("/openapi.json")).json()["paths"]
+    readable = [
+        path.replace("{job_id}", job).replace("{tenant_id}", "default") for path in paths if "get" in paths[path]
+    ]
+    return [await server.http.get(path, headers=headers) for path in readable if "{" not in path]
+
+
+async def test_an_error_does_not_repeat_a_key(server: ApiServer) -> None:
+    for given in wrong_keys():
+        refused = await server.http.post("/v1/loggers/wandb", json=given)
+        assert (refused.status_code, KEY in refused.text) == (400, False), refused.text
+
+
+async def test_a_tenants_keys_and_webhooks_are_its_own(server: ApiServer) -> None:
+    beta = await server.new_tenant("beta")
+    await server.http.post("/v1/loggers/wandb", json={"api_key": KEY})
+    webhook = (await server.http.post("/v1/webhooks", json={"url": "https://hooks.example.org/x"})).json()["id"]
+    theirs = {"Authorization": f"Bearer {beta.api_key}"}
+    for path in ("/v1/loggers", "/v1/webhooks"):
+        assert (await server.http.get(path, headers=theirs)).json()["data"] == []
+    for path in ("/v1/loggers/wandb", f"/v1/webhooks/{webhook}"):
+        assert (await server.http.delete(path, headers=theirs)).status_code == 404
+        assert (await server.http.delete(path)).status_code == 200
+        assert (await server.http.delete(path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "url", ["http://169.254.169.254/latest", "https://example.org/", "http://10.0.0.1/", "nonsense"]
+)
+async def test_a_webhook_of_a_host_that_the_operator_does_not_allow_is_refused(server: ApiServer, url: str) -> None:
+    refused = await server.http.post("/v1/webhooks", json={"url": url})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "url")
+
+
+async def test_a_tenant_has_a_few_webhooks_at_most(server: ApiServer) -> None:
+    for number in range(MAX_WEBHOOKS):
+        assert (await server.http.post("/v1/webhooks", json={"url": f"https://a.example.org/{number}"})).is_success
+    refused = await server.http.post("/v1/webhooks", json={"url": "https://a.example.org/"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_webhooks")
