@@ -2,6 +2,8 @@
 
     user       reads and settles        appends to                                              besides
     manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
+    exporter   exports, ends; jobs and  jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
+               their events, at its end ended
     env        env                      rollout, rollout:first, scored:*, reply:*, dead         follows control
     rollout    rollout, rollout:first   env, scored:*, reply:*, dead                            follows control, adapters:new
     trainer    train, train:*           adapters:<p>, dead                                      follows control
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 
 from common.streams import NUM_PARTITIONS, Cell
 
-SERVICES = ("manager", "env", "rollout", "trainer")
+SERVICES = ("manager", "exporter", "env", "rollout", "trainer")
 USERS = (*SERVICES, "scaler", "health", "operator")
 NOBODY = "user default off resetpass ~* &* +@all"
 """The user `default`, as whom nobody can log in. Redis 7 replays transactions of its append-only file under that name:
@@ -35,6 +37,11 @@ _MANAGER = """
     multi exec info dbsize randomkey memory|usage
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat
     hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zinter zmscore zrange zrem zremrangebyscore
+"""
+
+_EXPORTER = """
+    ping time cluster|slots eval evalsha script|load
+    get set hget hset hdel hexists hvals hgetall sismember xrange xadd zrange zrem
 """
 
 
@@ -53,6 +60,15 @@ def rights(user: str, base_models: Iterable[str]) -> Rights:
     cells = [_Keys(Cell(_literally(base))) for base in base_models]
     everything = {
         "manager": Rights(commands=tuple(f"{_WORKER} {_MANAGER}".split()), settles=("marlaas:*",)),
+        "exporter": Rights(
+            commands=tuple(_EXPORTER.split()),
+            settles=("marlaas:{@}:loggers", *(key for keys in cells for key in keys.told)),
+            reads=(
+                *("marlaas:{@}:logger-keys:*", "marlaas:{@}:webhooks:*"),
+                *(keys.cell.active(partition) for keys in cells for partition in range(NUM_PARTITIONS)),
+            ),
+            appends=tuple(keys.cell.jobs(partition) for keys in cells for partition in range(NUM_PARTITIONS)),
+        ),
         "env": _worker([keys.env for keys in cells]),
         "rollout": _worker([keys.rollout for keys in cells]),
         "trainer": _worker([keys.trainer for keys in cells]),
@@ -111,6 +127,12 @@ class _Keys:
         cell = self.cell
         updates = tuple(cell.adapters(partition) for partition in range(NUM_PARTITIONS))
         return self._member(settles=(cell.train, cell.trainer("*")), reads=(cell.control,), appends=updates)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What the exporter reads, and changes of a job that has ended."""
+        cell = self.cell
+        return (cell.exports, cell.ends, cell.job("*"), cell.events("*"))
 
     @property
     def work(self) -> tuple[str, ...]:

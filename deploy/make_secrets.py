@@ -36,6 +36,9 @@ MARLAAS_ENDPOINT_HOSTS=
 # hosts whose models `score_model` and `label_model` may ask, and the keys for them: https://api.example.org=sk-...
 MARLAAS_GRADER_HOSTS=
 MARLAAS_GRADER_KEYS=
+# hosts of W&B servers that tenants' figures may be sent to, such as api.wandb.ai, and hosts that their webhooks may be at
+MARLAAS_LOGGER_HOSTS=
+MARLAAS_WEBHOOK_HOSTS=
 REDIS_MAXMEMORY=1gb
 # limits of the containers: Redis' own twice the line above, for it takes more while it rewrites its file; an env worker's
 # MARLAAS_SANDBOX_PROCESSES + 1 times MARLAAS_SANDBOX_MEMORY_MB, and 1.5gb more. docker-compose.yml has those of the others
@@ -74,7 +77,7 @@ def make_folder() -> None:
 def new_settings() -> str:
     keys = [
         f"{service}_AWS_{part}={secrets.token_hex(16)}"
-        for service in ("MANAGER", "ENV", "ROLLOUT", "TRAINER")
+        for service in ("MANAGER", "EXPORTER", "ENV", "ROLLOUT", "TRAINER")
         for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
     ]
     passwords = [f"REDIS_{user.upper()}_PASSWORD={secrets.token_hex(24)}" for user in USERS]

@@ -15,6 +15,7 @@ Its files:
     progress.py   gathers what is known of a running job from its events
     pull.py       `pull`: downloads an adapter
     account.py    `usage`, `ledger`
+    receivers.py  `loggers`, `webhooks`: where jobs report to
     samples.py    `samples`: shows whole conversations
     chat.py       `chat`: talks to a model
     talk.py       holds a conversation through the `openai` client

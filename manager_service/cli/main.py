@@ -6,7 +6,7 @@ import typer
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.cli import account, chat, jobs, models, operate, plan, pull, samples, submit, up, watch
+from manager_service.cli import account, chat, jobs, models, operate, plan, pull, receivers, samples, submit, up, watch
 from manager_service.cli.output import visible
 
 LINE_END = "\n"
@@ -30,6 +30,8 @@ app.command("pull")(pull.pull)
 app.command("samples")(samples.samples)
 app.command("ledger")(account.ledger)
 app.command("usage")(account.usage)
+app.command("loggers")(receivers.loggers)
+app.command("webhooks")(receivers.webhooks)
 app.command("models")(models.models)
 app.command("plan")(plan.plan)
 app.command("chat")(chat.chat)

@@ -41,6 +41,9 @@ def submit(
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
+    log: Annotated[
+        list[str] | None, typer.Option(help="Send the figures to wandb:PROJECT, or trackio:PROJECT; may be repeated.")
+    ] = None,
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
@@ -52,6 +55,8 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     request: Record = {"model": model, "method": {"type": method, method: how}}
     request |= {key: value for key, value in (("suffix", suffix), ("seed", seed)) if value is not None}
+    if log:
+        request["integrations"] = [parse_log(text) for text in log]
     with connect(url, data) as client, connect_operator(url, data) as operator:
         request["training_file"] = _upload(client, file) if file else None
         if validation:
@@ -95,6 +100,14 @@ def parse_grader(text: str) -> Record:
         raise InvalidInput(f"--grader {text}: write {':FIELD, '.join(SHORT_GRADERS)}:FIELD, JSON, or @file.json")
     templates = {"input": "{{sample.output_text}}", "reference": f"{{{{item.{field}}}}}"}
     return {"type": kind, "name": kind, **templates, **SHORT_GRADERS[kind]}
+
+
+def parse_log(text: str) -> Record:
+    """`wandb:project` -> an integration. Raises InvalidInput."""
+    logger, _, project = text.partition(":")
+    if not project:
+        raise InvalidInput(f"--log {text}: write wandb:PROJECT or trackio:PROJECT")
+    return {"type": logger, logger: {"project": project}}
 
 
 def parse_environment(text: str) -> Record:

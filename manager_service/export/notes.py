@@ -12,13 +12,12 @@ from manager_service.jobs.journal import Journal
 from manager_service.kept import Limits
 from manager_service.records import JSON, MOVING, EventRecord
 
-# KEYS: job, its events, active. ARGV: the field `moving`, job id, state of before, new state, the event's entry and record.
+# KEYS: job, its events. ARGV: the field `moving`, state of before, new state, the event's entry and record.
 WARN = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 'moving' end
-if redis.call('SISMEMBER', KEYS[3], ARGV[2]) == 1 then return 'held' end
-if redis.call('HGET', KEYS[1], 'state') ~= ARGV[3] then return 'changed' end
-redis.call('XADD', KEYS[2], ARGV[5], 'event', ARGV[6])
-redis.call('HSET', KEYS[1], 'state', ARGV[4])
+if redis.call('HGET', KEYS[1], 'state') ~= ARGV[2] then return 'changed' end
+redis.call('XADD', KEYS[2], ARGV[4], 'event', ARGV[5])
+redis.call('HSET', KEYS[1], 'state', ARGV[3])
 return 'done'
 """
 AGAIN_S = 0.5
@@ -35,23 +34,23 @@ async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) 
         if found.archived is not None:
             await cell.archive.add_event(found.archived, lambda number: _event(number, text))
             return
-        answer = await _warn(cell, found, text, limits)
-        if answer == b"held":
-            await cell.bus.publish([(cell.bus.cell.jobs(partition_of(tenant)), _command(found, text))])
-        if answer in (b"held", b"done"):
+        active = cell.bus.cell.active(partition_of(tenant))
+        if await cell.bus.retrying(lambda active=active: cell.bus.client.sismember(active, job)):
+            return await cell.bus.publish([(cell.bus.cell.jobs(partition_of(tenant)), _command(found, text))])
+        if await _warn(cell, found, text, limits) == b"done":
             return
         await asyncio.sleep(AGAIN_S)
 
 
 async def _warn(cell: JobCell, found: FoundJob, text: str, limits: Limits) -> bytes:
-    """Writes into the record of a job that nobody holds."""
+    """Writes into the record of a job that no owner holds any more."""
     spec, state, keys = found.spec, found.state, cell.bus.cell
     changes = Changes()
     Journal(spec, state, limits).warn(time.time(), text, changes)
     ((_, event),) = changes.events
-    args: list[Any] = [MOVING, spec.id, found.written, JSON.encode(state), f"{event.sequence}-0", JSON.encode(event)]
+    args: list[Any] = [MOVING, found.written, JSON.encode(state), f"{event.sequence}-0", JSON.encode(event)]
     script = cell.bus.client.register_script(WARN)
-    involved = [keys.job(spec.id), keys.events(spec.id), keys.active(partition_of(spec.tenant))]
+    involved = [keys.job(spec.id), keys.events(spec.id)]
     return await cell.bus.retrying(lambda: script(keys=involved, args=args))
 
 

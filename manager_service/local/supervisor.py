@@ -320,7 +320,7 @@ Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]
 
 
 def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-    """The manager, and for each base model the given number of workers of each service.
+    """The manager, the exporter, and for each base model the given number of workers of each service.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
     """
@@ -329,6 +329,7 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
     except ValueError as error:
         raise InvalidInput(str(error)) from error
     services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
+    services.append(ServiceCommand("exporter", (sys.executable, "-m", "manager_service.export")))
     for base in bases:
         for service, count in counts.items():
             prefix = service if len(bases) == 1 else f"{service}-{base}"

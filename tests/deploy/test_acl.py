@@ -15,7 +15,9 @@ from harness.live import Api, is_balanced, running
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
 from manager_service.local.supervisor import ServiceCommand
-from tests.support.api_server import running_api
+from manager_service.receivers import LOGGERS
+from tests.manager.test_export import create, exporter, nothing_waits, until
+from tests.support.api_server import running_api, running_jobs
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import client_of, pass_over
 
@@ -61,6 +63,14 @@ OTHERS_KEYS = {
         "marlaas:{@}:tenants",
         CELL.lease(1),
     ],
+    "exporter": [
+        CELL.env,
+        CELL.scored(3),
+        CELL.lease(1),
+        CELL.usage("acme"),
+        "marlaas:{@}:keys",
+        "marlaas:{@}:tenants",
+    ],
     "rollout": [CELL.train, CELL.job("j"), CELL.jobs(3), CELL.adapters(3), "marlaas:{@}:keys", CELL.usage("acme")],
     "trainer": [CELL.env, CELL.rollout, CELL.scored(3), CELL.job("j"), CELL.ledger("j"), "marlaas:{@}:keys"],
 }
@@ -73,12 +83,12 @@ def test_a_worker_can_neither_read_nor_write_what_is_not_its_own(server: RedisSe
             assert not allowed(server, user, *command), command
         for script in ("return redis.call('XADD', KEYS[1], '*', 'a', 'b')", "return redis.call('HGETALL', KEYS[1])"):
             assert not allowed(server, user, "EVAL", script, "1", key)
-            own = {"env": CELL.env, "rollout": CELL.rollout, "trainer": CELL.train}[user]
+            own = {"env": CELL.env, "exporter": CELL.exports, "rollout": CELL.rollout, "trainer": CELL.train}[user]
             smuggled = script.replace("KEYS[1]", "ARGV[1]")
             assert not allowed(server, user, "EVAL", smuggled, "1", own, key)
 
 
-@pytest.mark.parametrize("user", ["env", "rollout", "trainer", "manager"])
+@pytest.mark.parametrize("user", ["env", "rollout", "trainer", "exporter", "manager"])
 def test_no_service_may_administer_redis(server: RedisServer, user: str) -> None:
     for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["ACL", "LIST"], ["KEYS", "*"], ["SHUTDOWN"], ["MONITOR"]):
         assert not allowed(server, user, *command), command
@@ -160,6 +170,27 @@ async def test_the_manager_serves_the_tinker_protocol_with_its_own_rights(server
         assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
 
 
+async def test_the_exporter_reports_with_its_own_rights(server: RedisServer, tmp_path: Path) -> None:
+    manager, own = (f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0" for user in ("manager", "exporter"))
+    hosts = {"webhook_hosts": "127.0.0.1"}
+    async with (
+        running_api(manager, tmp_path / "data", **hosts) as api,
+        running_jobs(api),
+        exporter(api, redis_url=own, webhook_give_up_s=0, **hosts),
+    ):
+        await until(lambda: api.api.redis.exists(LOGGERS))
+        await api.http.post("/v1/webhooks", json={"url": "http://127.0.0.1:9/"})
+        job = await create(api.openai, "wandb", max_steps=2)
+        await until(lambda: nothing_waits(api))
+
+        async def is_told() -> bool:
+            return "The webhook" in (await api.http.get(f"/v1/fine_tuning/jobs/{job}/events")).text
+
+        await until(is_told)
+    with client(server, "operator") as operator:
+        assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_job_succeeds_with_each_service_under_its_own_user(server: RedisServer, tmp_path: Path) -> None:
@@ -167,7 +198,7 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
         return [
             ServiceCommand(
                 f"{name}-0" if name != "manager" else name,
-                (sys.executable, "-m", f"{name}_service"),
+                (sys.executable, "-m", "manager_service.export" if name == "exporter" else f"{name}_service"),
                 {"MARLAAS_REDIS_URL": f"redis://{name}:{PASSWORDS[name][0]}@127.0.0.1:{server.port}/0"},
             )
             for name in SERVICES

@@ -201,10 +201,12 @@ def test_what_tenants_code_writes_is_bounded_in_bytes_and_files() -> None:
 
 
 def test_compose_gives_each_service_its_own_redis_user_and_no_other_secret() -> None:
-    for name in ("manager", "env", "rollout", "trainer"):
+    for name in ("manager", "exporter", "env", "rollout", "trainer"):
         environment = COMPOSE["services"][name]["environment"]
         assert environment["MARLAAS_REDIS_URL"].startswith(f"redis://{name}:${{REDIS_{name.upper()}_PASSWORD")
-        others = [user.upper() for user in ("manager", "env", "rollout", "trainer", "operator") if user != name]
+        others = [
+            user.upper() for user in ("manager", "exporter", "env", "rollout", "trainer", "operator") if user != name
+        ]
         assert not [
             value
             for value in filter(None, environment.values())
@@ -261,6 +263,11 @@ def test_the_images_want_what_the_project_wants() -> None:
     assert not any(name.startswith("torch") for image in ("manager", "env") for name in requirements(image))
 
 
+def test_the_exporters_image_has_the_loggers_beside_what_the_manager_needs() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert requirements("exporter") == requirements("manager") | {*extras["wandb"], *extras["trackio"]}
+
+
 @pytest.mark.parametrize("image", IMAGES)
 def test_each_image_installs_what_its_code_imports(image: str) -> None:
     installed = {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in requirements(image)}
@@ -302,7 +309,7 @@ def test_secrets_are_made_once_and_nobody_else_reads_them(tmp_path: Path) -> Non
     assert (tmp_path / ".env.cluster").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / ".cluster").stat().st_mode & 0o777 == 0o700
     values = [line.partition("=")[2] for line in first[".env.cluster"].splitlines() if "PASSWORD=" in line]
-    assert len(set(values)) == len(values) == 7 and all(len(value) == 48 for value in values)
+    assert len(set(values)) == len(values) == 8 and all(len(value) == 48 for value in values)
     assert not any(value in first[".cluster/redis/users.acl"] for value in values), "hashes alone"
 
 
@@ -311,7 +318,7 @@ def test_while_a_password_is_rotated_both_are_valid(tmp_path: Path) -> None:
     with (tmp_path / ".env.cluster").open("a") as file:
         file.write("REDIS_ENV_OLD_PASSWORD=old\n")
     after = make_secrets(tmp_path)[".cluster/redis/users.acl"]
-    assert (before.count("#"), after.count("#")) == (7, 8)
+    assert (before.count("#"), after.count("#")) == (8, 9)
 
 
 # ---- the proxy ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Where a tenant's jobs report to: checked when it is given, and no key or secret ever comes back."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from manager_service.cli.main import app
 from manager_service.receivers import MAX_WEBHOOKS, Receivers
-from tests.support.api_server import ApiServer, method, running_api, upload
+from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
 
 KEY = "wandb-key-of-a-tenant-0123456789"
 
@@ -144,3 +147,46 @@ async def test_a_tenant_has_a_few_webhooks_at_most(server: ApiServer) -> None:
         assert (await server.http.post("/v1/webhooks", json={"url": f"https://a.example.org/{number}"})).is_success
     refused = await server.http.post("/v1/webhooks", json={"url": "https://a.example.org/"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_webhooks")
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+async def marlaas(server: ApiServer, *words: str, given: str = "") -> str:
+    """What the command prints."""
+    options = ["--url", server.url]
+    environment = {"MARLAAS_API_KEY": server.key}
+    result = await asyncio.to_thread(CliRunner().invoke, app, [*words, *options], input=given, env=environment)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+async def test_the_command_line_sets_keys_and_webhooks_and_shows_neither_again(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    assert KEY not in await marlaas(server, "loggers", "wandb", given=f"{KEY}\n")
+    (record,) = (await Receivers(server.api.redis).keys("default")).values()
+    assert (record.key, record.base_url) == (KEY, "https://api.wandb.ai")
+    made = json.loads(await marlaas(server, "webhooks", "--add", "https://hooks.example.org/x", "--json"))
+    shown = await marlaas(server, "loggers") + await marlaas(server, "webhooks")
+    assert "api.wandb.ai" in shown and made["id"] in shown
+    assert KEY not in shown and made["secret"] not in shown
+    await marlaas(server, "loggers", "wandb", "--delete")
+    await marlaas(server, "webhooks", "--delete", made["id"])
+    assert not await Receivers(server.api.redis).keys("default")
+    assert not await Receivers(server.api.redis).webhooks("default")
+
+
+async def test_the_command_line_submits_a_job_with_a_logger(server: ApiServer, tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_bytes(jsonl(item(), item()))
+    words = [
+        "submit",
+        str(tmp_path / "items.jsonl"),
+        "--grader",
+        "string_check:answer",
+        "--log",
+        "wandb:mine",
+        "--json",
+    ]
+    job = json.loads(await marlaas(server, *words))
+    assert job["integrations"][0]["wandb"]["project"] == "mine"

@@ -289,6 +289,7 @@ def test_each_base_model_has_its_own_workers() -> None:
     services = service_commands({"rollout": 2, "trainer": 1}, environment)
     assert [service.name for service in services] == [
         "manager",
+        "exporter",
         "rollout-tiny-0",
         "rollout-tiny-1",
         "trainer-tiny-0",
