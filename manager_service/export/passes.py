@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,34 +61,51 @@ class Passes:
         """An answer for each job of the order. The key is in none of them."""
         folder = Path(order.folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _home(folder) as home:
+            output, missing = await self._run(logger, order, _environment(folder, home))
+        found = {job.job: Answer(job.job, error=missing) for job in order.jobs}
+        return found | {answer.job: answer for answer in _answers(output, order.key)}
+
+    async def _run(self, logger: LoggerName, order: Order, environment: Mapping[str, str]) -> tuple[bytes, str]:
+        """What the writer said, and what to say of jobs of which it said nothing."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-IS", str(child.__file__), str(os.getpid()), *self.command, logger),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # a library may say a key there
-            env=_environment(folder),
-            cwd=folder,
+            env=environment,
+            cwd=order.folder,
             start_new_session=True,
         )
         try:
             async with asyncio.timeout(self.timeout_s):
                 output, _ = await process.communicate(JSON.encode(order))
-            missing = f"the writer of {logger} ended with status {process.returncode}"
+            return output, f"the writer of {logger} ended with status {process.returncode}"
         except TimeoutError:
-            output, missing = b"", f"{logger} took more than {self.timeout_s:.0f} s"
+            return b"", f"{logger} took more than {self.timeout_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):  # W&B's own process is in the same group
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        found = {job.job: Answer(job.job, error=missing) for job in order.jobs}
-        return found | {answer.job: answer for answer in _answers(output, order.key)}
 
 
-def _environment(folder: Path) -> Mapping[str, str]:
+@contextlib.contextmanager
+def _home(folder: Path) -> Generator[Path]:
+    """A folder for what libraries leave about, such as logs; what a pass that was killed left there goes too."""
+    home = folder / ".home"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _environment(folder: Path, home: Path) -> Mapping[str, str]:
     """Nothing of this process's own: a logger finds neither the operator's keys nor Redis' password."""
     return {
         "PATH": os.defpath,
-        "HOME": str(folder),
+        "HOME": str(home),
         "PYTHONPATH": str(ROOT),
         "TRACKIO_DIR": str(folder),
         "TRACKIO_SQLITE_SYNCHRONOUS": "full",

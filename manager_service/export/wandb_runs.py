@@ -43,8 +43,7 @@ class Runs:
         """Writes a fragment."""
         folder = self._folder / job["job"]
         folder.mkdir(parents=True, exist_ok=True)
-        for draft in folder.glob(f"{DRAFT}*"):
-            shutil.rmtree(draft)
+        clear(folder)
         held = max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
         rows = [row for row in job["rows"] if row["sequence"] > held]
         if held < job["held"] or not rows:
@@ -64,7 +63,7 @@ class Runs:
 
     def write_online(self, job: Job) -> int:
         """Sends to the server, and waits until it has everything."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        clear(self._folder)
         draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self._folder))
         try:
             run = self._init(job, draft, "online")
@@ -113,6 +112,12 @@ class Runs:
         for row in rows:
             run.log({**row["metrics"], "_timestamp": row["at"]}, step=row["sequence"])
         run.finish(exit_code=1 if job["final"] == "failed" else 0)
+
+
+def clear(folder: Path) -> None:
+    """Deletes what writers that were killed have left. One writes at a time."""
+    for draft in folder.glob(f"{DRAFT}*"):
+        shutil.rmtree(draft)
 
 
 def sync(path: Path) -> None:

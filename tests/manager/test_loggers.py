@@ -6,13 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from manager_service.export.passes import JobRows, Order
 from manager_service.export.rows import Row
 from tests.support.loggers import Logger, logger
+from tests.support.wandb_server import wandb_server
 
-KINDS = ["standin", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "trackio"))]
+KINDS = [
+    "standin",
+    *(pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.timeout(600)]) for kind in ("wandb", "trackio")),
+]
 JOB = "ftjob-1"
 
 
@@ -76,3 +81,29 @@ async def test_a_writer_that_is_killed_at_any_moment_leaves_no_row_twice(under_t
                 await under_test.passes.write(under_test.name, order(tmp_path, rows))
     assert await written(under_test, order(tmp_path, rows)) == 399
     assert under_test.read(tmp_path, JOB) == expected(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_server_of_wandb_has_each_row_once_though_writers_are_killed_and_the_key_is_kept_nowhere(
+    tmp_path: Path,
+) -> None:
+    one, key = logger("wandb"), "0123456789abcdef" * 3
+
+    def to_server(numbers: range, held: int, final: str | None) -> Order:
+        return msgspec.structs.replace(order(tmp_path, numbers, held=held, final=final), key=key, base_url=server.url)
+
+    with wandb_server() as server:
+        assert await written(one, to_server(range(1, 4), 0, None)) == 3
+        for moment_s in (1.5, 2.5, 3.5):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(moment_s):
+                    await one.passes.write("wandb", to_server(range(1, 200), 3, None))
+        assert server.exit_codes == []
+        assert await written(one, to_server(range(1, 200), 3, "failed")) == 199
+        assert [row["_step"] for row in server.history] == list(range(1, 200))
+        assert [row["train/loss"] for row in server.history] == [n / 2 for n in range(1, 200)]
+        assert (server.exit_codes, len(server.keys - {""})) == ([1], 1)
+        server.history.clear()
+        assert await written(one, to_server(range(200, 201), 199, None)) == 0, "the server has lost the run"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
