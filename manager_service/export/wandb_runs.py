@@ -4,7 +4,7 @@ steps in ascending order alone, and an evaluation may end after a later training
 With a key, the run is on a server, which says when it is opened which step it has last.
 Without one, the run is a folder of offline fragments, each named by its last event:
 
-    <folder>/<job>/000000042/run-<job>.wandb
+    <folder>/<job>/offline-run-000000042/run-<job>.wandb
 
 A fragment is written aside, closed, read back and only then moved to its name: it is there whole or not at all.
 `wandb beta sync --id <job> <folder>/<job>` sends them to a server, in order.
@@ -21,6 +21,8 @@ from typing import Any
 
 Job = dict[str, Any]
 STEP = "train/global_step"
+FRAGMENT = "offline-run-"
+"""W&B tells offline runs by this beginning of their folders' names."""
 DRAFT = ".writing-"
 BLOCK, HEADER, MAGIC = 32768, 7, 7
 """Bytes of a block of LevelDB's log format, of a chunk's header, and of what stands before the first block's chunks."""
@@ -44,7 +46,7 @@ class Runs:
         folder = self._folder / job["job"]
         folder.mkdir(parents=True, exist_ok=True)
         clear(folder)
-        held = max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+        held = max((int(path.name.removeprefix(FRAGMENT)) for path in folder.glob(f"{FRAGMENT}*")), default=0)
         rows = [row for row in job["rows"] if row["sequence"] > held]
         if held < job["held"] or not rows:
             return held
@@ -56,7 +58,7 @@ class Runs:
         if list(steps_of(file)) != sequences:
             raise OSError(f"W&B's file does not hold what was written: {file.name}")
         sync(file)
-        file.parent.rename(folder / f"{sequences[-1]:09d}")
+        file.parent.rename(folder / f"{FRAGMENT}{sequences[-1]:09d}")
         sync(folder)
         shutil.rmtree(draft)
         return sequences[-1]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,22 @@ async def test_a_server_of_wandb_has_each_row_once_though_writers_are_killed_and
         server.history.clear()
         assert await written(one, to_server(range(200, 201), 199, None)) == 0, "the server has lost the run"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_wandbs_own_command_sends_the_fragments_of_an_offline_run_to_a_server(tmp_path: Path) -> None:
+    one = logger("wandb")
+    for numbers in (range(1, 4), range(4, 6), range(6, 9)):
+        await written(one, order(tmp_path, numbers))
+    with wandb_server() as server:
+        environment = {
+            "HOME": str(tmp_path / "home"),
+            "WANDB_API_KEY": "0123456789abcdef" * 3,
+            "WANDB_BASE_URL": server.url,
+        }
+        command = [one.command[0], "-m", "wandb", "beta", "sync", "--id", JOB, str(tmp_path / JOB)]
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+    assert [row["_step"] for row in server.history] == list(range(1, 9)), done.stderr

@@ -68,7 +68,7 @@ import json, sys
 from pathlib import Path
 from wandb.proto.wandb_internal_pb2 import Record
 from manager_service.export.wandb_runs import _contents
-for file in sorted(Path(sys.argv[1]).glob("[0-9]*/run-*.wandb")):
+for file in sorted(Path(sys.argv[1]).glob("offline-run-*/run-*.wandb")):
     for content in _contents(file.read_bytes()):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
