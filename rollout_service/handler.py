@@ -44,7 +44,7 @@ SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
 
 
 class RolloutHandler:
-    """Implements `common.worker.Handler` for TurnRequest."""
+    """Implements `common.handlers.Handler` for TurnRequest."""
 
     def __init__(
         self,
