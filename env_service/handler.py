@@ -40,13 +40,14 @@ from common.streams import Cell
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
 from env_service import work
+from env_service.conversation import Conversation
 from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result
-from env_service.environment import Environment, Step, Turn
+from env_service.environment import Environment, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.examples import example_of, log_prob, measured_by, trained_on
-from env_service.failures import EnvironmentFailed, TrajectoryFailed
+from env_service.failures import TrajectoryFailed
+from env_service.graders.judging import Graded, graded_by, judge_request, resumed
 from env_service.graders.model import ModelAsked
-from env_service.judging import Graded, graded_by, judge_request, resumed
 from env_service.requests import Written, first_request, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
@@ -73,6 +74,7 @@ class EnvHandler:
         """`slots`: messages worked on at once, which tenants share by weight; others wait in it."""
         self._cell = cell
         self._tokenizer = tokenizer
+        self._conversation = Conversation(tokenizer)
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._slots = Places(lambda: slots)
@@ -186,7 +188,7 @@ class EnvHandler:
             raise InvalidInput(fault)
         item = start.item if start.item is not None else made_item(environment, start)
         state, messages = environment.reset(item, seed_of(start, "environment"))
-        tokens = self._render(messages, _tools(environment))
+        tokens = self._conversation.opening(messages, _tools(environment))
         most = start.sampling.context(self._tokenizer.context)
         if len(tokens) + 1 > most:
             whose = "job's max_context" if start.sampling.max_context else "model's context"
@@ -201,12 +203,6 @@ class EnvHandler:
             weight=start.weight,
         )
         return tokens, encode_context(context)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        try:
-            return self._tokenizer.render(messages, tools)
-        except ValueError as error:
-            raise InvalidInput(str(error)) from error
 
     def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
         ending = Ending("failed", failure=failure)
@@ -249,47 +245,18 @@ class EnvHandler:
         if context.env.name == SUPERVISED:
             return context, ending_of("stop", None, log_prob(result, context)), []
         environment = self._environments.get(context.env)
-        turn = self._read_turn(result, context, environment)
+        turn = self._conversation.turn(result, context, _tools(environment))
         step = await environment.step(decode_state(context.state), turn)
         work.beat()
         if step.done or turn.last:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
             return context, ending_of(stop, context, step), []
-        reply = self._reply_tokens(result, step)
+        reply = self._conversation.reply(result, step)
         written = Written(result.request, result)
         if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await environment.step(decode_state(context.state), replace(turn, last=True))
             return context, ending_of("context", context, step), []
         return advanced(context, step), None, reply
-
-    def _read_turn(self, result: TurnResult, context: Context, environment: Environment) -> Turn:
-        ids = result.tokens.numpy().tolist()
-        marked = _cut(self._tokenizer.decode(ids, skip_special=False), result.stop_string)
-        _, calls = self._tokenizer.parse_tool_calls(marked, _tools(environment))
-        cut_off = result.stop_reason != "stop"
-        return Turn(
-            item=context.item,
-            text=self._text(result),
-            calls=tuple(calls),
-            index=result.request.turn,
-            stop_reason=result.stop_reason,
-            last=cut_off or result.request.turn + 1 >= context.max_turns,
-            tool_timeout_s=context.tool_timeout_s,
-            key=result.request.id,
-        )
-
-    def _text(self, result: TurnResult) -> str:
-        return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
-
-    def _reply_tokens(self, result: TurnResult, step: Step) -> list[int]:
-        """Returns the environment's tokens; they close the model's turn if a stop string, and no token, has ended it."""
-        try:
-            reply = self._tokenizer.reply(step.messages)
-        except ValueError as error:
-            raise EnvironmentFailed(f"the environment's messages cannot be shown to the model: {error}") from error
-        ends = self._tokenizer.end_of_turn_ids
-        closed = len(result.tokens) > 0 and int(result.tokens.numpy()[-1]) in ends
-        return reply if closed else [ends[0], *reply]
 
     def _next_request(self, result: TurnResult, context: Context, reply: list[int], usage: Usage) -> TurnRequest:
         request, written = result.request, Written(result.request, result)
@@ -310,7 +277,7 @@ class EnvHandler:
     def _settled(self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage) -> list[Out]:
         written = Written(result.request, result)
         request = msgspec.structs.replace(result.request, usage=result.usage + usage)
-        text = self._text(result) if len(result.tokens) else ""
+        text = self._conversation.text(result) if len(result.tokens) else ""
         num_turns = request.turn + (1 if len(result.tokens) else 0)
         num_prompt = context.num_prompt if context else written.num_prompt
         return [self._scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)]
@@ -362,7 +329,7 @@ class EnvHandler:
         if (failure := failure_of(result)) is not None:
             kind = "grader" if failure.kind == "invalid" else failure.kind
             return self.failed(graded, Failure(kind, f"the grader's model: {failure.reason}"))
-        doing.answers = answers | {asked: self._text(result)}
+        doing.answers = answers | {asked: self._conversation.text(result)}
         if isinstance(graded, GradeRequest):
             return await self._grade(graded, doing, result.usage)
         return await self._turn(graded, doing)
@@ -407,11 +374,6 @@ def _weight_of(message: Message) -> float:
 
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
     return getattr(environment, "tools", ())
-
-
-def _cut(text: str, stop_string: str) -> str:
-    """Text up to the stop string that ended the turn."""
-    return text.rpartition(stop_string)[0] if stop_string and stop_string in text else text
 
 
 def _one_line(error: BaseException) -> str:
