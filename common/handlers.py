@@ -3,11 +3,11 @@
 A service implements `Handler`, and of the others those that it has something to say to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from common.bus import Out
-from common.messages import Failure
+from common.messages import Cancel, Failure
 
 Beat = Callable[[], None]
 
@@ -51,4 +51,17 @@ class Resumes(Protocol):
 
     def resumed(self, message: Any, progress: bytes) -> Any:
         """Returns the message with what was done of it. `progress`: head and body."""
+        ...
+
+
+@runtime_checkable
+class Holds(Protocol):
+    """The two methods more of a handler that holds something for the messages to come."""
+
+    def voided(self, cancel: Cancel) -> None:
+        """Lets go what it holds for the job's messages up to the epoch."""
+        ...
+
+    def unpublished(self, outputs: Sequence[Out]) -> None:
+        """Lets go what it holds for what would follow from these outputs: another worker was first."""
         ...

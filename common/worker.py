@@ -34,7 +34,7 @@ import structlog
 from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import StoreUnavailable, Unavailable
-from common.handlers import Beat, Handler, Parks, Resumes
+from common.handlers import Beat, Handler, Holds, Parks, Resumes
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler
 from common.takeover import Takeover
@@ -108,6 +108,7 @@ class Worker:
         self._handler = handler
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
         self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and progress_s else None
+        self._holds: Holds | None = handler if isinstance(handler, Holds) else None
         self._inboxes = list(inboxes)
         self._reporter = reporter
         self._most = reporter.slots + ahead
@@ -121,7 +122,7 @@ class Worker:
         self._takes_leftovers = takes_leftovers
         self._underway = Underway()
         self._voided = Voided()
-        self._settler = Settler(bus, reporter)
+        self._settler = Settler(bus, reporter, self._holds.unpublished) if self._holds else Settler(bus, reporter)
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
@@ -341,6 +342,8 @@ class Worker:
 
     def _hear_cancel(self, cancel: Cancel) -> None:
         self._voided.add(cancel)
+        if self._holds:
+            self._holds.voided(cancel)
         if self._parks:
             self._underway.cancel(partial(self._voided_by, cancel))
 
