@@ -7,6 +7,7 @@ Its files:
 
     environments/    the built-in environments, and how one is made
     graders/         rewards for answers
+    live/            environments whose state cannot travel: their sessions stay with one env worker
     sandbox/         runs tenants' code
     __main__.py      starts one env worker
     settings.py      reads the settings of one env worker

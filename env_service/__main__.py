@@ -13,6 +13,8 @@ from env_service.graders.model_endpoint import ModelEndpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
+from env_service.live.attendance import Attendance
+from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
 
@@ -46,15 +48,30 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         models=models,
     )
     environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
+    sessions = Sessions(
+        parts.worker, num=settings.env_sessions, idle_s=settings.env_session_idle_s, limit_s=settings.step_timeout_s
+    )
+    attendance = Attendance(parts.bus, parts.worker, hold_s=settings.lease_s, missed=sessions.missed)
+    await sessions.begin()
+    await attendance.begin()
     handler = EnvHandler(
         cell=parts.cell,
         tokenizer=tokenizer,
         environments=environments,
         step_timeout_s=settings.step_timeout_s,
         slots=settings.env_slots,
+        sessions=sessions,
     )
-    inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [environments.close, text_comparer.close, endpoints.close, models.close, sandbox.close]
+    inboxes = [Inbox(parts.cell.env_worker(parts.worker), GROUP_ENV), Inbox(parts.cell.env, GROUP_ENV)]
+    close = [
+        sessions.close,
+        attendance.close,
+        environments.close,
+        text_comparer.close,
+        endpoints.close,
+        models.close,
+        sandbox.close,
+    ]
     return BuiltService(
         handler,
         inboxes,

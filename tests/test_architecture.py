@@ -65,6 +65,8 @@ IMPORTERS = {
 CATCHES_ALL = {
     "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
     "env_service/handler.py": "an environment's error is a failed trajectory",
+    "env_service/environments/catalogue.py": "a constructor's error is told where it is a failed trajectory",
+    "env_service/live/sessions.py": "nobody waits for a session that cannot be closed",
     "env_service/sandbox/child.py": "whatever a tenant's code raises is its result",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",

@@ -17,7 +17,7 @@ from common.environments import (
 )
 from common.errors import InvalidInput
 from common.messages import EnvSpec
-from env_service.environment import Environment
+from env_service.environment import Environment, LiveEnvironment
 from env_service.environments.calculator import Calculator
 from env_service.environments.python_tool import python_tool
 from env_service.environments.search import Search
@@ -29,6 +29,8 @@ from env_service.sandbox.sandbox import Sandbox
 
 MAX_CACHED = 64
 
+AnyEnvironment = Environment | LiveEnvironment
+
 
 class Catalogue:
     """Makes environments, and keeps those in use. `close` when done."""
@@ -38,9 +40,9 @@ class Catalogue:
         self._sandbox = sandbox
         self._collections = Collections(collections_dir)
         self.close = self._collections.close
-        self._made: OrderedDict[bytes, Environment] = OrderedDict()
+        self._made: OrderedDict[bytes, AnyEnvironment] = OrderedDict()
 
-    def get(self, spec: EnvSpec) -> Environment:
+    def get(self, spec: EnvSpec) -> AnyEnvironment:
         """Raises InvalidInput if there is no such environment, or if it refuses its arguments."""
         key = msgspec.msgpack.encode(spec)
         if key not in self._made:
@@ -50,7 +52,14 @@ class Catalogue:
             self._made.popitem(last=False)
         return self._made[key]
 
-    def _make(self, spec: EnvSpec) -> Environment:
+    def is_live(self, spec: EnvSpec) -> bool:
+        """Do its trajectories have sessions? False also for an environment that cannot be made: `get` says why."""
+        try:
+            return isinstance(self.get(spec), LiveEnvironment)
+        except Exception:  # foreign code, which is called again where its error is made a value
+            return False
+
+    def _make(self, spec: EnvSpec) -> AnyEnvironment:
         if spec.name not in BUILT_IN:
             return _make_installed(spec)
         grader, args = grader_of(spec), parse_args(spec)
@@ -68,7 +77,7 @@ class Catalogue:
                 raise AssertionError(f"a built-in environment without a case here: {spec.name}")
 
 
-def _make_installed(spec: EnvSpec) -> Environment:
+def _make_installed(spec: EnvSpec) -> AnyEnvironment:
     cls = load_installed(spec.name)
     try:
         return cls(**spec.args)
