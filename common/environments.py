@@ -176,6 +176,11 @@ def makes_items(spec: EnvSpec) -> bool:
     return hasattr(load_installed(spec.name), "make_item")
 
 
+def is_live(spec: EnvSpec) -> bool:
+    """Do its trajectories have sessions, which stay with one env worker? Of an installed one its class says so, by a method `open`."""
+    return spec.name not in (*BUILT_IN, SUPERVISED) and hasattr(load_installed(spec.name), "open")
+
+
 def installed() -> dict[str, EntryPoint]:
     """The environments that operators installed, by name; none can have a built-in name."""
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}

@@ -51,7 +51,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     sessions = Sessions(
         parts.worker, num=settings.env_sessions, idle_s=settings.env_session_idle_s, limit_s=settings.step_timeout_s
     )
-    attendance = Attendance(parts.bus, parts.worker, hold_s=settings.lease_s, missed=sessions.missed)
+    attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
     await sessions.begin()
     await attendance.begin()
     handler = EnvHandler(

@@ -5,7 +5,6 @@ waits for: nothing   unblocked by: -   after a crash: the others find it gone af
 """
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -13,6 +12,7 @@ import structlog
 from common.bus import Bus
 from common.scripts import ATTEND
 from common.tasks import cancel_all
+from env_service.live.sessions import Sessions
 
 log = structlog.get_logger()
 
@@ -20,13 +20,12 @@ log = structlog.get_logger()
 class Attendance:
     """Says that this worker is there, and does for those that are not what they can no longer do. `close` when done."""
 
-    def __init__(self, bus: Bus, worker: str, *, hold_s: float, missed: Callable[[], None]) -> None:
-        """`hold_s`: how long it counts as being there after it said so. `missed`: called if others took it for gone meanwhile, and
-        have its sessions' turns."""
+    def __init__(self, bus: Bus, worker: str, sessions: Sessions, *, hold_s: float) -> None:
+        """`hold_s`: how long it counts as being there after it said so."""
         self._bus = bus
         self._worker = worker
+        self._sessions = sessions
         self._hold_s = hold_s
-        self._missed = missed
         self._script = bus.client.register_script(ATTEND)
         self._task: asyncio.Task[None] | None = None
 
@@ -45,13 +44,15 @@ class Attendance:
             await asyncio.sleep(self._hold_s / 3)
             if await self._attend(self._hold_s):
                 log.warning("taken_for_gone", worker=self._worker)
-                self._missed()
+                self._sessions.missed()
 
     async def _attend(self, hold_s: float) -> bool:
         """Returns whether this worker counted as gone, or is new."""
+        until_s = asyncio.get_running_loop().time() + hold_s
         absent, more = await self._call(hold_s)
         while more:
             _, more = await self._call(hold_s)
+        self._sessions.trusted_until(until_s)
         return bool(absent)
 
     async def _call(self, hold_s: float) -> Any:

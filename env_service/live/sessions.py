@@ -7,7 +7,8 @@ cancelled or paused, if no turn comes for `idle_s`, or if others took the worker
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,7 @@ class Sessions:
         self._in_use: set[Seat] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._trusted_until_s = math.inf
 
     async def begin(self) -> None:
         self._looking = asyncio.create_task(self._look(), name="idle sessions")
@@ -118,10 +120,20 @@ class Sessions:
             seat = None
         if seat is None:
             claim = await self._places.take(doing.tenant, doing.weight, doing.beat)
-            seat = Seat(f"{self._worker}/{next(self._numbers)}", message, claim, self._limit_s)
+            seat = Seat(self._name(), message, claim, self._limit_s)
         seat.message = message
         self._in_use.add(seat)
         return seat
+
+    def can_go_on(self, seat: Seat) -> bool:
+        """Is there a session that no other worker can have replaced? If not, the seat is empty from now on."""
+        if seat.session is None:
+            return False
+        if not seat.void and asyncio.get_running_loop().time() < self._trusted_until_s:
+            return True
+        self._spawn(_close(seat.name, seat.session))
+        seat.name, seat.session, seat.num_turns, seat.void = self._name(), None, 0, False
+        return False
 
     def leave(self, seat: Seat) -> None:
         """Takes back a seat, for the next turn if it stays."""
@@ -139,6 +151,10 @@ class Sessions:
     def unpublished(self, session: str) -> None:
         """Closes a session of which nobody will hear."""
         self._close_where(lambda seat: seat.name == session)
+
+    def trusted_until(self, until_s: float) -> None:
+        """Until then, by the event loop's clock, no other worker takes this one for gone. It may have been stopped since, unawares."""
+        self._trusted_until_s = until_s
 
     def missed(self) -> None:
         """Closes all sessions: others were given their turns."""
@@ -169,17 +185,28 @@ class Sessions:
             self._close(self._lying.pop(seat.name))
 
     def _close(self, seat: Seat) -> None:
-        closing = asyncio.create_task(self._closed(seat), name=f"close {seat.name}")
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._spawn(self._closed(seat))
 
     async def _closed(self, seat: Seat) -> None:
         """Frees the place once the session is closed, or has taken too long for that."""
         try:
             if seat.session is not None:
-                async with asyncio.timeout(CLOSE_S):
-                    await seat.session.close()
-        except Exception as error:  # foreign code; nobody waits for the session any more
-            log.warning("session_not_closed", session=seat.name, reason=f"{type(error).__name__}: {error}"[:500])
+                await _close(seat.name, seat.session)
         finally:
             self._places.end(seat.claim)
+
+    def _spawn(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing, name="close a session")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _name(self) -> str:
+        return f"{self._worker}/{next(self._numbers)}"
+
+
+async def _close(name: str, session: Session) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await session.close()
+    except Exception as error:  # foreign code; nobody waits for the session any more
+        log.warning("session_not_closed", session=name, reason=f"{type(error).__name__}: {error}"[:500])

@@ -139,6 +139,15 @@ async def test_a_worker_that_others_took_for_gone_closes_its_sessions(story: Pat
     assert (await worker.turn(request, "10")).turn == 1, "its turn may come here, and is replayed"
 
 
+async def test_a_worker_that_may_count_as_gone_goes_on_with_a_new_session(story: Path) -> None:
+    worker = EnvWorker("a")
+    request = await worker.first(live_start(args={"story": str(story)}))
+    worker.sessions.trusted_until(0)
+    again = await worker.turn(request, "10")
+    assert again.session != request.session
+    await until(lambda: sorted(told(story)) == ["close", "open", "open", "step"])
+
+
 async def test_a_replay_that_shows_something_else_masks_the_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = EnvWorker("a"), EnvWorker("b")
     request = await first.first(live_start())

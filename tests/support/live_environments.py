@@ -48,13 +48,13 @@ class AddingSession:
         self._tell = tell
         self._shown = shown
         self.messages = [_said(str(number))]
-        tell("open", number)
+        tell("open", id(self))
 
     async def step(self, turn: Turn) -> Step:
         if turn.text == "0":
             raise RuntimeError("nothing to add")
         self._total += int(turn.text)
-        self._tell("step", turn.key)
+        self._tell("step", id(self))
         if turn.index + 1 == self._turns:
             return Step(done=True, reward=self._total / 100)
         return Step(done=False, messages=[_said(self._shown(self._total))])
@@ -63,7 +63,7 @@ class AddingSession:
         return Step(done=True, reward=-self._total / 100, parts={"cut": 1.0})
 
     async def close(self) -> None:
-        self._tell("close")
+        self._tell("close", id(self))
 
 
 def _said(text: str) -> dict[str, str]:
