@@ -8,6 +8,7 @@ from common.streams import GROUP_ENV
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from env_service.environments.catalogue import Catalogue
+from env_service.environments.openenv_server import Servers
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.model_endpoint import ModelEndpoints
 from env_service.graders.runner import GraderRunner
@@ -24,6 +25,20 @@ DRAIN_S = 1.0
 """Most work of an env worker is short; tools that take longer are handed back."""
 
 
+def model_endpoints(settings: EnvSettings) -> ModelEndpoints:
+    return ModelEndpoints(
+        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
+        settings.grader_keys,
+        timeout_s=settings.grader_model_timeout_s,
+        most=settings.grader_model_calls,
+    )
+
+
+def openenv_servers(settings: EnvSettings) -> Servers:
+    proxy = settings.endpoint_proxy
+    return Servers(Endpoints(settings.openenv_hosts, proxy=proxy), settings.openenv_servers, proxy=proxy)
+
+
 async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     tokenizer = ChatTokenizer.load(resolve_config(settings.models[parts.cell.base_model]), settings.max_context)
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
@@ -33,12 +48,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     if not settings.weak_sandbox:
         check_strength(layers)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
-    models = ModelEndpoints(
-        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
-        settings.grader_keys,
-        timeout_s=settings.grader_model_timeout_s,
-        most=settings.grader_model_calls,
-    )
+    models = model_endpoints(settings)
     text_comparer = TextComparer()
     graders = GraderRunner(
         sandbox=sandbox,
@@ -47,7 +57,10 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         timeout_s=settings.grader_timeout_s,
         models=models,
     )
-    environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
+    openenv = openenv_servers(settings)
+    environments = Catalogue(
+        graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir, openenv=openenv
+    )
     sessions = Sessions(
         parts.worker, num=settings.env_sessions, idle_s=settings.env_session_idle_s, limit_s=settings.step_timeout_s
     )
@@ -70,6 +83,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         text_comparer.close,
         endpoints.close,
         models.close,
+        openenv.close,
         sandbox.close,
     ]
     return BuiltService(

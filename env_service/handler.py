@@ -215,6 +215,10 @@ class EnvHandler:
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.begin(environment, item, start, doing)
             state, messages = None, environment.messages
+            if environment.tools and not self._tokenizer.shows_tools():
+                raise InvalidInput(
+                    "the environment has tools, and the base's chat template does not tell the model of them"
+                )
         else:
             state, messages = environment.reset(item, seed_of(start, "environment"))
         if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):

@@ -38,5 +38,9 @@ class EnvSettings(Settings):
     """Limit of one question to such a model."""
     grader_model_calls: int = Field(default=8, ge=1)
     """Questions of one tenant to such models at once, in this worker."""
+    openenv_hosts: str = ""
+    """Hosts whose OpenEnv servers jobs may name by `url`, written as in `endpoint_hosts`. Empty: none."""
+    openenv_servers: str = ""
+    """The operator's OpenEnv servers, which jobs name by `server`: `maze=http://10.0.0.5:8000,chess=https://…`."""
     collections_dir: Path | None = None
     """Folder of the text collections that the `search` environment may name. None: only documents in its arguments."""

@@ -5,6 +5,7 @@ The environment is `examples/simulated_user.py`; it makes its own items, so that
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ def client_of(cluster: LocalCluster) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
 
 
-async def learn(client: AsyncOpenAI, *, seed: int = 0) -> list[float]:
+async def learn(client: AsyncOpenAI, *, seed: int = 0, environment: Mapping[str, Any] = ENVIRONMENT) -> list[float]:
     """Trains one job. Returns the mean reward of each step, of 1. Raises JobFailed."""
-    method: Any = {"type": "reinforcement", "reinforcement": {"environment": ENVIRONMENT, "hyperparameters": HYPER}}
+    method: Any = {"type": "reinforcement", "reinforcement": {"environment": environment, "hyperparameters": HYPER}}
     no_file: Any = None
     job = await client.fine_tuning.jobs.create(model="tiny", training_file=no_file, method=method, seed=seed)
-    say(f"{job.id}: {job.model}, {ENVIRONMENT['name']}")
+    say(f"{job.id}: {job.model}, {environment['name']}")
     while job.status not in ("succeeded", "failed", "cancelled"):
         await asyncio.sleep(PERIOD_S)
         job = await client.fine_tuning.jobs.retrieve(job.id)

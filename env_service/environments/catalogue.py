@@ -8,6 +8,7 @@ import msgspec
 from common.environments import (
     BUILT_IN,
     CalculatorArgs,
+    OpenEnvArgs,
     PythonArgs,
     SearchArgs,
     SingleTurnArgs,
@@ -19,11 +20,14 @@ from common.errors import InvalidInput
 from common.messages import EnvSpec
 from env_service.environment import Environment, LiveEnvironment
 from env_service.environments.calculator import Calculator
+from env_service.environments.openenv import OpenEnv
+from env_service.environments.openenv_server import Servers
 from env_service.environments.python_tool import python_tool
 from env_service.environments.search import Search
 from env_service.environments.single_turn import SingleTurn
 from env_service.environments.text_collections import Collections
 from env_service.environments.tool_loop import ToolLoop
+from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox
 
@@ -35,8 +39,17 @@ AnyEnvironment = Environment | LiveEnvironment
 class Catalogue:
     """Makes environments, and keeps those in use. `close` when done."""
 
-    def __init__(self, *, graders: GraderRunner, sandbox: Sandbox, collections_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        graders: GraderRunner,
+        sandbox: Sandbox,
+        collections_dir: Path | None = None,
+        openenv: Servers | None = None,
+    ) -> None:
+        """`openenv`: the servers that jobs may use; None: there are none."""
         self._graders = graders
+        self._openenv = openenv or Servers(Endpoints(""))
         self._sandbox = sandbox
         self._collections = Collections(collections_dir)
         self.close = self._collections.close
@@ -63,6 +76,8 @@ class Catalogue:
         if spec.name not in BUILT_IN:
             return _make_installed(spec)
         grader, args = grader_of(spec), parse_args(spec)
+        if isinstance(args, OpenEnvArgs):
+            return OpenEnv(args, self._openenv)
         assert grader is not None
         match args:
             case CalculatorArgs():
