@@ -9,6 +9,7 @@ Its files:
     graders/         rewards for answers
     live/            environments whose state cannot travel: their sessions stay with one env worker
     sandbox/         runs tenants' code
+    verifiers/       runs packages for `verifiers`, in Python environments of their own
     __main__.py      starts one env worker
     settings.py      reads the settings of one env worker
     handler.py       turns a message into messages; makes each failure a value

@@ -19,8 +19,10 @@ class Conversation:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        """The prompt. Raises InvalidInput."""
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()) -> list[int]:
+        """The prompt; `tokens` is one that the environment has rendered. Raises InvalidInput, EnvironmentFailed."""
+        if tokens:
+            return self._checked(tokens)
         try:
             return self._tokenizer.render(messages, tools)
         except ValueError as error:
@@ -29,12 +31,15 @@ class Conversation:
     def turn(self, result: TurnResult, context: Context, tools: Tools) -> Turn:
         ids = result.tokens.numpy().tolist()
         marked = _cut(self._tokenizer.decode(ids, skip_special=False), result.stop_string)
-        _, calls = self._tokenizer.parse_tool_calls(marked, tools)
+        content, calls = self._tokenizer.parse_tool_calls(marked, tools)
         cut_off = result.stop_reason != "stop"
         return Turn(
             item=context.item,
             text=self.text(result),
             calls=tuple(calls),
+            content=content,
+            tokens=ids,
+            logprobs=result.logprobs.numpy().tolist(),
             index=result.request.turn,
             stop_reason=result.stop_reason,
             last=cut_off or result.request.turn + 1 >= context.max_turns,
@@ -48,6 +53,8 @@ class Conversation:
     def reply(self, result: TurnResult, step: Step) -> list[int]:
         """The environment's tokens; they close the model's turn if a stop string, and no token, has ended it. Raises
         EnvironmentFailed."""
+        if step.tokens:
+            return self._checked(step.tokens)
         try:
             reply = self._tokenizer.reply(step.messages)
         except ValueError as error:
@@ -55,6 +62,11 @@ class Conversation:
         ends = self._tokenizer.end_of_turn_ids
         closed = len(result.tokens) > 0 and int(result.tokens.numpy()[-1]) in ends
         return reply if closed else [ends[0], *reply]
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        if any(not 0 <= token < self._tokenizer.vocab_size for token in tokens):
+            raise EnvironmentFailed("the environment's prompt has tokens that the base model does not")
+        return [*tokens]
 
 
 def _cut(text: str, stop_string: str) -> str:

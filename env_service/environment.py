@@ -35,6 +35,11 @@ class Turn:
     """Without special tokens: `{{sample.output_text}}`."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls in order; one with an `error` is malformed."""
+    content: str = ""
+    """The text around the tool calls."""
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    """Of each token, as it was sampled."""
     index: int = 0
     stop_reason: StopReason = "stop"
     last: bool = False
@@ -51,6 +56,8 @@ class Step:
     """msgpack-able, at most 64 KiB. A session's steps have none."""
     messages: Sequence[Mapping[str, Any]] = ()
     """One or several of roles `tool`, `user` and `system`, shown to the model as its chat template does; none if done."""
+    tokens: Sequence[int] = ()
+    """In place of messages, where the environment renders them: what follows the model's turn, up to where its next one begins."""
     done: bool
     reward: float | None = None
     """The trajectory's reward is the sum of those of its steps; at its end there must be one."""
@@ -69,7 +76,8 @@ class Environment(Protocol):
 
 class Session(Protocol):
     """One trajectory of a live environment. Only one of its methods runs at a time, and after one that raises, or takes longer than
-    the time limit, only `close`. May also have `reply_roles`, as an environment; without it, its steps' messages are of the role `tool`.
+    the time limit, only `close`. May also have `reply_roles`, as an environment; without it, its steps' messages are of the role `tool`;
+    and `tokens`, the ids of the prompt in place of `messages`, where the environment renders them.
     """
 
     @property
