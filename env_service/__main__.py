@@ -39,8 +39,14 @@ def openenv_servers(settings: EnvSettings) -> Servers:
     return Servers(Endpoints(settings.openenv_hosts, proxy=proxy), settings.openenv_servers, proxy=proxy)
 
 
+def sessions_of(settings: EnvSettings, worker: str) -> Sessions:
+    num, idle_s = settings.env_sessions, settings.env_session_idle_s
+    return Sessions(worker, num=num, idle_s=idle_s, limit_s=settings.step_timeout_s)
+
+
 async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
-    tokenizer = ChatTokenizer.load(resolve_config(settings.models[parts.cell.base_model]), settings.max_context)
+    base_dir = resolve_config(settings.models[parts.cell.base_model])
+    tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
     layers = await sandbox.probe()
@@ -59,11 +65,13 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     )
     openenv = openenv_servers(settings)
     environments = Catalogue(
-        graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir, openenv=openenv
+        graders=graders,
+        sandbox=sandbox,
+        collections_dir=settings.collections_dir,
+        openenv=openenv,
+        base_dir=base_dir,
     )
-    sessions = Sessions(
-        parts.worker, num=settings.env_sessions, idle_s=settings.env_session_idle_s, limit_s=settings.step_timeout_s
-    )
+    sessions = sessions_of(settings, parts.worker)
     attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
     await sessions.begin()
     await attendance.begin()

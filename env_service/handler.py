@@ -212,9 +212,10 @@ class EnvHandler:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
         environment = self._environments.get(start.env)
         item = start.item if start.item is not None else made_item(environment, start)
+        rendered: Sequence[int] = ()
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.begin(environment, item, start, doing)
-            state, messages = None, environment.messages
+            state, messages, rendered = None, environment.messages, environment.tokens
             if environment.tools and not self._tokenizer.shows_tools():
                 raise InvalidInput(
                     "the environment has tools, and the base's chat template does not tell the model of them"
@@ -223,7 +224,7 @@ class EnvHandler:
             state, messages = environment.reset(item, seed_of(start, "environment"))
         if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):
             raise InvalidInput(fault)
-        tokens = self._conversation.opening(messages, _tools(environment))
+        tokens = self._conversation.opening(messages, _tools(environment), rendered)
         most = start.sampling.context(self._tokenizer.context)
         if len(tokens) + 1 > most:
             whose = "job's max_context" if start.sampling.max_context else "model's context"

@@ -30,6 +30,8 @@ from env_service.environments.tool_loop import ToolLoop
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox
+from env_service.verifiers.environment import Verifiers
+from env_service.verifiers.process import Hosts
 
 MAX_CACHED = 64
 
@@ -46,14 +48,20 @@ class Catalogue:
         sandbox: Sandbox,
         collections_dir: Path | None = None,
         openenv: Servers | None = None,
+        base_dir: Path = Path(),
     ) -> None:
-        """`openenv`: the servers that jobs may use; None: there are none."""
+        """`openenv`: the servers that jobs may use; None: there are none. `base_dir`: the folder of the base model."""
         self._graders = graders
         self._openenv = openenv or Servers(Endpoints(""))
         self._sandbox = sandbox
         self._collections = Collections(collections_dir)
-        self.close = self._collections.close
+        self._hosts = Hosts()
+        self._base_dir = base_dir
         self._made: OrderedDict[bytes, AnyEnvironment] = OrderedDict()
+
+    async def close(self) -> None:
+        await self._collections.close()
+        await self._hosts.close()
 
     def get(self, spec: EnvSpec) -> AnyEnvironment:
         """Raises InvalidInput if there is no such environment, or if it refuses its arguments."""
@@ -74,7 +82,7 @@ class Catalogue:
 
     def _make(self, spec: EnvSpec) -> AnyEnvironment:
         if spec.name not in BUILT_IN:
-            return _make_installed(spec)
+            return self._made_ready(_make_installed(spec))
         grader, args = grader_of(spec), parse_args(spec)
         if isinstance(args, OpenEnvArgs):
             return OpenEnv(args, self._openenv)
@@ -90,6 +98,11 @@ class Catalogue:
                 return SingleTurn(grader, self._graders)
             case _:
                 raise AssertionError(f"a built-in environment without a case here: {spec.name}")
+
+    def _made_ready(self, environment: AnyEnvironment) -> AnyEnvironment:
+        if isinstance(environment, Verifiers):
+            environment.hosts, environment.base = self._hosts, self._base_dir
+        return environment
 
 
 def _make_installed(spec: EnvSpec) -> AnyEnvironment:

@@ -20,7 +20,7 @@ async def replay(seat: Seat, result: TurnResult, context: Context, conversation:
 
     Raises EnvironmentFailed if it shows anything else than the model was shown then, and the errors of the session.
     """
-    shown = conversation.opening(seat.messages, seat.tools)
+    shown = conversation.opening(seat.messages, seat.tools, seat.tokens)
     for past in earlier(result):
         _compare(shown, past)
         step = await seat.step(None, conversation.turn(past, context, seat.tools))

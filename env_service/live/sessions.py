@@ -74,6 +74,10 @@ class Seat:
         return self.opened.tools
 
     @property
+    def tokens(self) -> Sequence[int]:
+        return getattr(self.opened, "tokens", ())
+
+    @property
     def reply_roles(self) -> Sequence[str]:
         return getattr(self.opened, "reply_roles", TOOL_REPLIES)
 

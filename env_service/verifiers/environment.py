@@ -63,7 +63,7 @@ class Verifiers:
 
     async def open(self, item: dict[str, Any], seed: int) -> VerifiersSession:
         load = self._load | ({"tokenizer": str(self.base.resolve())} if self.taskset else {})
-        conversation = await self.hosts.begin(self.python, load, item)
+        conversation = await self.hosts.begin(self.python, load, _task_of(item))
         with ExitStack() as unless_open:
             unless_open.callback(conversation.close)
             asked = await conversation.next()
@@ -77,3 +77,10 @@ class Verifiers:
         if self.environment:
             return {"environment": self.environment, "args": args}
         return {"config": {**self.env, "taskset": {"id": self.taskset, **args}}, "renderer": self.renderer}
+
+
+def _task_of(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What the host needs of an item. Raises InvalidInput."""
+    if not ("task" in item or "seed" in item):
+        raise InvalidInput('a row of the training file must name one of the environment\'s tasks: "task": 17')
+    return {name: item[name] for name in ("task", "seed", "held_out") if name in item}

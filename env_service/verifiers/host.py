@@ -171,8 +171,9 @@ class Environments:
         if needs_group:
             raise Failed("its rubric scores the rollouts of a group together; here each is scored alone")
         self._openai: Any = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=load["key"], max_retries=0, timeout=None)
-        clients: Any = None if self._old else importlib.import_module("verifiers.clients")
-        self._client: Any = (_same) if self._old else clients.OpenAIChatCompletionsClient
+        self._wrapped: Any = _same
+        if not self._old:
+            self._wrapped = importlib.import_module("verifiers.clients").OpenAIChatCompletionsClient
         self._train = self._env.get_dataset().to_list() if self._has("dataset") else []
         self._held_out = self._env.get_eval_dataset().to_list() or self._train
         self._train = self._train or self._held_out
@@ -205,7 +206,7 @@ class Environments:
         row = dict(chosen(item, self._train, self._train, self._held_out))
         self._current.set(episode)
         self._playing[episode.name] = episode
-        client = self._client(self._openai.with_options(default_headers={SESSION_HEADER: episode.name}))
+        client = self._wrapped(self._openai.with_options(default_headers={SESSION_HEADER: episode.name}))
         sampling: dict[str, Any] = {}
         try:
             if self._old:

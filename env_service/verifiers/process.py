@@ -111,6 +111,10 @@ class Host:
             self.say({"close": name})
 
     async def stop(self) -> None:
+        """Ends the process, and what is under way in it."""
+        if self._writer is not None:
+            self._writer.close()  # it hears that nobody listens
+            await asyncio.wait({self._life})
         await cancel_all([self._life])
 
     async def _live(self) -> None:
@@ -182,17 +186,19 @@ class Hosts:
 
     def __init__(self, most: int = MAX_HOSTS) -> None:
         self._most = most
+        self._choosing = asyncio.Lock()
         self._hosts: OrderedDict[bytes, Host] = OrderedDict()
         """The one used last stands last."""
 
     async def begin(self, python: str, load: Mapping[str, Any], item: Mapping[str, Any]) -> Conversation:
         """Begins a trajectory. Raises EnvironmentFailed."""
         key = msgspec.json.encode([python, load])
-        host = self._hosts.get(key)
-        if host is None or host.is_over():
-            await self._make_room(key)
-            host = self._hosts[key] = Host(python, load)
-        self._hosts.move_to_end(key)
+        async with self._choosing:
+            host = self._hosts.get(key)
+            if host is None or host.is_over():
+                await self._make_room(key)
+                host = self._hosts[key] = Host(python, load)
+            self._hosts.move_to_end(key)
         return await host.begin(item)
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
 from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox
-from tests.env.test_env_handler import CELL, TOKENIZER, result_of, start_of
+from tests.env.test_env_handler import CELL, TINY, TOKENIZER, result_of, start_of
 from tests.support.live_environments import Adding, install
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("installed")]
@@ -42,10 +42,11 @@ class EnvWorker:
         sandbox = Sandbox()
         graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=2.0)
         self.sessions = Sessions(name, **options)
+        self.environments = Catalogue(graders=graders, sandbox=sandbox, base_dir=TINY)
         self.handler = EnvHandler(
             cell=CELL,
             tokenizer=TOKENIZER,
-            environments=Catalogue(graders=graders, sandbox=sandbox),
+            environments=self.environments,
             step_timeout_s=options.get("limit_s", 900.0),
             sessions=self.sessions,
         )
@@ -66,7 +67,7 @@ class EnvWorker:
 
 def live_start(name: str = "adding", *, samples: tuple[int, ...] = (5,), **changes: Any) -> Start:
     args = changes.pop("args", {})
-    return start_of(name, args, item=ITEM, samples=samples, **changes)
+    return start_of(name, args, samples=samples, **{"item": ITEM, **changes})
 
 
 def told(story: Path) -> list[str]:

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from common.environments import makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput
-from common.messages import StopReason
+from common.messages import EnvSpec, StopReason, f32
 from common.text.tool_calls import ToolCall
 from env_service.environment import Turn
 from env_service.failures import EnvironmentFailed
 from env_service.verifiers.environment import Verifiers
 from env_service.verifiers.process import Hosts
+from tests.env.test_env_handler import TINY, ids_of
+from tests.env.test_live_sessions import EnvWorker, live_start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
 STAND_IN = {
     "verifiers/__init__.py": """
@@ -159,6 +161,16 @@ async def hosts() -> AsyncGenerator[Hosts]:
     await hosts.close()
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "operators-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: operators\nVersion: 1\n")
+    lines = [f"{cls.__name__.lower()} = {cls.__module__}:{cls.__name__}\n" for cls in (Guess, Echo)]
+    (info / "entry_points.txt").write_text(f"[marlaas.environments]\n{''.join(lines)}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
 def ready(environment: Verifiers, hosts: Hosts) -> Verifiers:
     environment.hosts, environment.base = hosts, TINY
     return environment
@@ -201,6 +213,8 @@ async def test_an_item_names_a_task_or_leaves_it_to_chance(hosts: Hosts) -> None
     }
     with pytest.raises(EnvironmentFailed, match="`task` must be a number from 0 to 2"):
         await guess.open({"task": 3}, 0)
+    with pytest.raises(InvalidInput, match="must name one of the environment's tasks"):
+        await guess.open({"messages": []}, 0)
 
 
 async def test_the_last_turn_is_scored_though_the_environment_wants_more(hosts: Hosts) -> None:
@@ -244,10 +258,11 @@ async def test_an_interpreter_that_is_not_there_is_named(hosts: Hosts, tmp_path:
         await ready(Nowhere(), hosts).open({"task": 0}, 0)
 
 
-async def test_jobs_give_no_arguments_but_those_that_the_operator_opens() -> None:
-    assert Guess.Args.model_validate({"mood": "calm"})
-    with pytest.raises(ValueError, match="task"):
-        Guess.Args.model_validate({"task": {"rewards": {"right": {"fn": "os:system"}}}})
+async def test_jobs_give_no_arguments_but_those_that_the_operator_opens(installed: None) -> None:
+    validate_environment(EnvSpec("guess", {"mood": "calm"}))
+    assert makes_items(EnvSpec("guess", {})) and not wants_tools(EnvSpec("guess", {}))
+    with pytest.raises(InvalidInput, match="unknown field 'task'"):
+        validate_environment(EnvSpec("guess", {"task": {"rewards": {"right": {"fn": "os:system"}}}}))
     with pytest.raises(InvalidInput, match="one of them"):
         Verifiers()
 
@@ -282,3 +297,25 @@ async def test_the_last_turn_of_an_environment_of_tokens_is_scored(hosts: Hosts)
     session = await ready(Echo(), hosts).open({"seed": 5, "held_out": True}, 0)
     assert not (await session.step(turn("ab"))).done
     assert (await session.end()).reward == -1.5
+
+
+async def test_what_is_trained_is_what_was_sampled_also_after_a_replay(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an operator's package of tokens, and two env workers
+    monkeypatch.setattr(Echo, "args", {"times": 3})
+    first, second = EnvWorker("a"), EnvWorker("b")
+    # When the second one gets the second turn
+    request = await first.first(live_start("echo", args={}, item={"task": 1}))
+    request = await first.turn(request, "ab", logprobs=f32([-0.25, -0.125, -0.5]))
+    request = await second.turn(request, "c", logprobs=f32([-1.0, -2.0]))
+    scored = await second.turn(request, "d", logprobs=f32([-4.0, -8.0]))
+    # Then all tokens and log-probs are those of the turns, and the environment has seen the same
+    turns = [ids_of(f"{text}<|end|>") for text in ("ab", "c", "d")]
+    assert scored.tokens.numpy().tolist() == [3, 4, *turns[0], 7, *turns[1], 7, *turns[2]]
+    assert scored.logprobs.numpy().tolist() == [0, 0, -0.25, -0.125, -0.5, 0, -1.0, -2.0, 0, -4.0, -8.0]
+    assert scored.written.numpy().tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert (scored.reward, scored.failure) == (-15.875, None)
+    for worker in (first, second):
+        await worker.sessions.close()
+        await worker.environments.close()
