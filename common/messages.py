@@ -228,6 +228,9 @@ class TurnRequest(Message, frozen=True, kw_only=True):
     context: bytes = b""  # the environment's own, not read by rollout
     usage: Usage = Usage()
     reply_to: str = ""  # a reply stream; "": the env stream
+    session: str = (
+        ""  # `<env worker>/<number>`: of a live environment, held by that worker, which gets the result; "": any
+    )
     stream: bool = False  # inference: send TurnDelta as tokens come
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
 

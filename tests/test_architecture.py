@@ -65,7 +65,10 @@ IMPORTERS = {
 CATCHES_ALL = {
     "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
     "env_service/handler.py": "an environment's error is a failed trajectory",
+    "env_service/environments/catalogue.py": "a constructor's error is told where it is a failed trajectory",
+    "env_service/live/sessions.py": "nobody waits for a session that cannot be closed",
     "env_service/sandbox/child.py": "whatever a tenant's code raises is its result",
+    "env_service/verifiers/host.py": "whatever a package raises fails its trajectory, or says why it cannot be loaded",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
     "manager_service/tinker/futures/patience.py": "a client that waits repeats at once after an error",
@@ -85,6 +88,7 @@ CATCHES_ALL = {
 READS_ENVIRONMENT = {
     "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
+    "env_service/verifiers/process.py",  # packages have the operator's variables, but for ours
     "manager_service/local/supervisor.py",
     "rollout_service/process/vllm_engine.py",  # vLLM takes some settings from there alone
     "trainer_service/ranks/leader.py",  # gloo takes its network interface from there alone

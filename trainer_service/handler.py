@@ -39,7 +39,7 @@ log = structlog.get_logger()
 class TrainHandler:
     """Makes each version once, however often and by however many it is asked.
 
-    It cannot be parked (see `common.worker.Parks`): an operation once sent is done, for its version may exist already.
+    It cannot be parked (see `common.handlers.Parks`): an operation once sent is done, for its version may exist already.
     """
 
     def __init__(

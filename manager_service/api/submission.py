@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import SUPERVISED, makes_items, reply_fault, reply_roles, wants_tools
+from common.environments import SUPERVISED, is_live, makes_items, reply_fault, reply_roles, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
@@ -129,6 +129,12 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     _check_labels(body)
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
+    if api.settings.deterministic and is_live(plan.env):
+        raise InvalidInput(
+            f"the environment {plan.env.name!r} holds its state in a session, so that its answers are not known to be the same again: "
+            "it cannot be used in deterministic mode",
+            param="method.reinforcement.environment",
+        )
     env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
