@@ -227,6 +227,7 @@ class LocalCluster:
             **ONE_THREAD,
             **self._environment,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH", "")])),
+            "PYTHONSAFEPATH": "1",  # a folder `common` where the user happens to be is not ours
             "PYTHONUNBUFFERED": "1",
             "MARLAAS_REDIS_URL": self.redis_url,
             "MARLAAS_DATA_DIR": str(self.data_dir),
