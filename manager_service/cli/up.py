@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 
-from manager_service.cli.options import CliSettings, Json
-from manager_service.cli.output import print_json, say
 from manager_service.local.supervisor import LocalCluster
 from manager_service.settings import ManagerSettings
+from marlaas_client.cli.options import Json
+from marlaas_client.cli.output import print_json, say
+from marlaas_client.place import ClientSettings
 
 Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
 
@@ -31,7 +32,7 @@ def up(
 ) -> None:
     """Start Redis, the manager and the workers, and keep them running until Ctrl-C."""
     cluster = LocalCluster(
-        data_dir=data or CliSettings().data_dir,
+        data_dir=data or ClientSettings().data_dir,
         rollout=rollout,
         env=env,
         trainer=trainer,

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from common.errors import InvalidInput
-from manager_service.cli.client import JOBS, Record
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import console, print_json, say, visible
+from marlaas_client.cli.options import Data, JobId, Json, Url, connect
+from marlaas_client.cli.output import console, print_json, say, visible
+from marlaas_client.client import JOBS, Record
+from marlaas_client.errors import InvalidInput
 
 INDENT = 2
 TITLES = {"prompt": "prompt", "model": "model", "environment": "environment or tool"}

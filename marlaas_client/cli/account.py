@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from manager_service.cli.client import JOBS
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.cli.options import Data, JobId, Json, Url, connect
+from marlaas_client.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.client import JOBS
 
 COUNTERS = (
     "prompt_tokens",

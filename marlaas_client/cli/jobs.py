@@ -5,10 +5,10 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from manager_service.cli.client import JOBS, Client, Record
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import cells, clock, console, cut, print_json, print_table, say, status, table
-from manager_service.cli.view import event_line
+from marlaas_client.cli.options import Data, JobId, Json, Url, connect
+from marlaas_client.cli.output import cells, clock, console, cut, print_json, print_table, say, status, table
+from marlaas_client.cli.view import event_line
+from marlaas_client.client import JOBS, Client, Record
 
 MAX_REASON = 200
 Level = Literal["info", "warn", "error"]

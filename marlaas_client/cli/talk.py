@@ -6,9 +6,9 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
-from common.errors import Unavailable
-from manager_service.cli.client import Client, Refused, error_message
-from manager_service.cli.output import say
+from marlaas_client.cli.output import say
+from marlaas_client.client import Client, error_message
+from marlaas_client.errors import Refused, Unavailable
 
 
 class Talk:

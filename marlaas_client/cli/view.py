@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from manager_service.cli.client import Record
-from manager_service.cli.output import cells, clock, console, cut, status, table, visible
-from manager_service.cli.progress import JobProgress, sparkline
+from marlaas_client.cli.output import cells, clock, console, cut, status, table, visible
+from marlaas_client.cli.progress import JobProgress, sparkline
+from marlaas_client.client import Record
 
 SHOWN_METRICS = (
     "step",

@@ -3,11 +3,13 @@
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
-from common.errors import MarlaasError, Unavailable
+from marlaas_client.errors import Refused, Unavailable
+from marlaas_client.place import find
 
 Record = dict[str, Any]
 """An object of the API, as its JSON has it."""
@@ -19,22 +21,23 @@ RECONNECT_S = 1.0
 MAX_RECONNECTS = 30
 
 
-class Refused(MarlaasError):
-    """The API answered with an error; the message is its own."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class Client:
     """Raises Refused for an error answer, Unavailable if nothing answers."""
 
-    def __init__(self, base_url: str, key: str, *, reconnect_s: float = RECONNECT_S) -> None:
-        self.base_url = base_url
-        self.key = key
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        data: Path | None = None,
+        admin: bool = False,
+        reconnect_s: float = RECONNECT_S,
+    ) -> None:
+        """Of the API at `url`; what is not given is looked for as `place.find` says. Raises InvalidInput."""
+        self.base_url, self.key, self.bases = find(url, key, data, admin=admin)
         self._reconnect_s = reconnect_s
-        self._http = httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {key}"}, timeout=60.0)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=60.0)
 
     def __enter__(self) -> Self:
         return self

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from common.errors import InvalidInput
-from manager_service.cli.client import JOBS, Client, Record
-from manager_service.cli.jobs import print_status
-from manager_service.cli.options import Data, Json, Url, connect, connect_operator
-from manager_service.cli.output import print_json
-from manager_service.cli.watch import watch_jobs
+from marlaas_client.cli.jobs import print_status
+from marlaas_client.cli.options import Data, Json, Url, connect, connect_operator
+from marlaas_client.cli.output import print_json
+from marlaas_client.cli.watch import watch_jobs
+from marlaas_client.client import JOBS, Client, Record
+from marlaas_client.errors import InvalidInput
 
 Method = Literal["reinforcement", "supervised"]
 SHORT_GRADERS: dict[str, Record] = {

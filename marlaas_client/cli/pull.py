@@ -4,20 +4,19 @@ import io
 import json
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 import typer
 
-from common.errors import InvalidInput
-from common.settings import parse_base_models
-from manager_service.cli.client import JOBS, Client
-from manager_service.cli.options import CliSettings, Data, Json, Url, connect
-from manager_service.cli.output import print_json, say
+from marlaas_client.cli.options import Data, Json, Url, connect
+from marlaas_client.cli.output import print_json, say
+from marlaas_client.client import JOBS, Client
+from marlaas_client.errors import InvalidInput
 
 CONFIG = "adapter_config.json"
-
 
 ADAPTERS = "/v1/adapters/content"
 
@@ -32,10 +31,11 @@ def pull(
 ) -> None:
     """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load."""
     with connect(url, data) as client:
+        bases = client.bases
         chosen, content = (of_model if ":" in job else of_job)(client, job, version)
     folder = to or Path(f"{folder_name(job)}-{chosen}")
     files = unpack(content, folder)
-    name_base(folder / CONFIG, CliSettings().base_models)
+    name_base(folder / CONFIG, bases)
     if as_json:
         return print_json({"job": job, "version": chosen, "folder": str(folder), "files": files})
     say(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
@@ -65,14 +65,13 @@ def folder_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name.partition("@")[0])
 
 
-def name_base(config: Path, base_models: str) -> None:
-    """Writes the folder of a base model that lies on this machine into an adapter's configuration, for `AutoPeftModel`."""
+def name_base(config: Path, bases: Mapping[str, str]) -> None:
+    """Writes the folder of a base model into an adapter's configuration, for `AutoPeftModel`, if it lies on this machine."""
     if not config.is_file():
         return
     content: dict[str, Any] = json.loads(config.read_text())
-    folder = Path(parse_base_models(base_models).get(content.get("base_model_name_or_path", ""), ""))
-    if folder != Path() and folder.is_dir():
-        config.write_text(json.dumps(content | {"base_model_name_or_path": str(folder.resolve())}, indent=2))
+    if folder := bases.get(content.get("base_model_name_or_path", "")):
+        config.write_text(json.dumps(content | {"base_model_name_or_path": folder}, indent=2))
 
 
 def newest_version(client: Client, job: str) -> int:
