@@ -29,7 +29,8 @@ from manager_service.local.supervisor import LocalCluster
 from marlaas_client.cli.output import cells, console, table
 from marlaas_client.cli.progress import JobProgress
 from marlaas_client.cli.view import live_view, plain_line
-from marlaas_client.client import FINAL, JOBS, Record, error_message
+from marlaas_client.client import JOBS, error_message
+from marlaas_client.records import FINAL, Record
 
 DATA_DIR = Path(".marlaas/demo")
 REPORT = Path("report.png")

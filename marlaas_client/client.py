@@ -1,21 +1,26 @@
-"""The calls of the HTTP API that the commands use."""
+"""The client: what the SDK of OpenAI lacks for this service, and that SDK itself as `Client.openai`."""
 
 import json
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from urllib.parse import quote
 
 import httpx
 
-from marlaas_client.errors import Refused, Unavailable
+from marlaas_client.adapters import CONFIG, Pulled, content_path, folder_name, name_base, says_version, unpack
+from marlaas_client.errors import InvalidInput, JobFailed, Refused, Unavailable
 from marlaas_client.place import find
+from marlaas_client.records import FINAL, Event, Job, Ledger, Record, Sample
+from marlaas_client.submission import Items, Method, content_of, grader_of
 
-Record = dict[str, Any]
-"""An object of the API, as its JSON has it."""
+if TYPE_CHECKING:
+    from openai import OpenAI
 
+Act = Literal["cancel", "pause", "resume"]
 JOBS = "/v1/fine_tuning/jobs"
-FINAL = frozenset({"succeeded", "failed", "cancelled"})
 PAGE = 100
 RECONNECT_S = 1.0
 MAX_RECONNECTS = 30
@@ -44,6 +49,123 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
+
+    @cached_property
+    def openai(self) -> "OpenAI":
+        """OpenAI's SDK for this service: chat, files, jobs."""
+        from openai import OpenAI  # imported here: it takes a second, and few calls need it
+
+        return OpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, max_retries=1)
+
+    # ---- jobs
+
+    def submit(
+        self,
+        items: Items | None = None,
+        *,
+        grader: str | Record | None = None,
+        environment: str | Record | None = None,
+        hyperparameters: Record | None = None,
+        method: Method = "reinforcement",
+        validation: Items | None = None,
+        model: str = "tiny",
+        suffix: str | None = None,
+        seed: int | None = None,
+    ) -> Job:
+        """Uploads the items and creates a job, whose `model` is a base model, or a tuned one to go on from.
+
+        `grader`: as the API takes it, or short, `string_check:answer`. `environment`: as the API takes it, or its name; some make
+        items themselves.
+        """
+        how = {
+            "grader": grader_of(grader) if isinstance(grader, str) else grader,
+            "environment": {"name": environment} if isinstance(environment, str) else environment,
+            "hyperparameters": hyperparameters,
+        }
+        chosen = {"suffix": suffix, "seed": seed}
+        request: Record = {
+            "model": model,
+            "method": {"type": method, method: {name: value for name, value in how.items() if value}},
+            **{name: value for name, value in chosen.items() if value is not None},
+            "training_file": None if items is None else self.upload(*content_of(items))["id"],
+        }
+        if validation is not None:
+            request["validation_file"] = self.upload(*content_of(validation))["id"]
+        return cast(Job, self.post(JOBS, request))
+
+    def job(self, job: str) -> Job:
+        return cast(Job, self.get(f"{JOBS}/{job}"))
+
+    def jobs(self) -> Iterator[Job]:
+        """Newest first."""
+        return cast(Iterator[Job], self.items(JOBS))
+
+    def act(self, job: str, verb: Act) -> Job:
+        """Ends a job, frees its workers, or goes on with it."""
+        return cast(Job, self.post(f"{JOBS}/{job}/{verb}"))
+
+    def events(self, job: str) -> list[Event]:
+        """Those so far, oldest first."""
+        return cast(list[Event], list(self.items(f"{JOBS}/{job}/events"))[::-1])
+
+    def follow(self, job: str) -> Iterator[Event]:
+        """A job's events, oldest first, until the job has ended. A broken connection is resumed where it broke."""
+        last, num_failures = "", 0
+        while True:
+            try:
+                for number, event in self._stream(f"{JOBS}/{job}/events", last):
+                    last, num_failures = number or last, 0
+                    yield cast(Event, event)
+            except Unavailable:
+                num_failures += 1
+                if num_failures > MAX_RECONNECTS:
+                    raise
+            if self._has_ended(job):
+                return
+            time.sleep(self._reconnect_s)
+
+    def wait(self, job: str) -> Job:
+        """The job when it has ended. Raises JobFailed if it failed."""
+        for _ in self.follow(job):
+            pass
+        ended = self.job(job)
+        if error := ended["error"]:
+            raise JobFailed(f"{job} failed: {error['message']}")
+        return ended
+
+    def samples(self, job: str, **which: Any) -> Iterator[Sample]:
+        """What was sampled, with rewards. `version=3`: of one step; `newest=1`: of the last; `failed=True`: without a reward."""
+        return cast(Iterator[Sample], self.lines(f"{JOBS}/{job}/samples", format="jsonl", **which))
+
+    def ledger(self, job: str) -> Ledger:
+        """The fate of each of a job's trajectories."""
+        return cast(Ledger, self.get(f"{JOBS}/{job}/ledger"))
+
+    def pull(self, name: str, *, version: int | None = None, to: Path | None = None) -> Pulled:
+        """Downloads an adapter: the newest version of a job or of a model, ft:… or tinker://…, if none is given. `to`: the folder.
+
+        Raises InvalidInput if there is none yet, or if a version is given beside a name that says it.
+        """
+        if version is not None and says_version(name):
+            raise InvalidInput(f"{name} says the version: leave it out")
+        chosen = self._newest_version(name) if version is None else version
+        of_job = f"{JOBS}/{name}/checkpoints/{chosen}/content"
+        content = self.download(content_path(name, chosen) if ":" in name else of_job)
+        folder = to or Path(f"{folder_name(name)}-{chosen}")
+        files = unpack(content, folder)
+        name_base(folder / CONFIG, self.bases)
+        return Pulled(chosen, folder, files)
+
+    def _newest_version(self, name: str) -> int:
+        """Of a job, or the version that a model's name means."""
+        if ":" in name:
+            pinned = name.partition("@")[2]
+            return int(pinned if pinned.isdecimal() else self.get(f"/v1/models/{quote(name, safe='')}")["version"])
+        for checkpoint in self.items(f"{JOBS}/{name}/checkpoints"):
+            return int(checkpoint["step_number"])
+        raise InvalidInput(f"{name} has no trained version yet")
+
+    # ---- any call of the API
 
     def get(self, path: str, **params: Any) -> Record:
         return self._send("GET", path, params=params).json()
@@ -79,22 +201,6 @@ class Client:
                 yield from map(json.loads, _lines(response.iter_bytes()))
         except httpx.TransportError as error:
             raise self._unavailable(error) from error
-
-    def follow(self, job: str) -> Iterator[Record]:
-        """A job's events, oldest first, until the job has ended. A broken connection is resumed where it broke."""
-        last, num_failures = "", 0
-        while True:
-            try:
-                for number, event in self._stream(f"{JOBS}/{job}/events", last):
-                    last, num_failures = number or last, 0
-                    yield event
-            except Unavailable:
-                num_failures += 1
-                if num_failures > MAX_RECONNECTS:
-                    raise
-            if self._has_ended(job):
-                return
-            time.sleep(self._reconnect_s)
 
     def _has_ended(self, job: str) -> bool:
         try:

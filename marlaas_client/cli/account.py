@@ -44,7 +44,7 @@ def usage(
 def ledger(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
     """The fate of each of a job's trajectories: issued is the sum of all others."""
     with connect(url, data) as client:
-        counts = client.get(f"{JOBS}/{job}/ledger")
+        counts = client.ledger(job)
     if as_json:
         return print_json(counts)
     shown = table(*FATES, right=FATES)

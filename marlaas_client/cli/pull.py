@@ -1,24 +1,12 @@
 """`pull`: download an adapter."""
 
-import io
-import json
-import re
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import quote, urlencode
+from typing import Annotated
 
 import typer
 
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import print_json, say
-from marlaas_client.client import JOBS, Client
-from marlaas_client.errors import InvalidInput
-
-CONFIG = "adapter_config.json"
-
-ADAPTERS = "/v1/adapters/content"
 
 
 def pull(
@@ -31,65 +19,8 @@ def pull(
 ) -> None:
     """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load."""
     with connect(url, data) as client:
-        bases = client.bases
-        chosen, content = (of_model if ":" in job else of_job)(client, job, version)
-    folder = to or Path(f"{folder_name(job)}-{chosen}")
-    files = unpack(content, folder)
-    name_base(folder / CONFIG, bases)
+        pulled = client.pull(job, version=version, to=to)
     if as_json:
-        return print_json({"job": job, "version": chosen, "folder": str(folder), "files": files})
-    say(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
-
-
-def of_job(client: Client, job: str, version: int | None) -> tuple[int, bytes]:
-    """(version, zip)."""
-    chosen = newest_version(client, job) if version is None else version
-    return chosen, client.download(f"{JOBS}/{job}/checkpoints/{chosen}/content")
-
-
-def of_model(client: Client, name: str, version: int | None) -> tuple[int, bytes]:
-    """(version, zip) of what a model's name means. Raises InvalidInput if a version is given beside a name that says it."""
-    plain, at, pinned = name.partition("@")
-    says_it = bool(at) or name.startswith("tinker://")
-    if version is not None and says_it:
-        raise InvalidInput(f"{name} says the version: leave --version out")
-    if version is None:
-        known = client.get(f"/v1/models/{quote(name, safe='')}")
-        version = int(pinned if pinned.isdecimal() else known["version"])
-    model = name if says_it else f"{plain}@{version}"
-    return version, client.download(f"{ADAPTERS}?{urlencode({'model': model})}")
-
-
-def folder_name(name: str) -> str:
-    """A model's name as a folder's."""
-    return re.sub(r"[^\w.-]+", "_", name.partition("@")[0])
-
-
-def name_base(config: Path, bases: Mapping[str, str]) -> None:
-    """Writes the folder of a base model into an adapter's configuration, for `AutoPeftModel`, if it lies on this machine."""
-    if not config.is_file():
-        return
-    content: dict[str, Any] = json.loads(config.read_text())
-    if folder := bases.get(content.get("base_model_name_or_path", "")):
-        config.write_text(json.dumps(content | {"base_model_name_or_path": folder}, indent=2))
-
-
-def newest_version(client: Client, job: str) -> int:
-    """Raises InvalidInput if there is none yet."""
-    for checkpoint in client.items(f"{JOBS}/{job}/checkpoints"):
-        return int(checkpoint["step_number"])
-    raise InvalidInput(f"{job} has no trained version yet")
-
-
-def unpack(content: bytes, folder: Path) -> list[str]:
-    """Returns the names of the files. Raises InvalidInput if it is no zip, or has a name that leaves the folder."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            names = archive.namelist()
-            if any(not (folder / name).resolve().is_relative_to(folder.resolve()) for name in names):
-                raise InvalidInput("the archive has files outside of its folder; nothing was unpacked")
-            folder.mkdir(parents=True, exist_ok=True)
-            archive.extractall(folder)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise InvalidInput(f"{folder}: {error}") from error
-    return names
+        shown = pulled._asdict() | {"folder": str(pulled.folder)}
+        return print_json({"job": job, **shown})
+    say(f"{job} version {pulled.version} is in {pulled.folder}: {', '.join(pulled.files)}")

@@ -15,7 +15,7 @@ class Talk:
     """Raises Refused or Unavailable, as the other commands do."""
 
     def __init__(self, client: Client, options: dict[str, Any]) -> None:
-        self._api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=client.key, max_retries=1)
+        self._api = client.openai
         self._options = options
         self._messages: list[ChatCompletionMessageParam] = []
 

@@ -11,8 +11,9 @@ from marlaas_client.cli.options import Data, Json, Url, connect, connect_operato
 from marlaas_client.cli.output import console, print_json, say
 from marlaas_client.cli.progress import JobProgress
 from marlaas_client.cli.view import live_view, plain_line, warning_line
-from marlaas_client.client import FINAL, JOBS, Client, Record
+from marlaas_client.client import JOBS, Client
 from marlaas_client.errors import JobFailed
+from marlaas_client.records import FINAL, Record
 
 PERIOD_S = 1.0
 PLAIN_PERIOD_S = 5.0

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from common.settings import TINY
 from manager_service.cli.main import app
+from marlaas_client.adapters import unpack
 from marlaas_client.cli import account, output
 from marlaas_client.cli.progress import JobProgress, shortened, sparkline
-from marlaas_client.cli.pull import unpack
 from marlaas_client.cli.submit import parse_environment, parse_grader, parse_hyper
 from marlaas_client.cli.view import event_line, live_view
 from marlaas_client.client import Client, error_message, server_sent_events
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile
-from marlaas_client.errors import ClientError, InvalidInput
+from marlaas_client.errors import ClientError, InvalidInput, JobFailed
 from marlaas_client.place import ClientSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +216,26 @@ def test_a_broken_stream_of_events_is_resumed_where_it_broke(api: type[FakeApi])
         following = client.follow("ftjob-2")  # does not end
         assert [next(following) for _ in EVENTS] == EVENTS
     assert len(run("events", "ftjob-1", "--follow", "--json").splitlines()) == 2  # has ended: not asked again
+
+
+def test_a_program_submits_rows_and_waits(api: type[FakeApi]) -> None:
+    rows = [{"messages": [{"role": "user", "content": "für 1\u2028"}], "answer": "1"}]
+    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    with Client() as client:
+        job = client.submit(rows, grader="math:answer", environment="calculator", hyperparameters={"max_steps": 2})
+        assert client.wait(job["id"]) == JOB
+        assert json.dumps(rows[0], ensure_ascii=False).encode() + b"\n" in api.requests[0][1]
+        how = json.loads(api.requests[1][1])["method"]["reinforcement"]
+        assert how["grader"]["reference"] == "{{item.answer}}" and how["environment"] == {"name": "calculator"}
+        # and is told why, if the job failed
+        api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {
+            **JOB,
+            "status": "failed",
+            "error": {"message": "NaN loss"},
+        }
+        with pytest.raises(JobFailed, match="ftjob-1 failed: NaN loss"):
+            client.wait("ftjob-1")
 
 
 @pytest.mark.parametrize("verb", ["cancel", "pause", "resume"])

@@ -15,7 +15,7 @@ from common.adapters import PEFT_FILES
 from common.settings import TINY
 from manager_service.cli.main import app
 from manager_service.runs.records import run_of
-from marlaas_client.cli.pull import CONFIG, name_base, unpack
+from marlaas_client.adapters import CONFIG, name_base, unpack
 from tests.support.api_server import ApiServer, running_api
 from tests.support.owned_runs import owned_runs
 from tests.support.rollout_cases import files_of
@@ -69,7 +69,7 @@ async def test_what_a_run_saved_is_pulled_by_its_path_and_by_its_models_name(
                 content = Path(pulled["folder"], name).read_bytes()
                 stored = [await server.api.objects.get(file) for file in files if file.endswith(name)]
                 assert content in stored
-        assert "leave --version out" in await pull(server, path, "--version", "1")
+        assert "leave it out" in await pull(server, path, "--version", "1")
         assert "nothing was saved" in await pull(server, f"tinker://{run}/weights/other")
         other = await client_of(server, "acme")
         foreign = await server.http.get(

@@ -1,6 +1,7 @@
-"""A new user's first hour, from wheels alone: what the README says, in a folder that is not ours."""
+"""A new user's first hour, from wheels alone: what the READMEs say, in a folder that is not ours."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -8,42 +9,79 @@ import pytest
 
 from common.skills import generate
 from harness.live import jsonl
-from tests.support.installed import Installed, build, install, litter, up
+from tests.support.installed import ROOT, Installed, build, install, litter, up
 
 MODULES = "common.settings, manager_service, rollout_service, env_service, trainer_service, base_model, examples"
+CLIENT = """
+import importlib.util, json, sys
+from pathlib import Path
+from marlaas_client import Client, Refused
+assert not any(map(importlib.util.find_spec, ("torch", "redis", "base_model")))
+with Client() as client:
+    (job,) = client.jobs()
+    assert [event["message"] for event in client.follow(job["id"])][-1] == "The job has successfully completed"
+    assert client.wait(job["id"])["status"] == "succeeded"
+    ledger = client.ledger(job["id"])
+    assert ledger["issued"] == ledger["trained"] + ledger["filtered"] + ledger["stale"] + ledger["failed"], ledger
+    assert {turn["by"] for sample in client.samples(job["id"], version=3) for turn in sample["turns"]} == {"prompt", "model"}
+    for name in (job["id"], job["fine_tuned_model"] + "@2"):
+        pulled = client.pull(name, to=Path("adapter") / name)
+        base = json.loads((pulled.folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        assert Path(base, "tokenizer.json").is_file()
+    try:
+        client.act(job["id"], "pause")
+    except Refused as refused:
+        print(refused)
+"""
+
+
+def code() -> str:
+    """The ten lines of the README."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    return block
+
+
+def test_the_code_is_ten_lines() -> None:
+    assert len(code().strip().splitlines()) <= 11
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_first_hour_without_a_clone(tmp_path: Path) -> None:
-    # Given the wheel in an environment of its own, and a folder with packages of our names
-    marlaas = install(build(tmp_path), tmp_path / "marlaas", borrowed=True)
+    # Given the wheels in environments of their own, and a folder with packages of our names
+    services = install(build(tmp_path), tmp_path / "services", borrowed=True)
+    client = install(build(tmp_path, "marlaas_client"), tmp_path / "client")
+    check_origin(services, tmp_path)
     (folder := tmp_path / "user").mkdir()
-    litter(folder)
-    check_origin(marlaas, tmp_path)
     # When the service is started there
-    with up(marlaas, folder) as cluster:
+    litter(folder)
+    with up(services, folder) as cluster:
         # Then its page and the description of its API are there
         for path in ("/", "/docs"):
             assert httpx.get(cluster["url"] + path, trust_env=False).status_code == 200
-        # And what the README says can be done
-        train(marlaas, folder)
+        # And what the READMEs say can be done, without torch or the services
+        train(client, folder)
+        assert "there is nothing to pause" in client.run("python", "-c", CLIENT, cwd=folder)
+        lines = client.run("python", "-c", code().replace("http://127.0.0.1:8000", cluster["url"]), cwd=folder)
+    said = lines.splitlines()
+    assert any(line.startswith("Step 15/15: reward") for line in said)
+    assert said[-2] == "The job has successfully completed"
+    assert said[-1].isdigit(), "an answer to a sum; which one is the model's business"
 
 
-def check_origin(marlaas: Installed, root: Path) -> None:
+def check_origin(services: Installed, root: Path) -> None:
     """Nothing is imported from the repository."""
     code = f"import json, sys, {MODULES}; print(json.dumps([sys.path, [m.__file__ for m in ({MODULES})]]))"
-    path, files = json.loads(marlaas.run("python", "-c", code, cwd=root))
-    assert all(Path(file).is_relative_to(marlaas.folder) for file in files)
-    repository = Path(__file__).resolve().parents[2]
-    assert not any(Path(entry) == repository for entry in path)
+    path, files = json.loads(services.run("python", "-c", code, cwd=root))
+    assert all(Path(file).is_relative_to(services.folder) for file in files)
+    assert str(ROOT) not in path
 
 
-def train(marlaas: Installed, folder: Path) -> None:
-    """Submits a job, watches it, and talks to what it made."""
+def train(client: Installed, folder: Path) -> None:
+    """Submits a job, watches it, and talks to what it made, from the shell."""
     (folder / "add.jsonl").write_bytes(jsonl(generate("add", 1, 64, "train")))
     options = ["--grader", "string_check:answer", "--hyper", "max_steps=3", "--hyper", "batch_size=4"]
-    job = json.loads(marlaas.run("marlaas", "submit", "add.jsonl", *options, "--json", cwd=folder))
-    assert "succeeded, step 3/3" in marlaas.run("marlaas", "watch", job["id"], cwd=folder)
-    (row,) = json.loads(marlaas.run("marlaas", "jobs", "--json", cwd=folder))
-    assert marlaas.run("marlaas", "chat", row["fine_tuned_model"], "add 37+58", cwd=folder).strip().isdigit()
+    job = json.loads(client.run("marlaas", "submit", "add.jsonl", *options, "--json", cwd=folder))
+    assert "succeeded, step 3/3" in client.run("marlaas", "watch", job["id"], cwd=folder)
+    (row,) = json.loads(client.run("marlaas", "jobs", "--json", cwd=folder))
+    assert client.run("marlaas", "chat", row["fine_tuned_model"], "add 37+58", cwd=folder).strip().isdigit()
