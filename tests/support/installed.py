@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,11 @@ class Installed:
     """A virtual environment."""
 
     folder: Path
+
+    @property
+    def packages(self) -> Path:
+        (found,) = self.folder.glob("lib/python*/site-packages")
+        return found
 
     def command(self, program: str) -> str:
         return str(self.folder / "bin" / program)
@@ -59,13 +63,15 @@ def install(wheel: Path, folder: Path, *, borrowed: bool = False) -> Installed:
     """An environment with a wheel and what it needs. `borrowed`: what it needs is this process's, which takes minutes to install
     anew; editable packages, such as the repository, are not lent."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=INSTALL_S)
+    installed = Installed(folder)
     if borrowed:
-        (packages,) = folder.glob("lib/python*/site-packages")
-        (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+        (installed.packages / "borrowed.pth").write_text(
+            "\n".join(entry for entry in sys.path if entry.endswith("-packages"))
+        )
     options = ["--no-deps"] if borrowed else []
     command = [*PIP, "--python", str(folder / "bin" / "python"), "install", *options, str(wheel)]
     subprocess.run(command, check=True, env=environment(), timeout=INSTALL_S)
-    return Installed(folder)
+    return installed
 
 
 @contextmanager

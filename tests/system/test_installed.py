@@ -3,14 +3,18 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from common.skills import generate
 from harness.live import jsonl
-from tests.support.installed import ROOT, Installed, build, install, litter, up
+from tests.support.installed import ROOT, Installed, build, environment, install, litter, up
 
+NOTEBOOK = ROOT / "examples" / "first_hour.ipynb"
 MODULES = "common.settings, manager_service, rollout_service, env_service, trainer_service, base_model, examples"
 CLIENT = """
 import importlib.util, json, sys
@@ -41,6 +45,11 @@ def code() -> str:
     return block
 
 
+def test_the_notebook_has_no_outputs() -> None:
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all((cell["outputs"], cell["execution_count"]) == ([], None) for cell in cells), "clear them first"
+
+
 def test_the_code_is_ten_lines() -> None:
     assert len(code().strip().splitlines()) <= 11
 
@@ -63,10 +72,22 @@ def test_the_first_hour_without_a_clone(tmp_path: Path) -> None:
         train(client, folder)
         assert "there is nothing to pause" in client.run("python", "-c", CLIENT, cwd=folder)
         lines = client.run("python", "-c", code().replace("http://127.0.0.1:8000", cluster["url"]), cwd=folder)
+        # And the notebook's model answers better than its base
+        before, after = map(int, re.findall(r"(\d+)% ", run_notebook(client, folder)))
+        assert after > before, (before, after)
     said = lines.splitlines()
     assert any(line.startswith("Step 15/15: reward") for line in said)
     assert said[-2] == "The job has successfully completed"
     assert said[-1].isdigit(), "an answer to a sum; which one is the model's business"
+
+
+def run_notebook(client: Installed, folder: Path) -> str:
+    """Runs it with the client's wheel, in a kernel of this environment; what it says it learned."""
+    notebook: Any = nbformat.read(NOTEBOOK, as_version=4)
+    executed = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
+    executed.execute(env={**environment(), "PYTHONPATH": str(client.packages)})
+    said = ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in notebook.cells]
+    return next(text for text in said if " after, " in text)
 
 
 def check_origin(services: Installed, root: Path) -> None:
