@@ -39,9 +39,9 @@ class Client:
         reconnect_s: float = RECONNECT_S,
     ) -> None:
         """Of the API at `url`; what is not given is looked for as `place.find` says. Raises InvalidInput."""
-        self.base_url, self.key, self.bases = find(url, key, data, admin=admin)
+        self.base_url, self._key, self.bases = find(url, key, data, admin=admin)
         self._reconnect_s = reconnect_s
-        headers = {"Authorization": f"Bearer {self.key}"}
+        headers = {"Authorization": f"Bearer {self._key}"}
         self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=60.0)
 
     def __enter__(self) -> Self:
@@ -49,13 +49,15 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
+        if "openai" in self.__dict__:  # it was used
+            self.openai.close()
 
     @cached_property
     def openai(self) -> "OpenAI":
         """OpenAI's SDK for this service: chat, files, jobs."""
         from openai import OpenAI  # imported here: it takes a second, and few calls need it
 
-        return OpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, max_retries=1)
+        return OpenAI(base_url=f"{self.base_url}/v1", api_key=self._key, max_retries=1)
 
     # ---- jobs
 
@@ -125,7 +127,7 @@ class Client:
             time.sleep(self._reconnect_s)
 
     def wait(self, job: str) -> Job:
-        """The job when it has ended. Raises JobFailed if it failed."""
+        """The job when it has ended, or was cancelled. Raises JobFailed if it failed."""
         for _ in self.follow(job):
             pass
         ended = self.job(job)

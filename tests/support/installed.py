@@ -40,8 +40,8 @@ class Installed:
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without those that lead Python to the repository."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    """This process's variables, without those that lead Python to the repository, and without settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MARLAAS_"))}
 
 
 def build(into: Path, project: str = ".") -> Path:
@@ -87,7 +87,7 @@ def up(installed: Installed, cwd: Path) -> Generator[dict[str, Any]]:
 
 
 def litter(folder: Path) -> None:
-    """Packages of our names that fail when they are imported."""
+    """Makes a folder with packages of our names, which fail when they are imported."""
     for name in EVERYDAY:
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text("raise RuntimeError('a folder of the user')\n")

@@ -17,7 +17,7 @@ from tests.support.installed import ROOT, Installed, build, environment, install
 NOTEBOOK = ROOT / "examples" / "first_hour.ipynb"
 MODULES = "common.settings, manager_service, rollout_service, env_service, trainer_service, base_model, examples"
 CLIENT = """
-import importlib.util, json, sys
+import importlib.util, json
 from pathlib import Path
 from marlaas_client import Client, Refused
 assert not any(map(importlib.util.find_spec, ("torch", "redis", "base_model")))
@@ -61,9 +61,8 @@ def test_the_first_hour_without_a_clone(tmp_path: Path) -> None:
     services = install(build(tmp_path), tmp_path / "services", borrowed=True)
     client = install(build(tmp_path, "marlaas_client"), tmp_path / "client")
     check_origin(services, tmp_path)
-    (folder := tmp_path / "user").mkdir()
+    litter(folder := tmp_path / "user")
     # When the service is started there
-    litter(folder)
     with up(services, folder) as cluster:
         # Then its page and the description of its API are there
         for path in ("/", "/docs"):
