@@ -12,8 +12,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from common.errors import MarlaasError
-from manager_service.cli.output import say
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/three_turns")
 ENVIRONMENT: dict[str, Any] = {"name": "simulated_user", "args": {}}

@@ -7,21 +7,18 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from common.errors import MarlaasError
-from manager_service.cli.client import FINAL, JOBS, Client, Record
-from manager_service.cli.options import Data, Json, Url, connect, connect_operator
-from manager_service.cli.output import console, print_json, say
-from manager_service.cli.progress import JobProgress
-from manager_service.cli.view import live_view, plain_line, warning_line
+from marlaas_client.cli.options import Data, Json, Url, connect, connect_operator
+from marlaas_client.cli.output import console, print_json, say
+from marlaas_client.cli.progress import JobProgress
+from marlaas_client.cli.view import live_view, plain_line, warning_line
+from marlaas_client.client import JOBS, Client
+from marlaas_client.errors import JobFailed
+from marlaas_client.records import FINAL, Record
 
 PERIOD_S = 1.0
 PLAIN_PERIOD_S = 5.0
 MAX_FINISHED = 5
 """The number of ended jobs that are shown beside those that run."""
-
-
-class JobFailed(MarlaasError):
-    """A watched job failed; the message says which and why."""
 
 
 def watch(

@@ -6,16 +6,16 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
-from common.errors import Unavailable
-from manager_service.cli.client import Client, Refused, error_message
-from manager_service.cli.output import say
+from marlaas_client.cli.output import say
+from marlaas_client.client import Client, error_message
+from marlaas_client.errors import Refused, Unavailable
 
 
 class Talk:
     """Raises Refused or Unavailable, as the other commands do."""
 
     def __init__(self, client: Client, options: dict[str, Any]) -> None:
-        self._api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=client.key, max_retries=1)
+        self._api = client.openai
         self._options = options
         self._messages: list[ChatCompletionMessageParam] = []
 

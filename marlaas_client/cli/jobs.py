@@ -1,14 +1,16 @@
 """`jobs, events, logs, cancel, pause, resume`."""
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Annotated, Literal, get_args
 
 import typer
 
-from manager_service.cli.client import JOBS, Client, Record
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import cells, clock, console, cut, print_json, print_table, say, status, table
-from manager_service.cli.view import event_line
+from marlaas_client.cli.options import Data, JobId, Json, Url, connect
+from marlaas_client.cli.output import cells, clock, console, cut, print_json, print_table, say, status, table
+from marlaas_client.cli.view import event_line
+from marlaas_client.client import Act, Client
+from marlaas_client.records import Event, Job
 
 MAX_REASON = 200
 Level = Literal["info", "warn", "error"]
@@ -29,7 +31,7 @@ def jobs(
         return print_json(records)
     shown = table("job", "status", "model", "created", "tuned model", "error", right=["created"])
     for job in records:
-        row = cells(job["model"], clock(job["created_at"]), job.get("fine_tuned_model"), reason(job))
+        row = cells(job["model"], clock(job["created_at"]), job["fine_tuned_model"], reason(job))
         shown.add_row(*cells(job["id"]), status(job["status"]), *row)
     print_table(shown)
 
@@ -67,9 +69,9 @@ def logs(
                 print_json(event) if as_json else say(line)
 
 
-def _events(client: Client, job: JobId, follow: bool) -> Iterable[Record]:
+def _events(client: Client, job: JobId, follow: bool) -> Iterable[Event]:
     """Oldest first."""
-    return client.follow(job) if follow else reversed(list(client.items(f"{JOBS}/{job}/events")))
+    return client.follow(job) if follow else client.events(job)
 
 
 def cancel(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
@@ -87,28 +89,23 @@ def resume(job: JobId, url: Url = None, data: Data = None, as_json: Json = False
     _act(job, "resume", url, data, as_json)
 
 
-def newest(client: Client, limit: int) -> list[Record]:
+def newest(client: Client, limit: int) -> list[Job]:
     """At most `limit` jobs, newest first."""
-    found: list[Record] = []
-    for job in client.items(JOBS):
-        if len(found) == limit:
-            break
-        found.append(job)
-    return found
+    return list(islice(client.jobs(), limit))
 
 
-def reason(job: Record) -> str:
+def reason(job: Job) -> str:
     """The reason of its failure, cut; empty if it did not fail."""
-    error: Record = job.get("error") or {}
-    return cut(str(error.get("message", "")), MAX_REASON)
+    error = job["error"]
+    return cut(error["message"], MAX_REASON) if error else ""
 
 
-def _act(job: str, verb: str, url: Url, data: Data, as_json: bool) -> None:
+def _act(job: str, verb: Act, url: Url, data: Data, as_json: bool) -> None:
     with connect(url, data) as client:
-        record = client.post(f"{JOBS}/{job}/{verb}")
+        record = client.act(job, verb)
     print_json(record) if as_json else print_status(record)
 
 
-def print_status(job: Record) -> None:
+def print_status(job: Job) -> None:
     """`ftjob-…  running`"""
     console.print(*cells(job["id"]), status(job["status"]), soft_wrap=True)

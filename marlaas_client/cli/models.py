@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from manager_service.cli.options import Data, Json, Url, connect
-from manager_service.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.cli.options import Data, Json, Url, connect
+from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
 
 def models(url: Url = None, data: Data = None, as_json: Json = False) -> None:

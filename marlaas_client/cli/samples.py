@@ -1,15 +1,15 @@
 """`samples`: the conversations that a job's steps were trained on, to read or as JSONL."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from common.errors import InvalidInput
-from manager_service.cli.client import JOBS, Record
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import console, print_json, say, visible
+from marlaas_client.cli.options import Data, JobId, Json, Url, connect
+from marlaas_client.cli.output import console, print_json, say, visible
+from marlaas_client.errors import InvalidInput
+from marlaas_client.records import Record, Sample
 
 INDENT = 2
 TITLES = {"prompt": "prompt", "model": "model", "environment": "environment or tool"}
@@ -35,10 +35,10 @@ def samples(
     """Whole conversations of a step, with their rewards."""
     if best + worst + failed > 1:
         raise InvalidInput("give one of --best, --worst and --failed")
-    asked: Record = {"format": "jsonl", **({"failed": failed} if failed or best or worst else {})}
+    asked: Record = {"failed": failed} if failed or best or worst else {}
     asked |= {"version": step} if step is not None else {} if jsonl else {"newest": 1}
     with connect(url, data) as client:
-        found = client.lines(f"{JOBS}/{job}/samples", **asked)
+        found = client.samples(job, **asked)
         if jsonl:
             for sample in found:
                 print_json(sample)
@@ -50,33 +50,33 @@ def samples(
         print_json(sample) if as_json else show(sample)
 
 
-def chosen(found: Iterable[Record], *, best: bool, worst: bool) -> list[Record]:
+def chosen(found: Iterable[Sample], *, best: bool, worst: bool) -> list[Sample]:
     """In the order in which they are shown; by reward those that have one, as a supervised job's have not."""
     if not best and not worst:
         return list(found)
     rewarded = [sample for sample in found if sample["reward"] is not None]
-    return sorted(rewarded, key=lambda sample: sample["reward"], reverse=best)
+    return sorted(rewarded, key=lambda sample: sample["reward"] or 0.0, reverse=best)
 
 
-def show(sample: Record) -> None:
+def show(sample: Sample) -> None:
     """Prints a conversation, its turns indented, as wide as the terminal."""
     reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
     place = f"step {sample['step']}  group {sample['group']}  sample {sample['sample']}"
     console.print(Text(visible(f"{place}  reward {reward}  {sample['stop_reason']}"), "bold"))
-    for name, part in sample.get("reward_parts", {}).items():
+    for name, part in sample["reward_parts"].items():
         _block(f"{name}: {part:.3g}")
-    if failure := sample.get("failure"):
+    if failure := sample["failure"]:
         _block(f"{failure['kind']}: {failure['reason']}", style="red")
-    for turn in sample.get("turns") or _texts(sample):
+    for turn in sample["turns"] or _texts(sample):
         _block(f"[{TITLES.get(turn['by'], turn['by'])}]", style="dim")
         _block(turn["text"])
-    dropped: int = (sample.get("written") or {}).get("num_dropped", 0)
+    dropped: int = (sample["written"] or {}).get("num_dropped", 0)
     if dropped:
         _block(f"({dropped:,} more tokens are not kept)", style="dim")
     say("")
 
 
-def _texts(sample: Record) -> list[dict[str, Any]]:
+def _texts(sample: Sample) -> list[dict[str, str]]:
     """Of a sample whose tokens are not kept: its last message and its last turn."""
     return [{"by": by, "text": text} for by, text in (("prompt", sample["prompt"]), ("model", sample["text"])) if text]
 

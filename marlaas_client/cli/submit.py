@@ -2,24 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
 
-from common.errors import InvalidInput
-from manager_service.cli.client import JOBS, Client, Record
-from manager_service.cli.jobs import print_status
-from manager_service.cli.options import Data, Json, Url, connect, connect_operator
-from manager_service.cli.output import print_json
-from manager_service.cli.watch import watch_jobs
-
-Method = Literal["reinforcement", "supervised"]
-SHORT_GRADERS: dict[str, Record] = {
-    "string_check": {"operation": "eq"},
-    "math": {},
-    "text_similarity": {"evaluation_metric": "fuzzy_match"},
-}
-"""Graders that compare the answer with one field of the item, with their other fields."""
+from marlaas_client.cli.jobs import print_status
+from marlaas_client.cli.options import Data, Json, Url, connect, connect_operator
+from marlaas_client.cli.output import print_json
+from marlaas_client.cli.watch import watch_jobs
+from marlaas_client.errors import InvalidInput
+from marlaas_client.records import Record
+from marlaas_client.submission import Method, grader_of
 
 
 def submit(
@@ -50,13 +43,8 @@ def submit(
 ) -> None:
     """Train an adapter on a file of items."""
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
-    request: Record = {"model": model, "method": {"type": method, method: how}}
-    request |= {key: value for key, value in (("suffix", suffix), ("seed", seed)) if value is not None}
     with connect(url, data) as client, connect_operator(url, data) as operator:
-        request["training_file"] = _upload(client, file) if file else None
-        if validation:
-            request["validation_file"] = _upload(client, validation)
-        job = client.post(JOBS, request)
+        job = client.submit(file, method=method, validation=validation, model=model, suffix=suffix, seed=seed, **how)
         if as_json:
             print_json(job)
         else:
@@ -87,14 +75,10 @@ def method_of(grader: str | None, environment: str | None, hyper: list[str], *, 
 def parse_grader(text: str) -> Record:
     """JSON, `@file`, or `type:field`. Raises InvalidInput."""
     if text.startswith("@"):
-        return _json("--grader", _read(Path(text[1:])).decode())
+        return _json("--grader", _read(Path(text[1:])))
     if text.lstrip().startswith("{"):
         return _json("--grader", text)
-    kind, colon, field = text.partition(":")
-    if not colon or kind not in SHORT_GRADERS or not field.isidentifier():
-        raise InvalidInput(f"--grader {text}: write {':FIELD, '.join(SHORT_GRADERS)}:FIELD, JSON, or @file.json")
-    templates = {"input": "{{sample.output_text}}", "reference": f"{{{{item.{field}}}}}"}
-    return {"type": kind, "name": kind, **templates, **SHORT_GRADERS[kind]}
+    return grader_of(text)
 
 
 def parse_environment(text: str) -> Record:
@@ -123,12 +107,8 @@ def _json(option: str, text: str) -> Record:
     return cast(Record, value)
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path) -> str:
     try:
-        return file.read_bytes()
+        return file.read_text("utf-8")
     except OSError as error:
         raise InvalidInput(f"{file}: {error.strerror}") from None
-
-
-def _upload(client: Client, file: Path) -> str:
-    return client.upload(file.name, _read(file))["id"]

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from manager_service.cli.options import Data, Json, Url, connect
-from manager_service.cli.output import print_json
+from marlaas_client.cli.options import Data, Json, Url, connect
+from marlaas_client.cli.output import print_json
 
 
 def chat(
@@ -18,7 +18,7 @@ def chat(
     as_json: Json = False,
 ) -> None:
     """Ask a model once, or talk to it."""
-    from manager_service.cli.talk import Talk  # imported here: `openai` takes a second, and no other command needs it
+    from marlaas_client.cli.talk import Talk  # imported here: `openai` takes a second, and no other command needs it
 
     options: dict[str, Any] = {"model": model, "temperature": temperature}
     if max_tokens is not None:

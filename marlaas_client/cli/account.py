@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from manager_service.cli.client import JOBS
-from manager_service.cli.options import Data, JobId, Json, Url, connect
-from manager_service.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.cli.options import Data, JobId, Json, Url, connect
+from marlaas_client.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.client import JOBS
 
 COUNTERS = (
     "prompt_tokens",
@@ -44,7 +44,7 @@ def usage(
 def ledger(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:
     """The fate of each of a job's trajectories: issued is the sum of all others."""
     with connect(url, data) as client:
-        counts = client.get(f"{JOBS}/{job}/ledger")
+        counts = client.ledger(job)
     if as_json:
         return print_json(counts)
     shown = table(*FATES, right=FATES)

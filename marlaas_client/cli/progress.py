@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from manager_service.cli.client import FINAL, Record
+from marlaas_client.records import FINAL, Record
 
 BARS = "▁▂▃▄▅▆▇█"
 RATE_WINDOW_S = 15.0

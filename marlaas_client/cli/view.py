@@ -1,15 +1,15 @@
 """Live tables, one line a job, one line a worker; and events, one line each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from manager_service.cli.client import Record
-from manager_service.cli.output import cells, clock, console, cut, status, table, visible
-from manager_service.cli.progress import JobProgress, sparkline
+from marlaas_client.cli.output import cells, clock, console, cut, status, table, visible
+from marlaas_client.cli.progress import JobProgress, sparkline
+from marlaas_client.records import Record
 
 SHOWN_METRICS = (
     "step",
@@ -74,7 +74,7 @@ def warning_line(job: JobProgress, warning: Record) -> str:
     return f"{name(job)}: {event_line(warning)}"
 
 
-def event_line(event: Record) -> str:
+def event_line(event: Mapping[str, Any]) -> str:
     """`12:30:05  step 3  reward_mean 0.61 …`, or the event's message; both if it warns."""
     values: dict[str, Any] = event.get("data") or {}
     figures = [f"{name} {_short(values[name])}" for name in SHOWN_METRICS if values.get(name) is not None]

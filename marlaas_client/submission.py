@@ -1,0 +1,38 @@
+"""What a job is made of: the request that creates it, files of items, and short forms of graders."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from marlaas_client.errors import InvalidInput
+from marlaas_client.records import Record
+
+Method = Literal["reinforcement", "supervised"]
+Items = Path | str | Iterable[Mapping[str, Any]]
+"""A file of JSONL, or its rows."""
+SHORT_GRADERS: dict[str, Record] = {
+    "string_check": {"operation": "eq"},
+    "math": {},
+    "text_similarity": {"evaluation_metric": "fuzzy_match"},
+}
+"""Graders that compare the answer with one field of the item, with their other fields."""
+
+
+def grader_of(text: str) -> Record:
+    """`string_check:answer` as a whole grader. Raises InvalidInput."""
+    kind, colon, field = text.partition(":")
+    if not colon or kind not in SHORT_GRADERS or not field.isidentifier():
+        raise InvalidInput(f"the grader {text}: write {':FIELD, '.join(SHORT_GRADERS)}:FIELD, or a whole one as JSON")
+    templates = {"input": "{{sample.output_text}}", "reference": f"{{{{item.{field}}}}}"}
+    return {"type": kind, "name": kind, **templates, **SHORT_GRADERS[kind]}
+
+
+def content_of(items: Items) -> tuple[str, bytes]:
+    """(name, JSONL) of a file to upload. Raises InvalidInput if it cannot be read."""
+    if not isinstance(items, str | Path):
+        return "items.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items).encode()
+    try:
+        return Path(items).name, Path(items).read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{items}: {error.strerror}") from None
