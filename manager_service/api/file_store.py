@@ -69,14 +69,14 @@ class Files:
         self._max_line_bytes = max_line_bytes
         self._max_stored_bytes = max_stored_bytes
 
-    async def check(self, tenant: TenantRecord, file: UploadFile) -> FoundItems:
+    async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
         """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number, ApiError if there is no
-        room for it."""
-        read, num_bytes = await _content(file)
+        room for it. `named`: what its user calls a line."""
+        read, num_bytes = await content_of(file)
         await self._check_room(tenant.id, num_bytes)
         all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
-            task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
+            task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
         if not all_found.num_items:
             raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
@@ -84,7 +84,7 @@ class Files:
 
     async def create(self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems) -> FileRecord:
         """Keep a file. `found`: what `check` found in it. Raises ApiError if there is no room for it."""
-        (read, num_bytes), now = await _content(file), time.time()
+        (read, num_bytes), now = await content_of(file), time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             tenant=tenant.id,
@@ -181,7 +181,7 @@ def _path(record: FileRecord) -> str:
     return f"files/{record.tenant}/{record.id}"
 
 
-async def _content(file: UploadFile) -> tuple[ReadPart, int]:
+async def content_of(file: UploadFile) -> tuple[ReadPart, int]:
     """Reads an upload, and says how many bytes it has, both without the mark that Windows programs write."""
     await file.seek(0)
     start = len(BOM) if await file.read(len(BOM)) == BOM else 0

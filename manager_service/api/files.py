@@ -1,5 +1,6 @@
 """/v1/files"""
 
+from contextlib import AsyncExitStack
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, UploadFile
@@ -29,18 +30,20 @@ async def upload(
     file: Annotated[UploadFile, File()],
     purpose: Annotated[str, Form()],
 ) -> FileObject | Response:
-    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`. Every line is checked."""
+    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`; or CSV, which becomes JSONL. Every line is checked."""
     if purpose != "fine-tune":
         raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune'", param="purpose")
     limit = api.settings.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = shown_name(file.filename or "upload.jsonl")
-    try:
-        found = await unless_gone(request, api.files.check(tenant, file))
-    except Gone:
-        return Response(status_code=GONE)
-    return shown(await api.files.create(tenant, name, file, found))
+    async with AsyncExitStack() as held:
+        try:
+            rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
+            found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
+        except Gone:
+            return Response(status_code=GONE)
+        return shown(await api.files.create(tenant, name, rows.file, found))
 
 
 @router.get("")
@@ -67,7 +70,13 @@ async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
 @router.get(
     "/{file_id}/content",
     response_class=Response,
-    responses={**MISSING, 200: {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded"}},
+    responses={
+        **MISSING,
+        200: {
+            "content": {"application/jsonl": {}},
+            "description": "The file as it was uploaded; of CSV, what it became",
+        },
+    },
 )
 async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     record = await api.files.get(tenant.id, file_id)

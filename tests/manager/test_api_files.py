@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from common.settings import TINY
 from common.text.examples import is_example, read_example
+from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer
 from manager_service.api import file_store
 from manager_service.api.reading.items import FoundItems, check_lines
@@ -134,7 +135,7 @@ VALUES = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(["answer", "messages", "\ud800"]),
+        st.sampled_from(["answer", "messages", "prompt", "\ud800"]),
         st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), max_size=3) | VALUES,
     )
 )
@@ -153,7 +154,7 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
     if is_example(row):
         assert found == FoundItems(1, 1, {"tiny": len(read_example(row, CHATTY).tokens)}, num_examples=1)
     else:
-        assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(row["messages"]))})
+        assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(with_messages(row)["messages"]))})
     assert found.longest["tiny"]
 
 

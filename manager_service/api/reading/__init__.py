@@ -10,5 +10,6 @@ Its files:
     process.py    the loop of a helper process
     tasks.py      the tasks, and what each does
     items.py      checks lines of items
+    tables.py     makes items of CSV
     values.py     parses JSON strictly
 """

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from common.errors import InvalidInput
 from common.graders import check_fields
 from common.text.examples import check_example, is_example, read_example
+from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.api.reading.values import parse_json
 
@@ -51,20 +52,20 @@ class LongPrompts(msgspec.Struct, frozen=True):
 
 
 def check_lines(
-    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
+    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer], named: str = "line"
 ) -> FoundItems:
-    """`before`: the number of lines above these."""
+    """`before`: the number of lines above these; `named`: what errors call one."""
     num_items, num_examples, longest, number = 0, 0, dict.fromkeys(tokenizers, 0), before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
         try:
             if len(line) > max_line_bytes:
-                raise ValueError(f"{len(line)} bytes; a line has at most {max_line_bytes}")
+                raise ValueError(f"{len(line)} bytes; a {named} has at most {max_line_bytes}")
             item = parse_json(line)
             check_item(item)
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
+            raise InvalidInput(f"{named} {number}: {error}", param="file", code="invalid_file") from error
         num_items += 1
         num_examples += is_example(item)
         longest = _with_tokens(longest, item, tokenizers)
@@ -91,7 +92,7 @@ def check_rows(lines: bytes, *, before: int, fields: Collection[str], param: str
     for number, line in _numbered(lines, before):
         try:
             if line.strip():
-                check_fields(fields, msgspec.json.decode(line))
+                check_fields(fields, with_messages(msgspec.json.decode(line)))
         except InvalidInput as error:
             raise InvalidInput(
                 f"{param}, line {number}: the grader needs what is not there: {error}", param=param
@@ -133,22 +134,24 @@ def _num_tokens(item: dict[str, Any], tokenizer: ChatTokenizer) -> int:
     """Of an item's prompt, or of the whole example. Raises ValueError."""
     if is_example(item):
         return len(read_example(item, tokenizer).tokens)
-    return len(tokenizer.render(item["messages"]))
+    return len(tokenizer.render(with_messages(item)["messages"]))
 
 
 def check_item(item: Any) -> None:
     """Raises ValueError unless it is an object with a conversation that a model can answer, or with one and its answer."""
     if not isinstance(item, dict):
         raise ValueError(f"must be a JSON object, not {_kind(item)}")
-    if is_example(item):  # pyright: ignore[reportUnknownArgumentType]
-        return check_example(item)  # pyright: ignore[reportUnknownArgumentType]
-    messages: Any = item.get("messages")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if "messages" not in item:
-        raise ValueError('the field "messages" is missing: a list of chat messages')
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list of at least one chat message")
-    check_messages(messages)  # pyright: ignore[reportUnknownArgumentType]
-    last: Any = messages[-1]  # pyright: ignore[reportUnknownVariableType]
+    row = cast(dict[str, Any], item)
+    if is_example(row):
+        return check_example(row)
+    name = "messages" if "messages" in row else "prompt"
+    if name == "prompt" and row.get(name) is None:
+        raise ValueError('the field "messages" is missing: a list of chat messages; or "prompt", the question as text')
+    messages: Any = with_messages(row)["messages"]
+    if not isinstance(messages, list) or not messages or row[name] == "":
+        raise ValueError(f"{name} must be a list of at least one chat message{', or a text' * (name == 'prompt')}")
+    check_messages(cast(list[Any], messages), name)
+    last = cast(list[Any], messages)[-1]
     if last["role"] not in ENDING_ROLES:
         raise ValueError(f"the last message must be one that the model answers, not one of role {last['role']!r}")
 

@@ -11,6 +11,7 @@ from common.graders import check_item, item_fields, validate_grader
 from common.messages import EnvSpec
 from common.text.tokens import ChatTokenizer
 from manager_service.api.reading.items import check_kind, check_lengths, check_lines, check_rows
+from manager_service.api.reading.tables import convert_csv
 from manager_service.api.reading.values import parse_json
 from manager_service.tinker.wire.reading import read_pass
 from manager_service.tinker.wire.samples import read_sample
@@ -58,6 +59,17 @@ class CheckLines(msgspec.Struct, tag=True, frozen=True):
 
     lines: bytes
     before: int  # number of lines above these
+    max_line_bytes: int
+    named: str = "line"  # what errors call one
+
+
+class ConvertCsv(msgspec.Struct, tag=True, frozen=True):
+    """Gives Converted, of a part of a CSV file."""
+
+    part: bytes
+    columns: list[str]  # empty for the first part
+    before: int  # number of rows above these
+    is_last: bool
     max_line_bytes: int
 
 
@@ -128,6 +140,7 @@ Task = (
     | Spell
     | Decode
     | CheckLines
+    | ConvertCsv
     | CheckRows
     | CheckKind
     | CheckLengths
@@ -166,9 +179,11 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case Decode():
             return [tokenizers[task.base].decode(ids, skip_special=False) for ids in task.pieces]
         case CheckLines():
-            return check_lines(
-                task.lines, before=task.before, max_line_bytes=task.max_line_bytes, tokenizers=tokenizers
-            )
+            limit, named = task.max_line_bytes, task.named
+            return check_lines(task.lines, before=task.before, max_line_bytes=limit, tokenizers=tokenizers, named=named)
+        case ConvertCsv():
+            limit, names = task.max_line_bytes, task.columns
+            return convert_csv(task.part, columns=names, before=task.before, is_last=task.is_last, max_line_bytes=limit)
         case CheckRows():
             return check_rows(task.lines, before=task.before, fields=task.fields, param=task.param)
         case CheckKind():
