@@ -55,6 +55,8 @@ IMPORTERS = {
         "manager_service/owner/transaction.py",
         "manager_service/tinker/futures/samples.py",
     },
+    "datasets": {"manager_service/cli/dataset.py"},
+    "pyarrow": {"manager_service/cli/dataset.py"},
     "google": {"manager_service/tinker/wire/"},
     "zstandard": {"manager_service/tinker/wire/"},
     "obstore": {"common/objects.py"},

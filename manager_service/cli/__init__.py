@@ -9,6 +9,7 @@ Its files:
     client.py     calls the HTTP API
     output.py     prints JSON for scripts, tables for people
     submit.py     `submit`: uploads the files, and creates a job
+    dataset.py    reads tables and datasets as items
     jobs.py       `jobs`, `events`, `logs`, `cancel`, `pause`, `resume`
     watch.py      `watch`: shows jobs and workers, live
     view.py       draws the live tables, and lines of events

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import httpx
 
@@ -48,8 +48,8 @@ class Client:
     def post(self, path: str, body: Record | None = None) -> Record:
         return self._send("POST", path, json=body or {}).json()
 
-    def upload(self, filename: str, content: bytes) -> Record:
-        """A JSONL file, which the API checks line by line."""
+    def upload(self, filename: str, content: bytes | BinaryIO) -> Record:
+        """A file of items, which the API checks line by line."""
         files = {"file": (filename, content, "application/jsonl")}
         return self._send("POST", "/v1/files", files=files, data={"purpose": "fine-tune"}).json()
 

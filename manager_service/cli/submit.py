@@ -1,13 +1,15 @@
 """`submit`: upload the files and create a job."""
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import typer
 
 from common.errors import InvalidInput
 from manager_service.cli.client import JOBS, Client, Record
+from manager_service.cli.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
 from manager_service.cli.jobs import print_status
 from manager_service.cli.options import Data, Json, Url, connect, connect_operator
 from manager_service.cli.output import print_json
@@ -23,8 +25,22 @@ SHORT_GRADERS: dict[str, Record] = {
 
 
 def submit(
-    file: Annotated[Path | None, typer.Argument(help="JSONL. Without it the environment makes items.")] = None,
-    validation: Annotated[Path | None, typer.Option(help="JSONL of held-out items.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")
+    ] = None,
+    validation: Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Instead of FILE: a folder, or a dataset of the hub, NAME[:CONFIGURATION][@REVISION]."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
+    validation_split: Annotated[str | None, typer.Option(help="Of the dataset: held-out items.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The column that says what is asked.")] = None,
+    answer: Annotated[str | None, typer.Option(help="The column that becomes the field `answer`.")] = None,
+    completion: Annotated[str | None, typer.Option(help="The column that a supervised job learns.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="The other columns that are kept, by commas. Default: all.")
+    ] = None,
     method: Annotated[
         Method, typer.Option(help="supervised: the file's own answers are learned, and nothing is sampled.")
     ] = "reinforcement",
@@ -52,10 +68,12 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     request: Record = {"model": model, "method": {"type": method, method: how}}
     request |= {key: value for key, value in (("suffix", suffix), ("seed", seed)) if value is not None}
+    mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
+    training, held_out = sources(file, validation, dataset, split, validation_split)
     with connect(url, data) as client, connect_operator(url, data) as operator:
-        request["training_file"] = _upload(client, file) if file else None
-        if validation:
-            request["validation_file"] = _upload(client, validation)
+        request["training_file"] = upload(client, training, mapped) if training else None
+        if held_out:
+            request["validation_file"] = upload(client, held_out, mapped)
         job = client.post(JOBS, request)
         if as_json:
             print_json(job)
@@ -130,5 +148,47 @@ def _read(file: Path) -> bytes:
         raise InvalidInput(f"{file}: {error.strerror}") from None
 
 
-def _upload(client: Client, file: Path) -> str:
-    return client.upload(file.name, _read(file))["id"]
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """A part of a dataset."""
+
+    dataset: str
+    name: str
+
+
+Source = Path | Split
+CONVERTED = ".parquet"
+"""Files of this kind are always converted here; others if their columns are named."""
+
+
+def sources(
+    file: Path | None, validation: Path | None, dataset: str | None, split: str, validation_split: str | None
+) -> tuple[Source | None, Source | None]:
+    """Where the items and the held-out ones are. Raises InvalidInput for options that exclude each other."""
+    if dataset is None:
+        if validation_split:
+            raise InvalidInput("--validation-split is a part of a --dataset: name one, or give --validation FILE")
+        return file, validation
+    if file or (validation and validation_split):
+        raise InvalidInput("give FILE or --dataset, and --validation or --validation-split, one of each")
+    return Split(dataset, split), Split(dataset, validation_split) if validation_split else validation
+
+
+def mapping(fields: dict[str, str | None], columns: str | None) -> Columns:
+    given = {field: column for field, column in fields.items() if column}
+    return Columns(given, None if columns is None else frozenset(filter(None, columns.split(","))))
+
+
+def upload(client: Client, source: Source, columns: Columns) -> str:
+    """The id of the file that the API made of it. Raises InvalidInput, with row and column."""
+    if isinstance(source, Split):
+        name = re.sub(r"[^\w.-]+", "_", f"{Path(source.dataset).name}-{source.name}.jsonl")
+        rows = rows_of_dataset(source.dataset, source.name)
+    elif source.suffix.lower() == CONVERTED or columns != Columns():
+        name, rows = f"{source.stem}.jsonl", rows_of_file(source)
+    else:
+        return client.upload(source.name, _read(source))["id"]
+    with as_jsonl(rows, columns) as file:
+        return client.upload(name, file)["id"]
