@@ -14,6 +14,5 @@ Its files:
     samples.py              makes of a trajectory what its owner reads
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
     items.py                reads the rows of a training or validation file from disk
-    lengths.py              estimates how long the trajectories under way will be, from those that ended
     changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

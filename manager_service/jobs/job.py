@@ -19,12 +19,12 @@ from manager_service.jobs.evaluation import count, new_tally, next_unit
 from manager_service.jobs.groups import MIN_USABLE, is_sound, next_batch
 from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
-from manager_service.jobs.lengths import Lengths
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.retention import droppable
 from manager_service.kept import LIMITS, Limits
 from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Training
+from manager_service.scheduling.lengths import Lengths
 from manager_service.scheduling.policies import capacity
 
 MAX_DRAWN = 3
