@@ -23,6 +23,7 @@ Its files:
     submission.py        checks a new job, and makes its JobSpec
     starts.py            finds what a new job starts from
     hyperparameters.py   checks a job's hyperparameters, and makes them what the job uses
+    estimates.py         says what a new job would need, and when a running one ends
     job_store.py         reads jobs, and creates them by one script
     job_records.py       reads what a job has written, from Redis or the archive
     events.py            serves a job's events, also as a stream

@@ -74,7 +74,7 @@ class Files:
         room for it. `named`: what its user calls a line."""
         read, num_bytes = await content_of(file)
         await self._check_room(tenant.id, num_bytes)
-        all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
+        all_found = FoundItems.none(self._bases)
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
             task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
@@ -94,6 +94,7 @@ class Files:
             num_bytes=num_bytes,
             num_items=found.num_items,
             longest=found.longest,
+            tokens=found.tokens,
             num_examples=found.num_examples,
         )
         if num_bytes > PART_BYTES:

@@ -12,7 +12,7 @@ from manager_service.cli.client import JOBS, Client, Record
 from manager_service.cli.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
 from manager_service.cli.jobs import print_status
 from manager_service.cli.options import Data, Json, Url, connect, connect_operator
-from manager_service.cli.output import print_json
+from manager_service.cli.output import print_json, say
 from manager_service.cli.watch import watch_jobs
 
 Method = Literal["reinforcement", "supervised"]
@@ -60,6 +60,7 @@ def submit(
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what the job would need, and create none.")] = False,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
@@ -74,11 +75,12 @@ def submit(
         request["training_file"] = upload(client, training, mapped) if training else None
         if held_out:
             request["validation_file"] = upload(client, held_out, mapped)
+        if estimate or not as_json:
+            show_estimate(client.post(f"{JOBS}/estimate", request), as_json=as_json)
+        if estimate:
+            return
         job = client.post(JOBS, request)
-        if as_json:
-            print_json(job)
-        else:
-            print_status(job)
+        print_json(job) if as_json else print_status(job)
         if watch:
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
 
@@ -146,6 +148,26 @@ def _read(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise InvalidInput(f"{file}: {error.strerror}") from None
+
+
+def show_estimate(found: Record, *, as_json: bool) -> None:
+    if as_json:
+        return print_json(found)
+    parts = [f"{found['num_steps']:,} steps", f"{found['num_trajectories']:,} trajectories"]
+    parts += [f"about {found['tokens']:,} tokens, at most {found['max_tokens']:,}"]
+    if found["seconds"] is not None:
+        parts.append(f"about {spent(found['seconds'])} if nothing else runs")
+    within = found["steps_within_limit"]
+    if within is not None and within < found["num_steps"]:
+        parts.append(f"max_tokens_total ends it after about {within:,} steps")
+    say(f"estimate: {'; '.join(parts)}", err=True)
+
+
+def spent(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.5 h`"""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Its files:
     open_trajectories.py    holds a job's trajectories that are issued and not settled, in memory and as Redis has them
     groups.py               gathers scored trajectories into groups, and groups into a batch
     evaluation.py           counts the trajectories of an evaluation
+    stopping.py             says when training ends early
     retention.py            decides which versions of the adapter stay
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     samples.py              makes of a trajectory what its owner reads

@@ -152,9 +152,11 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
     msgspec.msgpack.encode(row)
     assert msgspec.json.decode(jsonl(row)) == row
     if is_example(row):
-        assert found == FoundItems(1, 1, {"tiny": len(read_example(row, CHATTY).tokens)}, num_examples=1)
+        length = {"tiny": len(read_example(row, CHATTY).tokens)}
+        assert found == FoundItems(1, 1, length, 1, length)
     else:
-        assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(with_messages(row)["messages"]))})
+        length = {"tiny": len(CHATTY.render(with_messages(row)["messages"]))}
+        assert found == FoundItems(1, 1, length, 0, length)
     assert found.longest["tiny"]
 
 

@@ -1,7 +1,7 @@
 """Lines of items: what a file must hold, and what a job needs of it. Pure functions, which raise InvalidInput with the line."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -25,13 +25,21 @@ class FoundItems(msgspec.Struct, frozen=True):
     num_items: int
     longest: dict[str, int]  # base model -> tokens of the longest prompt or example; not for bases that refuse one
     num_examples: int = 0  # of the items: those with an answer to learn
+    tokens: dict[str, int] = {}  # as `longest`, of all together
 
     def __add__(self, more: "FoundItems") -> "FoundItems":
-        longest = {
-            base: max(tokens, more.longest[base]) for base, tokens in self.longest.items() if base in more.longest
-        }
-        num_items, num_examples = self.num_items + more.num_items, self.num_examples + more.num_examples
-        return FoundItems(self.num_lines + more.num_lines, num_items, longest, num_examples)
+        bases = [base for base in self.longest if base in more.longest]
+        return FoundItems(
+            self.num_lines + more.num_lines,
+            self.num_items + more.num_items,
+            {base: max(self.longest[base], more.longest[base]) for base in bases},
+            self.num_examples + more.num_examples,
+            {base: self.tokens[base] + more.tokens[base] for base in bases},
+        )
+
+    @classmethod
+    def none(cls, bases: Iterable[str]) -> "FoundItems":
+        return cls(0, 0, dict.fromkeys(bases, 0), 0, dict.fromkeys(bases, 0))
 
 
 class LongPrompts(msgspec.Struct, frozen=True):
@@ -55,7 +63,7 @@ def check_lines(
     lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer], named: str = "line"
 ) -> FoundItems:
     """`before`: the number of lines above these; `named`: what errors call one."""
-    num_items, num_examples, longest, number = 0, 0, dict.fromkeys(tokenizers, 0), before
+    found, number = FoundItems.none(tokenizers), before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
@@ -66,10 +74,9 @@ def check_lines(
             check_item(item)
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{named} {number}: {error}", param="file", code="invalid_file") from error
-        num_items += 1
-        num_examples += is_example(item)
-        longest = _with_tokens(longest, item, tokenizers)
-    return FoundItems(number - before, num_items, longest, num_examples)
+        lengths = _lengths(item, {base: tokenizers[base] for base in found.longest})
+        found += FoundItems(0, 1, lengths, int(is_example(item)), lengths)
+    return msgspec.structs.replace(found, num_lines=number - before)
 
 
 def check_kind(lines: bytes, *, before: int, examples: bool, param: str) -> int:
@@ -119,14 +126,12 @@ def _numbered(lines: bytes, before: int) -> Iterator[tuple[int, bytes]]:
     return enumerate(lines.splitlines(), before + 1)
 
 
-def _with_tokens(
-    longest: Mapping[str, int], item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]
-) -> dict[str, int]:
+def _lengths(item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
     """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
     found: dict[str, int] = {}
-    for base, tokens in longest.items():
+    for base, tokenizer in tokenizers.items():
         with contextlib.suppress(ValueError):
-            found[base] = max(tokens, _num_tokens(item, tokenizers[base]))
+            found[base] = _num_tokens(item, tokenizer)
     return found
 
 
