@@ -15,6 +15,7 @@ Its files:
     view.py       draws the live tables, and lines of events
     progress.py   gathers what is known of a running job from its events
     pull.py       `pull`: downloads an adapter
+    merge.py      merges an adapter into its base model
     account.py    `usage`, `ledger`
     samples.py    `samples`: shows whole conversations
     chat.py       `chat`: talks to a model

@@ -5,6 +5,7 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
@@ -13,6 +14,7 @@ import typer
 from common.errors import InvalidInput
 from common.settings import parse_base_models
 from manager_service.cli.client import JOBS, Client
+from manager_service.cli.merge import base_of, merge
 from manager_service.cli.options import CliSettings, Data, Json, Url, connect
 from manager_service.cli.output import print_json, say
 
@@ -26,19 +28,42 @@ def pull(
     job: Annotated[str, typer.Argument(help="A job, ftjob-…; or a model: ft:…, tinker://RUN/weights/NAME.")],
     version: Annotated[int | None, typer.Option("--version", help="The newest if not given.")] = None,
     to: Annotated[Path | None, typer.Option("--to", help="Folder; <job>-<version> if not given.")] = None,
+    merged: Annotated[
+        Path | None,
+        typer.Option("--merged", help="A new folder for the base model's weights with the adapter in them."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="Of --merged: the base model's folder, or its name on the hub, NAME[@REVISION]."),
+    ] = None,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load."""
+    """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load; or merged into its base model."""
+    if base and not merged:
+        raise InvalidInput("--base goes with --merged FOLDER")
     with connect(url, data) as client:
         chosen, content = (of_model if ":" in job else of_job)(client, job, version)
+    if merged:
+        files = merged_into(merged, content, base)
+        if as_json:
+            return print_json({"job": job, "version": chosen, "folder": str(merged), "files": files})
+        return say(f"{job} version {chosen}, merged, is in {merged}: {', '.join(files)}")
     folder = to or Path(f"{folder_name(job)}-{chosen}")
     files = unpack(content, folder)
     name_base(folder / CONFIG, CliSettings().base_models)
     if as_json:
         return print_json({"job": job, "version": chosen, "folder": str(folder), "files": files})
     say(f"{job} version {chosen} is in {folder}: {', '.join(files)}")
+
+
+def merged_into(folder: Path, content: bytes, base: str | None) -> list[str]:
+    """The names of the files that were written. Raises InvalidInput if the adapter does not fit its base model."""
+    with TemporaryDirectory() as adapter:
+        unpack(content, Path(adapter))
+        config: dict[str, Any] = json.loads(Path(adapter, CONFIG).read_text())
+        return merge(Path(adapter), base_of(config, base, CliSettings().base_models), folder)
 
 
 def of_job(client: Client, job: str, version: int | None) -> tuple[int, bytes]:
