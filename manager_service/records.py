@@ -104,6 +104,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # the tenant's at creation
     model: str = ""  # that it goes on from, with its version; empty: it begins with the base model
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
+    adapter_file: str | None = None  # version 0 is the adapter in this file
 
     @property
     def is_supervised(self) -> bool:
@@ -330,6 +331,14 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""  # the last four characters
 
 
+class Brought(msgspec.Struct, frozen=True):
+    """An adapter that its user has uploaded."""
+
+    lora: LoraSpec
+    shapes: dict[str, tuple[int, int]]  # (out, in) by the leaf name of a layer
+    num_layers: int
+
+
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # `file-…`
     tenant: str
@@ -343,6 +352,12 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_examples: int = (
         0  # of the items: those with an answer to learn, for supervised jobs; of these `longest` counts it too
     )
+    adapter: Brought | None = None  # that the file holds; None: it holds items
+
+
+def file_path(tenant: str, file: str) -> str:
+    """Where a file's content is in object storage."""
+    return f"files/{tenant}/{file}"
 
 
 DELETED, MOVING = "deleted", "moving"

@@ -32,6 +32,7 @@ Its files:
     samples.py           serves what a job's steps were trained on, to read
     files.py             serves /v1/files
     tables.py            makes JSONL of uploads in other forms
+    brought.py           checks adapters that tenants upload, and that they fit a base model
     file_store.py        checks files of items, and stores them
     adapters.py          serves the files of a tuned model, of a job or of a run
     models.py            lists base models and the tenant's tuned ones

@@ -22,10 +22,12 @@ from manager_service.api.errors import ApiError
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
-from manager_service.records import GLOBAL, JSON, FileRecord, TenantRecord
+from manager_service.records import GLOBAL, JSON, Brought, FileRecord, TenantRecord, file_path
 
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""
+ADAPTER = "adapter"
+"""The purpose of files that jobs start from; of all others it is OpenAI's."""
 MAX_FILES = 10_000
 """Of one tenant."""
 BOM = b"\xef\xbb\xbf"
@@ -82,20 +84,24 @@ class Files:
             raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
         return all_found
 
-    async def create(self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems) -> FileRecord:
-        """Keep a file. `found`: what `check` found in it. Raises ApiError if there is no room for it."""
+    async def create(
+        self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems | Brought
+    ) -> FileRecord:
+        """Keep a file of items, or an adapter, that was checked. Raises ApiError if there is no room for it."""
+        adapter, items = (None, found) if isinstance(found, FoundItems) else (found, FoundItems.none(()))
         (read, num_bytes), now = await content_of(file), time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             tenant=tenant.id,
             filename=filename,
-            purpose="fine-tune",
+            purpose="fine-tune" if adapter is None else ADAPTER,
             created_at=int(now),
             num_bytes=num_bytes,
-            num_items=found.num_items,
-            longest=found.longest,
-            tokens=found.tokens,
-            num_examples=found.num_examples,
+            num_items=items.num_items,
+            longest=items.longest,
+            tokens=items.tokens,
+            num_examples=items.num_examples,
+            adapter=adapter,
         )
         if num_bytes > PART_BYTES:
             await self._objects.write_parts(_path(record), _parts(read, num_bytes))
@@ -179,7 +185,7 @@ def _sizes(tenant: str) -> str:
 
 
 def _path(record: FileRecord) -> str:
-    return f"files/{record.tenant}/{record.id}"
+    return file_path(record.tenant, record.id)
 
 
 async def content_of(file: UploadFile) -> tuple[ReadPart, int]:

@@ -179,6 +179,7 @@ def shown(row: JobRow) -> JobObject:
         status=state.status,
         training_file=spec.training_file,
         validation_file=spec.validation_file,
+        adapter_file=spec.adapter_file,
         hyperparameters=spec.method[spec.method["type"]]["hyperparameters"],
         method=spec.method,
         trained_tokens=state.trained_tokens,

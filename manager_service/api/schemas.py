@@ -59,6 +59,7 @@ class JobObject(Identified):
     status: Status
     training_file: str | None
     validation_file: str | None
+    adapter_file: str | None = None  # with the adapter that it goes on from
     hyperparameters: dict[str, Any]
     method: dict[str, Any]
     result_files: list[str] = []

@@ -3,10 +3,12 @@
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import httpx
 
+from common.adapters import PEFT_FILES
 from common.errors import MarlaasError, Unavailable
 
 Record = dict[str, Any]
@@ -52,6 +54,13 @@ class Client:
         """A file of items, which the API checks line by line."""
         files = {"file": (filename, content, "application/jsonl")}
         return self._send("POST", "/v1/files", files=files, data={"purpose": "fine-tune"}).json()
+
+    def upload_adapter(self, folder: Path) -> Record:
+        """An adapter in PEFT's form. Raises OSError."""
+        weights, config = (folder / name for name in PEFT_FILES)
+        form = {"purpose": "adapter", "adapter_config": config.read_text()}
+        with weights.open("rb") as content:
+            return self._send("POST", "/v1/files", files={"file": (weights.name, content)}, data=form).json()
 
     def download(self, path: str) -> bytes:
         return self._send("GET", path).content

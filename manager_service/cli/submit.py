@@ -24,23 +24,39 @@ SHORT_GRADERS: dict[str, Record] = {
 """Graders that compare the answer with one field of the item, with their other fields."""
 
 
+Dataset = Annotated[
+    str | None,
+    typer.Option(help="Instead of FILE: a folder, or a dataset of the hub, NAME[:CONFIGURATION][@REVISION]."),
+]
+SplitName = Annotated[str, typer.Option(help="Of the dataset.")]
+ValidationSplit = Annotated[str | None, typer.Option(help="Of the dataset: held-out items.")]
+Prompt = Annotated[str | None, typer.Option(help="The column that says what is asked.")]
+Answer = Annotated[str | None, typer.Option(help="The column that becomes the field `answer`.")]
+Completion = Annotated[str | None, typer.Option(help="The column that a supervised job learns.")]
+Kept = Annotated[str | None, typer.Option(help="The other columns that are kept, by commas. Default: all.")]
+Hyper = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="key=value, may be repeated; lists as JSON: --hyper max_steps=40 --hyper 'lora_targets=[\"q_proj\"]'"
+    ),
+]
+Start = Annotated[
+    Path | None, typer.Option(help="A folder with an adapter of the base model in PEFT's form, to go on from.")
+]
+
+
 def submit(
     file: Annotated[
         Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")
     ] = None,
     validation: Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="Instead of FILE: a folder, or a dataset of the hub, NAME[:CONFIGURATION][@REVISION]."),
-    ] = None,
-    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
-    validation_split: Annotated[str | None, typer.Option(help="Of the dataset: held-out items.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The column that says what is asked.")] = None,
-    answer: Annotated[str | None, typer.Option(help="The column that becomes the field `answer`.")] = None,
-    completion: Annotated[str | None, typer.Option(help="The column that a supervised job learns.")] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="The other columns that are kept, by commas. Default: all.")
-    ] = None,
+    dataset: Dataset = None,
+    split: SplitName = "train",
+    validation_split: ValidationSplit = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    completion: Completion = None,
+    columns: Kept = None,
     method: Annotated[
         Method, typer.Option(help="supervised: the file's own answers are learned, and nothing is sampled.")
     ] = "reinforcement",
@@ -50,13 +66,9 @@ def submit(
     environment: Annotated[
         str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')
     ] = None,
-    hyper: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="key=value, may be repeated; lists as JSON: --hyper max_steps=40 --hyper 'lora_targets=[\"q_proj\"]'"
-        ),
-    ] = None,
+    hyper: Hyper = None,
     model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
+    adapter: Start = None,
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
@@ -72,6 +84,8 @@ def submit(
     mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
     training, held_out = sources(file, validation, dataset, split, validation_split)
     with connect(url, data) as client, connect_operator(url, data) as operator:
+        if adapter:
+            request["adapter_file"] = upload_adapter(client, adapter)
         request["training_file"] = upload(client, training, mapped) if training else None
         if held_out:
             request["validation_file"] = upload(client, held_out, mapped)
@@ -201,6 +215,15 @@ def sources(
 def mapping(fields: dict[str, str | None], columns: str | None) -> Columns:
     given = {field: column for field, column in fields.items() if column}
     return Columns(given, None if columns is None else frozenset(filter(None, columns.split(","))))
+
+
+def upload_adapter(client: Client, folder: Path) -> str:
+    try:
+        return client.upload_adapter(folder)["id"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            f"--adapter {folder}: {error}: a folder as PEFT's save_pretrained writes it is needed"
+        ) from error
 
 
 def upload(client: Client, source: Source, columns: Columns) -> str:

@@ -10,6 +10,7 @@ from common.errors import InvalidInput
 from common.graders import check_item, item_fields, validate_grader
 from common.messages import EnvSpec
 from common.text.tokens import ChatTokenizer
+from manager_service.api.reading.adapters import read_adapter
 from manager_service.api.reading.items import check_kind, check_lengths, check_lines, check_rows
 from manager_service.api.reading.tables import convert_csv
 from manager_service.api.reading.values import parse_json
@@ -71,6 +72,14 @@ class ConvertCsv(msgspec.Struct, tag=True, frozen=True):
     before: int  # number of rows above these
     is_last: bool
     max_line_bytes: int
+
+
+class ReadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Gives Found, of the header of a safetensors file."""
+
+    header: bytes
+    size: int  # of the file
+    config: str
 
 
 class CheckRows(msgspec.Struct, tag=True, frozen=True):
@@ -141,6 +150,7 @@ Task = (
     | Decode
     | CheckLines
     | ConvertCsv
+    | ReadAdapter
     | CheckRows
     | CheckKind
     | CheckLengths
@@ -184,6 +194,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case ConvertCsv():
             limit, names = task.max_line_bytes, task.columns
             return convert_csv(task.part, columns=names, before=task.before, is_last=task.is_last, max_line_bytes=limit)
+        case ReadAdapter():
+            return read_adapter(task.header, task.size, task.config)
         case CheckRows():
             return check_rows(task.lines, before=task.before, fields=task.fields, param=task.param)
         case CheckKind():
