@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 
 from examples.three_turns import JobFailed, client_of, learn
-from manager_service.cli.output import say
 from manager_service.local.supervisor import LocalCluster, choose_port
+from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/openenv")
 START_S = 60.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.three_turns import client_of, installed, learn
-from manager_service.cli.output import say
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/verifiers")
 PACKAGES = Path(__file__).with_name("packages")

@@ -16,6 +16,7 @@ Its files:
     client.py         calls the HTTP API
     records.py        types what the API answers
     submission.py     makes a job's grader and files
+    dataset.py        makes lines of tables and of Hugging Face datasets
     adapters.py       unpacks adapters into folders
     place.py          finds where the API is, and which key opens it
     cluster_file.py   reads and writes `cluster.json`, which tells where a running cluster is

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from marlaas_client.errors import InvalidInput
 
-CONFIG = "adapter_config.json"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Pulled(NamedTuple):

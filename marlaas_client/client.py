@@ -5,16 +5,16 @@ import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 from urllib.parse import quote
 
 import httpx
 
-from marlaas_client.adapters import CONFIG, Pulled, content_path, folder_name, name_base, says_version, unpack
+from marlaas_client.adapters import CONFIG, WEIGHTS, Pulled, content_path, folder_name, name_base, says_version, unpack
 from marlaas_client.errors import InvalidInput, JobFailed, Refused, Unavailable
 from marlaas_client.place import find
 from marlaas_client.records import FINAL, Event, Job, Ledger, Record, Sample
-from marlaas_client.submission import Items, Method, content_of, grader_of
+from marlaas_client.submission import Items, Method, content_of, grader_of, request_of
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -71,10 +71,12 @@ class Client:
         method: Method = "reinforcement",
         validation: Items | None = None,
         model: str = "tiny",
+        adapter: Path | None = None,
         suffix: str | None = None,
         seed: int | None = None,
     ) -> Job:
-        """Uploads the items and creates a job, whose `model` is a base model, or a tuned one to go on from.
+        """Uploads the items and creates a job, whose `model` is a base model, or a tuned one to go on from; `adapter`: a folder with
+        an adapter of the base, to go on from.
 
         `grader`: as the API takes it, or short, `string_check:answer`. `environment`: as the API takes it, or its name; some make
         items themselves.
@@ -84,16 +86,20 @@ class Client:
             "environment": {"name": environment} if isinstance(environment, str) else environment,
             "hyperparameters": hyperparameters,
         }
-        chosen = {"suffix": suffix, "seed": seed}
-        request: Record = {
-            "model": model,
-            "method": {"type": method, method: {name: value for name, value in how.items() if value}},
-            **{name: value for name, value in chosen.items() if value is not None},
-            "training_file": None if items is None else self.upload(*content_of(items))["id"],
-        }
-        if validation is not None:
-            request["validation_file"] = self.upload(*content_of(validation))["id"]
+        training_file, validation_file = (
+            None if given is None else self.upload(*content_of(given))["id"] for given in (items, validation)
+        )
+        adapter_file = None if adapter is None else self.upload_adapter(adapter)["id"]
+        files = {"training_file": training_file, "validation_file": validation_file, "adapter_file": adapter_file}
+        return self.create(request_of(method, how, model=model, suffix=suffix, seed=seed, **files))
+
+    def create(self, request: Record) -> Job:
+        """Creates a job, as `request_of` describes it."""
         return cast(Job, self.post(JOBS, request))
+
+    def estimate(self, request: Record) -> Record:
+        """What such a job would need."""
+        return self.post(f"{JOBS}/estimate", request)
 
     def job(self, job: str) -> Job:
         return cast(Job, self.get(f"{JOBS}/{job}"))
@@ -175,10 +181,20 @@ class Client:
     def post(self, path: str, body: Record | None = None) -> Record:
         return self._send("POST", path, json=body or {}).json()
 
-    def upload(self, filename: str, content: bytes) -> Record:
-        """A JSONL file, which the API checks line by line."""
+    def upload(self, filename: str, content: bytes | BinaryIO) -> Record:
+        """A file of items, JSONL or CSV, which the API checks line by line."""
         files = {"file": (filename, content, "application/jsonl")}
         return self._send("POST", "/v1/files", files=files, data={"purpose": "fine-tune"}).json()
+
+    def upload_adapter(self, folder: Path) -> Record:
+        """An adapter as PEFT's `save_pretrained` writes it, for a job to go on from. Raises InvalidInput."""
+        try:
+            config = (folder / CONFIG).read_text("utf-8")
+            with (folder / WEIGHTS).open("rb") as content:
+                form = {"purpose": "adapter", "adapter_config": config}
+                return self._send("POST", "/v1/files", files={"file": (WEIGHTS, content)}, data=form).json()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"{folder}: {error}: a folder as PEFT's save_pretrained writes it is needed") from error
 
     def download(self, path: str) -> bytes:
         return self._send("GET", path).content

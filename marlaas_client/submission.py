@@ -19,6 +19,13 @@ SHORT_GRADERS: dict[str, Record] = {
 """Graders that compare the answer with one field of the item, with their other fields."""
 
 
+def request_of(method: Method, how: Record, *, training_file: str | None, **chosen: Any) -> Record:
+    """The request that creates a job: `how`, its grader, environment, hyperparameters; of all, those that are given."""
+    given = {name: value for name, value in chosen.items() if value is not None}
+    method_given = {name: value for name, value in how.items() if value}
+    return {"method": {"type": method, method: method_given}, "training_file": training_file, **given}
+
+
 def grader_of(text: str) -> Record:
     """`string_check:answer` as a whole grader. Raises InvalidInput."""
     kind, colon, field = text.partition(":")

@@ -56,6 +56,8 @@ IMPORTERS = {
         "manager_service/owner/transaction.py",
         "manager_service/tinker/futures/samples.py",
     },
+    "datasets": {"marlaas_client/dataset.py"},
+    "pyarrow": {"marlaas_client/dataset.py"},
     "google": {"manager_service/tinker/wire/"},
     "zstandard": {"manager_service/tinker/wire/"},
     "obstore": {"common/objects.py"},

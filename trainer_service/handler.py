@@ -211,6 +211,8 @@ class TrainHandler:
             return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
+        if message.file:
+            return Trained(await self._versions.read_brought(message.file, message.lora, beat), {}, 0, 0.0)
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
     async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:

@@ -13,6 +13,7 @@ from manager_service.api import (
     curves,
     docs_page,
     errors,
+    estimates,
     events,
     files,
     graders,
@@ -41,6 +42,7 @@ The `openai` client works unchanged with `base_url=http://host:port/v1`."""
 
 ROUTERS = (
     files,
+    estimates,
     jobs,
     events,
     results,

@@ -75,6 +75,9 @@ class JobGiven(Given):
     """
 
     model: str
+    adapter_file: str | None = Field(
+        None, description="A file of purpose `adapter`, of the base `model`, to go on from"
+    )
     training_file: str | None = None
     validation_file: str | None = None
     method: MethodGiven | None = None
@@ -124,7 +127,7 @@ class JobPlan:
 
 async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
-    start = await find_start(api, tenant, body.model)
+    start = await find_start(api, tenant, body.model, body.adapter_file)
     base = start.base
     _check_labels(body)
     plan = await _plan(api, tenant, body, start)
@@ -166,6 +169,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         weight=tenant.weight,
         model=start.name,
         source=start.source,
+        adapter_file=start.adapter_file,
     )
 
 
@@ -317,9 +321,12 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
     if file is None:
         return None
     try:
-        return await api.files.get(tenant.id, file)
+        record = await api.files.get(tenant.id, file)
     except NotFound as error:
         raise InvalidInput(f"{param}: there is no file {quoted(file)}", param=param, code="file_not_found") from error
+    if record.adapter is not None:
+        raise InvalidInput(f"{param}: {quoted(file)} is an adapter: name it as adapter_file", param=param)
+    return record
 
 
 # ---- items ----------------------------------------------------------------------------------------------------------

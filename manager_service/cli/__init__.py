@@ -5,6 +5,8 @@
 Its files:
 
     main.py       gathers the commands
+    pull.py       `pull`, with the adapter merged into its base model
+    merge.py      merges an adapter into its base model
     plan.py       `plan`: says what of a base model fits on a device
     operate.py    `workers`, `dead`: what the cluster does, with the admin key
     up.py         `up`: runs everything on this machine

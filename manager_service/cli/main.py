@@ -2,11 +2,11 @@
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.cli import operate, plan, up
+from manager_service.cli import operate, plan, pull, up
 from marlaas_client.cli.main import make_app, run
 from marlaas_client.errors import ClientError
 
-app = make_app(up.up, plan.plan, operate.workers, operate.dead)
+app = make_app(pull.pull, up.up, plan.plan, operate.workers, operate.dead)
 
 
 def main() -> None:

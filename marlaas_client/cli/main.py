@@ -31,7 +31,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 
 def make_app(*operators: Callable[..., None]) -> typer.Typer:
-    """The user's commands; below them `operators`, more of an operator's."""
+    """The user's commands; below them `operators`, more of an operator's, or in place of those of the same names."""
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,

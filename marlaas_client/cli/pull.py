@@ -8,11 +8,15 @@ import typer
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import print_json, say
 
+Name = Annotated[str, typer.Argument(help="A job, ftjob-…; or a model: ft:…, tinker://RUN/weights/NAME.")]
+Version = Annotated[int | None, typer.Option("--version", help="The newest if not given.")]
+To = Annotated[Path | None, typer.Option("--to", help="Folder; <job>-<version> if not given.")]
+
 
 def pull(
-    job: Annotated[str, typer.Argument(help="A job, ftjob-…; or a model: ft:…, tinker://RUN/weights/NAME.")],
-    version: Annotated[int | None, typer.Option("--version", help="The newest if not given.")] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="Folder; <job>-<version> if not given.")] = None,
+    job: Name,
+    version: Version = None,
+    to: To = None,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,

@@ -44,6 +44,16 @@ JOB = {
     "error": None,
 }
 
+ESTIMATED = ("POST", "/v1/fine_tuning/jobs/estimate")
+ESTIMATE = {
+    "num_steps": 15,
+    "num_trajectories": 1920,
+    "tokens": 35_000,
+    "max_tokens": 250_000,
+    "seconds": 121.0,
+    "steps_within_limit": 7,
+}
+
 
 def metrics(number: int, **data: Any) -> dict[str, Any]:
     event = {"id": str(number), "created_at": 1_700_000_000 + number, "level": "info", "type": "metrics"}
@@ -161,7 +171,7 @@ def test_submit_uploads_the_files_and_creates_the_job(api: type[FakeApi], tmp_pa
 
 def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) -> None:
     (train := tmp_path / "train.jsonl").write_text('{"prompt": "min 2,1", "completion": "1"}\n')
-    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
+    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB, ESTIMATED: ESTIMATE}
     run("submit", str(train), "--method", "supervised", "--hyper", "n_epochs=2")
     request = json.loads(api.requests[-1][1])
     assert request["method"] == {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
@@ -171,6 +181,20 @@ def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) ->
         run("submit", str(train), "--method", "supervised", "--grader", "math:answer")
     with pytest.raises(InvalidInput, match="--method supervised"):
         run("submit", str(train))
+
+
+def test_what_a_job_would_need_is_said_before_it_is_created(api: type[FakeApi]) -> None:
+    api.answers = {("POST", "/v1/fine_tuning/jobs"): JOB, ESTIMATED: ESTIMATE}
+    words = ("submit", "--environment", "calculator", "--hyper", "max_steps=15")
+    shown = CliRunner().invoke(app, words).output
+    assert (
+        "15 steps; 1,920 trajectories; about 35,000 tokens, at most 250,000; about 2 min if nothing else runs" in shown
+    )
+    assert "max_tokens_total ends it after about 7 steps" in shown and "ftjob-1" in shown
+    assert [path for path, _ in api.requests] == [ESTIMATED[1], "/v1/fine_tuning/jobs"]
+    assert api.requests[0][1] == api.requests[1][1]
+    assert json.loads(run(*words, "--estimate", "--json")) == ESTIMATE
+    assert api.requests[-1][0] == ESTIMATED[1], "no job is created"
 
 
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
