@@ -115,7 +115,7 @@ model: .venv/.ready-dev
 	$(BIN)/python models/make_tiny.py
 
 clean:
-	rm -rf .venv .peers .tinker .isolation .paper .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info report.png
+	rm -rf .venv .peers .tinker .isolation .paper .marlaas .pytest_cache .ruff_cache .hypothesis build *.egg-info */*.egg-info report.png
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment in three stamps, so that a change of pyproject.toml does not install torch again.

@@ -25,9 +25,10 @@ import numpy as np
 
 from benchmarks._report import Goal, Report, in_turns_async, make_table, medians, run
 from common.bus import Bus, Out, Settlement
+from common.handlers import Beat
 from common.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
 from common.telemetry import Reporter
-from common.worker import Beat, Inbox, Worker
+from common.worker import Inbox, Worker
 from harness.redis_server import RedisServer, embedded_redis
 from harness.standin import StandIn
 

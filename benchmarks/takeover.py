@@ -22,11 +22,12 @@ from benchmarks._report import Goal, Report, make_table, run
 from benchmarks._takeover_turns import Speed
 from benchmarks._takeover_turns import measure as measure_turns
 from common.bus import Bus, Out
+from common.handlers import Beat
 from common.messages import BASE, EnvSpec, Sampling, Start
 from common.objects import Objects
 from common.streams import GROUP_ENV, Cell
 from common.telemetry import Reporter
-from common.worker import Beat, Inbox, Worker
+from common.worker import Inbox, Worker
 from harness.redis_server import embedded_redis
 from harness.standin import StandIn
 

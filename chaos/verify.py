@@ -18,7 +18,7 @@ from harness.s3_server import S3Server
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "samples:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "owners", "bits", "memory", "dropped", "telemetry", "control",
-    "adapters:new", "done", "ends",
+    "adapters:new", "done", "ends", "env-workers",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
 EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:", "ended:",
@@ -114,7 +114,7 @@ def left_keys(cluster: Cluster) -> list[str]:
 def is_work(name: str) -> bool:
     """Is it a stream of which every entry is open work, or a dead letter?"""
     inbox = name.startswith(("scored:", "adapters:", "jobs:", "ops:")) and name.rpartition(":")[2].isdigit()
-    return inbox or name in ("env", "rollout", "rollout:first", "train", "dead")
+    return inbox or name.startswith("env:") or name in ("env", "rollout", "rollout:first", "train", "dead")
 
 
 def runs(cluster: Cluster) -> list[str]:

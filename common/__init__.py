@@ -16,6 +16,7 @@ It imports no service and no torch.
     scripts.py            what Redis does for the bus in one go
     redis_connection.py   connects to Redis, packs commands in C, and tells errors that pass
     worker.py             runs a worker: reads messages, works on them, tries again, gives up, hands back
+    handlers.py           declares what a service is to its worker
     underway.py           keeps the deliveries that a worker works on
     takeover.py           takes over the entries that other workers left behind
     settler.py            settles finished deliveries, many by one script

@@ -88,6 +88,10 @@ class AdapterStore:
             raise NotFound(f"adapter {adapter} does not exist")
         return {name: await self._read_file(manifest, name) for name in names}
 
+    async def read_brought(self, path: str) -> bytes:
+        """The factors that a user has uploaded. Raises NotFound."""
+        return await self._objects.get(path)
+
     async def _read_file(self, manifest: Manifest, name: str) -> bytes:
         if name not in manifest.files:
             raise NotFound(f"adapter {manifest.adapter} has no file {name}")

@@ -272,7 +272,7 @@ class Bus:
             arguments += [delivery.stream, delivery.group, delivery.entry, progress, len(settlement.outputs)]
             for stream, message in settlement.outputs:
                 fields = await self.fields(message)
-                arguments += [stream, "1" if self.is_reply(stream) else "0", len(fields), *fields]
+                arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
         keys = [settlements[0].delivery.stream]
         done = await self._unless("NOGROUP", lambda: self._settle(keys=keys, args=arguments))
         if done is None:
@@ -288,7 +288,7 @@ class Bus:
         async def call() -> Any:
             pipe = self.client.pipeline(transaction=False)
             for stream, fields in encoded:
-                pipe.xadd(stream, _mapping(fields), nomkstream=self.is_reply(stream))
+                pipe.xadd(stream, _mapping(fields), nomkstream=not self.cell.instead_of(stream))
             return await pipe.execute()
 
         await self.retrying(call)
@@ -321,10 +321,6 @@ class Bus:
                 else:
                     messages.append((delivery.entry, delivery.message))
         return messages
-
-    def is_reply(self, stream: str) -> bool:
-        """Reply streams belong to an API replica; nobody else may bring one into being."""
-        return stream.startswith(self.cell.reply(""))
 
     # ---- records ----------------------------------------------------------------------------------------------------
 

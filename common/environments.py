@@ -4,6 +4,7 @@
     calculator      the tool `calculator`; makes its own items if it is given none
     search          the tool `search` over a text collection
     python          the tool `python`, in the sandbox
+    openenv         sessions at an OpenEnv server, which gives the rewards
 
 Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
 two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as
@@ -25,6 +26,7 @@ from common.graders import Declared, Grader, parse, validate_grader
 from common.messages import EnvSpec
 from common.spelling import cut, did_you_mean, quoted
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
+from common.urls import check_url
 
 ENTRY_POINTS = "marlaas.environments"
 
@@ -80,11 +82,36 @@ class PythonArgs(Declared):
     max_output_characters: int = Field(2000, ge=20, le=20000)
 
 
+class OpenEnvArgs(Declared):
+    url: str = ""
+    """The server's address, `http://host:8000`, of a host that the operator allows."""
+    server: str = ""
+    """The name of one of the operator's servers."""
+    system: str = ""
+    """A system message in front of each conversation."""
+    reset: dict[str, Any] = {}
+    """Arguments of each reset, beside the seed and the item's fields."""
+    observation_field: str = ""
+    """The field of an observation that the model sees; by default its only one, or all of them as JSON."""
+
+    @model_validator(mode="after")
+    def _one_server(self) -> "OpenEnvArgs":
+        if bool(self.url) == bool(self.server):
+            raise ValueError("give either url or server")
+        if self.url:
+            try:
+                check_url(self.url)
+            except ValueError as error:
+                raise ValueError(f"url {error}") from error
+        return self
+
+
 BUILT_IN: dict[str, type[Declared]] = {
     "single_turn": SingleTurnArgs,
     "calculator": CalculatorArgs,
     "search": SearchArgs,
     "python": PythonArgs,
+    "openenv": OpenEnvArgs,
 }
 
 DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
@@ -104,8 +131,11 @@ WITH_TOOLS = ("calculator", "search", "python")
 TOOL_REPLIES = ("tool",)
 """Roles of an environment's messages, unless it says others."""
 
-MAKES_ITEMS = ("calculator",)
+MAKES_ITEMS = ("calculator", "openenv")
 """The environments that need no training file."""
+
+LIVE = ("openenv",)
+"""The environments of live sessions. They have no grader, and say in a session which tools and replies it has."""
 
 
 def validate_environment(spec: EnvSpec, *, param: str = "environment") -> None:
@@ -123,8 +153,8 @@ def parse_args(spec: EnvSpec, *, param: str = "environment") -> Declared:
 
 
 def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
-    """The grader of a built-in environment, its default included; None for an installed one. Raises InvalidInput."""
-    if spec.name not in BUILT_IN:
+    """The grader of a built-in environment, its default included; None for an installed or a live one. Raises InvalidInput."""
+    if spec.name not in BUILT_IN or spec.name in LIVE:
         return None
     grader: Any = spec.args.get("grader") or DEFAULT_GRADERS.get(spec.name)
     where = f"{param}.args.grader"
@@ -147,7 +177,7 @@ def wants_tools(spec: EnvSpec) -> bool:
 def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
     """Roles of the messages with which the environment says that it answers the model's turns. An installed one does so by
     an attribute `reply_roles` of its class. Raises InvalidInput."""
-    if not is_multi_turn(spec):
+    if not is_multi_turn(spec) or spec.name in LIVE:
         return ()
     if spec.name in BUILT_IN:
         return TOOL_REPLIES
@@ -174,6 +204,13 @@ def makes_items(spec: EnvSpec) -> bool:
     if spec.name in (*BUILT_IN, SUPERVISED):
         return spec.name in MAKES_ITEMS
     return hasattr(load_installed(spec.name), "make_item")
+
+
+def is_live(spec: EnvSpec) -> bool:
+    """Do its trajectories have sessions, which stay with one env worker? Of an installed one its class says so, by a method `open`."""
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return spec.name in LIVE
+    return hasattr(load_installed(spec.name), "open")
 
 
 def installed() -> dict[str, EntryPoint]:

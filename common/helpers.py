@@ -57,7 +57,7 @@ class HelperPool:
 
     def __init__(self, module: str, *arguments: str, variables: Mapping[str, str]) -> None:
         """`module`: the program, which calls `serve`. `variables`: its environment."""
-        self._program = ("-m", module, *arguments)
+        self._program = ("-P", "-m", module, *arguments)
         self._variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
         self._idle: list[Helper] = []
 

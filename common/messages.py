@@ -228,6 +228,9 @@ class TurnRequest(Message, frozen=True, kw_only=True):
     context: bytes = b""  # the environment's own, not read by rollout
     usage: Usage = Usage()
     reply_to: str = ""  # a reply stream; "": the env stream
+    session: str = (
+        ""  # `<env worker>/<number>`: of a live environment, held by that worker, which gets the result; "": any
+    )
     stream: bool = False  # inference: send TurnDelta as tokens come
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
 
@@ -315,6 +318,9 @@ class Init(Message, frozen=True, kw_only=True):
     lora: LoraSpec
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
     with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts anew
+    file: str = (
+        ""  # object with the factors, in PEFT's form and of the shape that `lora` says, that it is made of; empty: none
+    )
 
 
 class TrainStep(Message, frozen=True, kw_only=True):

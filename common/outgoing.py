@@ -1,4 +1,4 @@
-"""POSTs to URLs that users give, which must not become ways into the operator's network.
+"""Calls URLs that users give, which must not become ways into the operator's network.
 
 Only hosts in the operator's list are called. The name is resolved here, once, every address is checked, and the
 connection goes to the checked address, so that a second answer of the name server cannot lead elsewhere. No redirects,
@@ -81,35 +81,45 @@ class Caller:
 
     async def post(self, url: str, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
         """The answer's status to some JSON, and its body if that says success. Raises CallFailed."""
+        return await self._call("POST", httpx.URL(url), {**headers, "Content-Type": "application/json"}, content)
+
+    async def get(self, url: str, *, known: bool = False) -> tuple[int, bytes]:
+        """As `post`. `known`: the host needs no leave."""
+        return await self._call("GET", httpx.URL(url), {}, None, known=known)
+
+    async def host_to_call(self, url: httpx.URL, *, known: bool = False) -> str:
+        """A checked address; behind a proxy, or of a host that is known, the name. Raises CallFailed."""
+        if known:
+            return url.host
+        if self._proxied and _address(_host(url)) is None:
+            self.hosts.check_name(url)
+            return url.host
         try:
-            return await self._post(httpx.URL(url), headers, content)
-        except (httpx.HTTPError, OSError) as error:
+            return await self.hosts.resolve(url)
+        except OSError as error:
             raise CallFailed(type(error).__name__) from error
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(self, url: httpx.URL, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
+    async def _call(
+        self, method: str, url: httpx.URL, headers: Mapping[str, str], content: bytes | None, *, known: bool = False
+    ) -> tuple[int, bytes]:
         request = self._client.build_request(
-            "POST",
-            url.copy_with(host=await self._host_to_call(url)),
+            method,
+            url.copy_with(host=await self.host_to_call(url, known=known)),
             content=content,
-            headers={**headers, "Host": url.netloc.decode(), "Content-Type": "application/json"}
-            | {"Accept-Encoding": "identity"},
+            headers={**headers, "Host": url.netloc.decode(), "Accept-Encoding": "identity"},
             extensions={"sni_hostname": url.host},
         )
-        response = await self._client.send(request, stream=True)
         try:
-            return response.status_code, await _body(response) if response.is_success else b""
-        finally:
-            await response.aclose()
-
-    async def _host_to_call(self, url: httpx.URL) -> str:
-        """A checked address; behind a proxy the name."""
-        if self._proxied and _address(_host(url)) is None:
-            self.hosts.check_name(url)
-            return url.host
-        return await self.hosts.resolve(url)
+            response = await self._client.send(request, stream=True)
+            try:
+                return response.status_code, await _body(response) if response.is_success else b""
+            finally:
+                await response.aclose()
+        except (httpx.HTTPError, OSError) as error:
+            raise CallFailed(type(error).__name__) from error
 
 
 def _host(url: httpx.URL) -> str:

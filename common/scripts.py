@@ -1,9 +1,10 @@
 """The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
-# stream, group, entry, key of its progress, number of outputs, then for each output: stream, "1" if it must exist, number of
-# fields, fields. Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL
-# comes first. The outputs come before the acknowledgement, so that no failure between them loses the input.
+# stream, group, entry, key of its progress, number of outputs, then for each output: stream, the stream in its place if it does
+# not exist ("": none), number of fields, fields. Above its memory limit Redis refuses a script's first write if that needs memory,
+# and none after it: so the DEL comes first. The outputs come before the acknowledgement, so that no failure between them loses the
+# input.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
@@ -13,11 +14,13 @@ for n = 1, tonumber(take()) do
   local open = #redis.call('XPENDING', stream, group, entry, entry, 1) == 1
   if open then redis.call('DEL', progress) end
   for _ = 1, outputs do
-    local key, must_exist, fields = take(), take() == '1', tonumber(take())
-    if open and must_exist then
-      redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(ARGV, at, at + fields - 1))
-    elseif open then
-      redis.call('XADD', key, '*', unpack(ARGV, at, at + fields - 1))
+    local key, instead, fields = take(), take(), tonumber(take())
+    local there = false
+    if open and key ~= instead then
+      there = redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(ARGV, at, at + fields - 1))
+    end
+    if open and instead ~= '' and not there then
+      redis.call('XADD', instead, '*', unpack(ARGV, at, at + fields - 1))
     end
     at = at + fields
   end
@@ -81,4 +84,27 @@ repeat
 until #found > 0 or #rows < most
 if hangs then redis.call('DEL', ARGV[4]) end
 return found
+"""
+
+# KEYS: sorted set of the env workers with a stream of their own, by when they count as gone, ms; the stream of all. ARGV: worker,
+# milliseconds until it counts as gone (less than 0: at once), what stands before a worker's name in the key of its stream, and in
+# that of the mark of those who look for idle entries. Moves what lies in the streams of those that are gone to the stream of all.
+# Returns whether the worker was not in the set, and whether more is to be moved.
+ATTEND = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local absent = redis.call('ZREM', KEYS[1], ARGV[1]) == 0
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, 1)) do
+  local stream = ARGV[3] .. gone
+  local entries = redis.call('XRANGE', stream, '-', '+', 'COUNT', 100)
+  for _, entry in ipairs(entries) do
+    redis.call('XADD', KEYS[2], '*', unpack(entry[2]))
+    redis.call('XDEL', stream, entry[1])
+  end
+  if #entries == 100 then return {absent and 1 or 0, 1} end
+  redis.call('DEL', stream, ARGV[4] .. gone)
+  redis.call('ZREM', KEYS[1], gone)
+end
+return {absent and 1 or 0, redis.call('ZCOUNT', KEYS[1], '-inf', '(' .. now)}
 """

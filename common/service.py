@@ -16,6 +16,7 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.downloads import Download
 from common.errors import REFUSED, InvalidInput, MarlaasError
+from common.handlers import Handler
 from common.membership import Membership
 from common.messages import AdapterNew
 from common.objects import Objects, patiently
@@ -23,7 +24,7 @@ from common.settings import Settings, explained, refuse_unknown, resolve_config,
 from common.streams import Cell
 from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
-from common.worker import Handler, Inbox, Worker, worker_id
+from common.worker import Inbox, Worker, worker_id
 
 S = TypeVar("S", bound=Settings)
 HEARTBEAT_S = 1.0

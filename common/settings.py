@@ -23,8 +23,9 @@ _KNOWN = (
     "max_dead_bytes max_telemetry_bytes sample_groups other_samples logger_hosts webhook_hosts "
     "export_every_s export_processes webhook_give_up_s "
     # env workers
-    "env_slots sandbox_processes sandbox_memory_mb weak_sandbox grader_timeout_s step_timeout_s endpoint_hosts endpoint_proxy "
-    "grader_hosts grader_keys grader_model_timeout_s grader_model_calls collections_dir "
+    "env_slots env_sessions env_session_idle_s sandbox_processes sandbox_memory_mb weak_sandbox grader_timeout_s step_timeout_s "
+    "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_timeout_s grader_model_calls openenv_hosts openenv_servers "
+    "collections_dir "
     # rollout workers
     "engine rollout_device rollout_dtype rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes rollout_turn_bytes "
     "rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_known_loras vllm_max_lora_rank vllm_tensor_parallel "

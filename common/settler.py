@@ -5,16 +5,19 @@ reads: -   writes: what the handlers returned   waits for: a finished delivery  
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 
-from common.bus import Bus, Settlement
+from common.bus import Bus, Out, Settlement
 from common.telemetry import Reporter
 
 
 class Settler:
     """Collects settlements while a script runs; the next script takes them all."""
 
-    def __init__(self, bus: Bus, reporter: Reporter) -> None:
+    def __init__(self, bus: Bus, reporter: Reporter, lost: Callable[[Sequence[Out]], None] = lambda _: None) -> None:
+        """`lost`: told of outputs that were not published."""
         self._bus = bus
+        self._lost = lost
         self._reporter = reporter
         self._finished: list[Settlement] = []
         self._added = asyncio.Event()
@@ -36,6 +39,9 @@ class Settler:
             batch, self._finished = self._finished, []
             since = time.monotonic()
             done = await self._bus.settle(batch)
+        for settlement, published in zip(batch, done, strict=True):
+            if not published:
+                self._lost(settlement.outputs)
         self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))

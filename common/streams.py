@@ -2,6 +2,8 @@
 
     key `marlaas:{<base>}:…`   type     content
     env                        stream   Start, TurnResult, GradeRequest            group `env`
+    env:<worker>               stream   TurnResult of sessions that the worker holds group `env`
+    env-workers                zset     env workers with such a stream, by when they count as gone, ms
     rollout                    stream   TurnRequest, first turns                   group `rollout`
     rollout:first              stream   TurnRequest, later turns and inference     group `rollout`
     train                      stream   Init, TrainStep, Operations, Forget        group `trainer`
@@ -85,6 +87,27 @@ class Cell:
     @property
     def env(self) -> str:
         return self.key("env")
+
+    def env_worker(self, worker: str) -> str:
+        """The inbox of one env worker."""
+        return self.key(f"env:{worker}")
+
+    @property
+    def env_workers(self) -> str:
+        return self.key("env-workers")
+
+    def holder(self, session: str) -> str:
+        """The stream of the env worker that holds a session, or that of all for none; see `TurnRequest.session`."""
+        return self.env_worker(session.partition("/")[0]) if session else self.env
+
+    def instead_of(self, stream: str) -> str:
+        """The stream to which an entry goes if this one does not exist: the same, which then begins, or another.
+
+        A reply stream belongs to an API replica, and nobody else may bring one into being: "", nowhere.
+        """
+        if stream.startswith(self.reply("")):
+            return ""
+        return self.env if stream.startswith(self.env_worker("")) else stream
 
     @property
     def rollout(self) -> str:

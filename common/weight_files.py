@@ -1,42 +1,92 @@
-"""What the headers of a base model's safetensors files say of its weights, which are not read."""
+"""What the headers of safetensors files say of the weights in them, which are not read."""
 
 import json
-import struct
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+from common.spelling import quoted
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 MAX_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
 
 
+METADATA = "__metadata__"
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    start: int  # of its bytes, from the beginning of the file
+    num_bytes: int
+    name: str
+    dtype: str  # as safetensors calls it
+    shape: list[int]
+
+
 class Weights(NamedTuple):
     num: int  # 0: there are no files
     dtype: str  # of most of them; "" if there are none
     linear_layers: frozenset[str]  # leaf names of the layers that an adapter may have
+    shapes: Mapping[str, tuple[int, int]] = {}  # (out, in) of each, by its whole name
 
 
 def read_weights(folder: Path) -> Weights:
     """Raises ValueError, naming the file, for one that is no safetensors file."""
-    counts, layers = Counter[str](), set[str]()
+    counts, shapes = Counter[str](), dict[str, tuple[int, int]]()
     for file in sorted(folder.glob("*.safetensors")):
-        for name, dtype, shape in _tensors(file):
-            counts[dtype] += prod(shape)
-            if ".layers." in name and name.endswith(".weight") and len(shape) == 2:
-                layers.add(name.split(".")[-2])
+        for tensor in _tensors(file):
+            counts[tensor.dtype] += prod(tensor.shape)
+            if ".layers." in tensor.name and tensor.name.endswith(".weight") and len(tensor.shape) == 2:
+                shapes[tensor.name.removesuffix(".weight")] = (tensor.shape[0], tensor.shape[1])
     most = counts.most_common(1)
-    return Weights(sum(counts.values()), DTYPES.get(most[0][0], most[0][0]) if most else "", frozenset(layers))
+    dtype = DTYPES.get(most[0][0], most[0][0]) if most else ""
+    return Weights(sum(counts.values()), dtype, frozenset(name.rpartition(".")[2] for name in shapes), shapes)
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
-    """(name, dtype, shape) of each tensor."""
+def _tensors(file: Path) -> Iterator[StoredTensor]:
     try:
         with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header: dict[str, Any] = json.loads(handle.read(min(length, MAX_HEADER)))
-        yield from [(name, t["dtype"], t["shape"]) for name, t in header.items() if name != "__metadata__"]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+            yield from stored_tensors(handle)
+    except ValueError as error:
         raise ValueError(f"{file} is no safetensors file: {error}") from error
+
+
+def stored_tensors(file: BinaryIO) -> list[StoredTensor]:
+    """What a safetensors file holds, by place. Reads the header alone; raises ValueError unless it describes the whole file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER):
+        raise ValueError(f"its header would have {length} bytes, and it has {size}")
+    return parse_header(file.read(length), size)
+
+
+def parse_header(header: bytes, size: int) -> list[StoredTensor]:
+    """What a file of `size` bytes with this header holds, by place. Raises ValueError unless the header describes all of it."""
+    start = 8 + len(header)
+    try:
+        described: dict[str, Any] = json.loads(header)
+        tensors = [
+            (name, t["dtype"], t["shape"], *t["data_offsets"]) for name, t in described.items() if name != METADATA
+        ]
+        found = sorted(
+            StoredTensor(start + begin, end - begin, name, str(dtype), [int(n) for n in shape])
+            for name, dtype, shape, begin, end in tensors
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"its header is none: {type(error).__name__} {str(error)[:200]}") from error
+    for tensor in found:
+        item_bytes = ITEM_BYTES.get(tensor.dtype)
+        whole = item_bytes is None or prod(tensor.shape) * item_bytes == tensor.num_bytes
+        if tensor.start != start or tensor.num_bytes < 0 or not whole or min(tensor.shape, default=0) < 0:
+            raise ValueError(f"{quoted(tensor.name)} is not where or as large as its header says")
+        start += tensor.num_bytes
+    if start != size:
+        raise ValueError(f"it has {size} bytes, and its header describes {start}")
+    return found

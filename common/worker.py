@@ -27,13 +27,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import structlog
 
 from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import StoreUnavailable, Unavailable
+from common.handlers import Beat, Handler, Holds, Parks, Resumes
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler
 from common.takeover import Takeover
@@ -46,51 +47,8 @@ REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 LOOK_FOR_LEFTOVERS_S = 0.02
 
-Beat = Callable[[], None]
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
-
-
-class Handler(Protocol):
-    """Does all that is particular to a service; knows no bus and no retry. Every method may be called concurrently."""
-
-    async def __call__(self, message: Any, beat: Beat) -> list[Out]:
-        """Does the work. Calls `beat` whenever it advanced: only advancing work is renewed."""
-        ...
-
-    def hand_back(self, message: Any) -> list[Out] | None:
-        """Returns what another worker goes on with, progress included; None: the message as it was."""
-        ...
-
-    def failed(self, message: Any, failure: Failure) -> list[Out]:
-        """Returns what tells the owner that nobody will work on this message."""
-        ...
-
-
-@runtime_checkable
-class Parks(Protocol):
-    """The two methods more of a handler whose work is void once its job is paused or ended. Without them, all work is done."""
-
-    def park(self, message: Any) -> list[Out]:
-        """Returns what is published for a message whose job was paused."""
-        ...
-
-    def drop(self, message: Any) -> list[Out]:
-        """Returns what is published for a message whose job has ended: what it cost so far."""
-        ...
-
-
-@runtime_checkable
-class Resumes(Protocol):
-    """The two methods more of a handler whose half-done work another worker can go on with, when this one is killed."""
-
-    def progress(self, message: Any) -> tuple[bytes, bytes] | None:
-        """Returns what is done so far: a head of one size for all, and a body that only grows. None: not worth keeping."""
-        ...
-
-    def resumed(self, message: Any, progress: bytes) -> Any:
-        """Returns the message with what was done of it. `progress`: head and body."""
-        ...
 
 
 @dataclass(slots=True)
@@ -150,6 +108,7 @@ class Worker:
         self._handler = handler
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
         self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and progress_s else None
+        self._holds: Holds | None = handler if isinstance(handler, Holds) else None
         self._inboxes = list(inboxes)
         self._reporter = reporter
         self._most = reporter.slots + ahead
@@ -163,7 +122,7 @@ class Worker:
         self._takes_leftovers = takes_leftovers
         self._underway = Underway()
         self._voided = Voided()
-        self._settler = Settler(bus, reporter)
+        self._settler = Settler(bus, reporter, self._holds.unpublished) if self._holds else Settler(bus, reporter)
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
@@ -383,6 +342,8 @@ class Worker:
 
     def _hear_cancel(self, cancel: Cancel) -> None:
         self._voided.add(cancel)
+        if self._holds:
+            self._holds.voided(cancel)
         if self._parks:
             self._underway.cancel(partial(self._voided_by, cancel))
 

@@ -4,8 +4,8 @@
     manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
     exporter   exports, ends; jobs and  jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
                their events, at its end ended
-    env        env                      rollout, rollout:first, scored:*, reply:*, dead         follows control
-    rollout    rollout, rollout:first   env, scored:*, reply:*, dead                            follows control, adapters:new
+    env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
+    rollout    rollout, rollout:first   env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
     trainer    train, train:*           adapters:<p>, dead                                      follows control
     scaler     looks at the length of the work streams (autoscalers)
     health     PING
@@ -19,7 +19,7 @@ Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so t
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.streams import NUM_PARTITIONS, Cell
 
@@ -33,6 +33,7 @@ _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
     exists expire del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
+_ENV = "xrange zcount zrangebyscore zrem"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat
@@ -69,7 +70,7 @@ def rights(user: str, base_models: Iterable[str]) -> Rights:
             ),
             appends=tuple(keys.cell.jobs(partition) for keys in cells for partition in range(NUM_PARTITIONS)),
         ),
-        "env": _worker([keys.env for keys in cells]),
+        "env": _worker([keys.env for keys in cells], _ENV),
         "rollout": _worker([keys.rollout for keys in cells]),
         "trainer": _worker([keys.trainer for keys in cells]),
         "scaler": Rights(("ping", "xlen", "xpending"), reads=tuple(key for keys in cells for key in keys.work)),
@@ -111,7 +112,8 @@ class _Keys:
     def env(self) -> Rights:
         cell = self.cell
         outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
-        return self._member(settles=(cell.env,), reads=(cell.control,), appends=outputs)
+        rights = self._member(settles=(cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
+        return replace(rights, settles=(*rights.settles, cell.env_workers))
 
     @property
     def rollout(self) -> Rights:
@@ -119,7 +121,7 @@ class _Keys:
         return self._member(
             settles=(cell.rollout, cell.rollout_first),
             reads=(cell.control, cell.adapters_new),
-            appends=(cell.env, *self._scored, cell.reply("*")),
+            appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
 
     @property
@@ -153,10 +155,10 @@ class _Keys:
         )
 
 
-def _worker(cells: list[Rights]) -> Rights:
-    """A worker's rights in several cells."""
+def _worker(cells: list[Rights], commands: str = "") -> Rights:
+    """A worker's rights in several cells. `commands`: those that other workers do not need."""
     return Rights(
-        commands=tuple(_WORKER.split()),
+        commands=tuple(f"{_WORKER} {commands}".split()),
         settles=tuple(key for cell in cells for key in cell.settles),
         reads=tuple(key for cell in cells for key in cell.reads),
         appends=tuple(key for cell in cells for key in cell.appends),

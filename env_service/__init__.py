@@ -7,13 +7,15 @@ Its files:
 
     environments/    the built-in environments, and how one is made
     graders/         rewards for answers
+    live/            environments whose state cannot travel: their sessions stay with one env worker
     sandbox/         runs tenants' code
+    verifiers/       runs packages for `verifiers`, in Python environments of their own
     __main__.py      starts one env worker
     settings.py      reads the settings of one env worker
     handler.py       turns a message into messages; makes each failure a value
     examples.py      shows the examples of supervised jobs, which nobody samples
     requests.py      makes the parts of the handler's messages
-    judging.py       asks graders' models of this service, by turns of their own
+    conversation.py  reads what the model wrote, and renders what it is shown
     endings.py       makes the ends of trajectories
     trajectory.py    packs what is remembered of a trajectory between its turns
     environment.py   declares what an environment is; installed environments import it

@@ -8,11 +8,14 @@ from common.streams import GROUP_ENV
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from env_service.environments.catalogue import Catalogue
+from env_service.environments.openenv_server import Servers
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.model_endpoint import ModelEndpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
+from env_service.live.attendance import Attendance
+from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
 
@@ -22,8 +25,28 @@ DRAIN_S = 1.0
 """Most work of an env worker is short; tools that take longer are handed back."""
 
 
+def model_endpoints(settings: EnvSettings) -> ModelEndpoints:
+    return ModelEndpoints(
+        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
+        settings.grader_keys,
+        timeout_s=settings.grader_model_timeout_s,
+        most=settings.grader_model_calls,
+    )
+
+
+def openenv_servers(settings: EnvSettings) -> Servers:
+    proxy = settings.endpoint_proxy
+    return Servers(Endpoints(settings.openenv_hosts, proxy=proxy), settings.openenv_servers, proxy=proxy)
+
+
+def sessions_of(settings: EnvSettings, worker: str) -> Sessions:
+    num, idle_s = settings.env_sessions, settings.env_session_idle_s
+    return Sessions(worker, num=num, idle_s=idle_s, limit_s=settings.step_timeout_s)
+
+
 async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
-    tokenizer = ChatTokenizer.load(resolve_config(settings.models[parts.cell.base_model]), settings.max_context)
+    base_dir = resolve_config(settings.models[parts.cell.base_model])
+    tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
     layers = await sandbox.probe()
@@ -31,12 +54,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     if not settings.weak_sandbox:
         check_strength(layers)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
-    models = ModelEndpoints(
-        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
-        settings.grader_keys,
-        timeout_s=settings.grader_model_timeout_s,
-        most=settings.grader_model_calls,
-    )
+    models = model_endpoints(settings)
     text_comparer = TextComparer()
     graders = GraderRunner(
         sandbox=sandbox,
@@ -45,16 +63,37 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         timeout_s=settings.grader_timeout_s,
         models=models,
     )
-    environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=settings.collections_dir)
+    openenv = openenv_servers(settings)
+    environments = Catalogue(
+        graders=graders,
+        sandbox=sandbox,
+        collections_dir=settings.collections_dir,
+        openenv=openenv,
+        base_dir=base_dir,
+    )
+    sessions = sessions_of(settings, parts.worker)
+    attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
+    await sessions.begin()
+    await attendance.begin()
     handler = EnvHandler(
         cell=parts.cell,
         tokenizer=tokenizer,
         environments=environments,
         step_timeout_s=settings.step_timeout_s,
         slots=settings.env_slots,
+        sessions=sessions,
     )
-    inboxes = [Inbox(parts.cell.env, GROUP_ENV)]
-    close = [environments.close, text_comparer.close, endpoints.close, models.close, sandbox.close]
+    inboxes = [Inbox(parts.cell.env_worker(parts.worker), GROUP_ENV), Inbox(parts.cell.env, GROUP_ENV)]
+    close = [
+        sessions.close,
+        attendance.close,
+        environments.close,
+        text_comparer.close,
+        endpoints.close,
+        models.close,
+        openenv.close,
+        sandbox.close,
+    ]
     return BuiltService(
         handler,
         inboxes,

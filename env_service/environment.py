@@ -5,11 +5,21 @@
 
 An environment object holds arguments and caches, never a trajectory: its state travels in the messages, and the next
 turn may be worked on elsewhere. A step may be repeated. An error of an environment masks the trajectory.
+
+One whose state cannot travel, since it is a process or a connection, has `open` in place of both:
+
+    await open(item, seed) -> Session           begins a trajectory
+    await session.step(turn) -> Step            as above; its state is the session's own
+    await session.end() -> Step                 ends a trajectory that the environment has not ended
+    await session.close()
+
+A session stays with the env worker that opened it, whose death others answer with a replay: `open` with the same item and seed, then the
+turns that there were. What comes back must be what the model was shown, else the trajectory is masked.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from common.errors import InvalidInput
 from common.messages import StopReason
@@ -25,6 +35,11 @@ class Turn:
     """Without special tokens: `{{sample.output_text}}`."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls in order; one with an `error` is malformed."""
+    content: str = ""
+    """The text around the tool calls."""
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    """Of each token, as it was sampled."""
     index: int = 0
     stop_reason: StopReason = "stop"
     last: bool = False
@@ -37,10 +52,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    state: Any
-    """msgpack-able, at most 64 KiB."""
+    state: Any = None
+    """msgpack-able, at most 64 KiB. A session's steps have none."""
     messages: Sequence[Mapping[str, Any]] = ()
     """One or several of roles `tool`, `user` and `system`, shown to the model as its chat template does; none if done."""
+    tokens: Sequence[int] = ()
+    """In place of messages, where the environment renders them: what follows the model's turn, up to where its next one begins."""
     done: bool
     reward: float | None = None
     """The trajectory's reward is the sum of those of its steps; at its end there must be one."""
@@ -55,6 +72,45 @@ class Environment(Protocol):
     def reset(self, item: dict[str, Any], seed: int) -> tuple[Any, Sequence[Mapping[str, Any]]]: ...
 
     async def step(self, state: Any, turn: Turn) -> Step: ...
+
+
+class Session(Protocol):
+    """One trajectory of a live environment. Only one of its methods runs at a time, and after one that raises, or takes longer than
+    the time limit, only `close`. May also have `reply_roles`, as an environment; without it, its steps' messages are of the role `tool`;
+    and `tokens`, the ids of the prompt in place of `messages`, where the environment renders them.
+    """
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """The conversation that the trajectory begins with."""
+        ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Tool definitions in OpenAI's form."""
+        ...
+
+    async def step(self, turn: Turn) -> Step:
+        """Answers a turn, never the same one twice. `turn.last` after one that was cut off, and on the last turn allowed."""
+        ...
+
+    async def end(self) -> Step:
+        """Gives what is left of the reward. Called once, after a step that did not end the trajectory: no further turn is
+        allowed, or the step's messages do not fit into the context."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the session holds. Called once, after its end, or in the middle of a trajectory that is given up or replayed."""
+        ...
+
+
+@runtime_checkable
+class LiveEnvironment(Protocol):
+    """May also have `make_item`, as an environment. Its class is told from others by `open`."""
+
+    async def open(self, item: dict[str, Any], seed: int) -> Session:
+        """Begins a trajectory: those of one group have the same item and seed. May be slow, within the time limit of a step."""
+        ...
 
 
 def item_messages(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """The env service's handler: a message comes in, messages go out.
 
-    Start        -> a TurnRequest for each sample, to `rollout`
+    Start        -> a TurnRequest for each sample, to `rollout`; of a live environment first a Start for each, to `env`
     TurnResult   -> the next TurnRequest, to `rollout:first`, or a ScoredTrajectory, to `scored:<p>`
     GradeRequest -> a GradeResult, to the reply stream that it names
 
@@ -20,6 +20,7 @@ import numpy as np
 from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
 from common.errors import InvalidInput, Permanent, Retryable
 from common.messages import (
+    Cancel,
     Failure,
     GradeRequest,
     Message,
@@ -35,18 +36,21 @@ from common.messages import (
     turn_id,
     u8,
 )
-from common.places import Places
+from common.places import Claim, Places
 from common.streams import Cell
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
 from env_service import work
+from env_service.conversation import Conversation
 from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result
-from env_service.environment import Environment, Step, Turn
+from env_service.environment import Environment, LiveEnvironment, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.examples import example_of, log_prob, measured_by, trained_on
-from env_service.failures import EnvironmentFailed, TrajectoryFailed
+from env_service.failures import TrajectoryFailed
+from env_service.graders.judging import Graded, graded_by, judge_request, resumed
 from env_service.graders.model import ModelAsked
-from env_service.judging import Graded, graded_by, judge_request, resumed
+from env_service.live.sessions import Seat, Sessions
+from env_service.live.trajectories import Trajectories, in_session
 from env_service.requests import Written, first_request, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
@@ -69,13 +73,18 @@ class EnvHandler:
         environments: Catalogue,
         step_timeout_s: float = 900.0,
         slots: int = 64,
+        sessions: Sessions | None = None,
     ) -> None:
-        """`slots`: messages worked on at once, which tenants share by weight; others wait in it."""
+        """`slots`: messages worked on at once, which tenants share by weight; others wait in it. `sessions`: those that this worker
+        holds; without it there are no live environments."""
         self._cell = cell
         self._tokenizer = tokenizer
+        self._conversation = Conversation(tokenizer)
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._slots = Places(lambda: slots)
+        self._sessions = sessions
+        self._live = Trajectories(cell, environments, self._conversation, sessions)
         tools = ("tool_turns", "sum_log_tool_s", "sum_squared_log_tool_s")
         names = ("starts", "start_s", *tools, "graded", "grade_s", "sum_squared_calls")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
@@ -86,14 +95,24 @@ class EnvHandler:
         """
         doing = work.begin(beat, message.tenant, _weight_of(message))
         try:
-            async with asyncio.timeout(PUT_BACK_S):
-                claim = await self._slots.take(doing.tenant, doing.weight, beat)
-        except TimeoutError:
-            return [(self._cell.env, message)]
-        try:
-            return await self._work(message, doing)
+            claim = await self._claim(message, doing)
+            if claim is None:
+                return [(self._live.put_back(doing.seat), message)]
+            try:
+                return await self._work(message, doing)
+            finally:
+                self._slots.end(claim)
         finally:
-            self._slots.end(claim)
+            self._live.leave_seat(doing)
+
+    async def _claim(self, message: Message, doing: work.Work) -> Claim | None:
+        """Waits for the seat of a live session, if the message needs one, and for a slot. None: that takes long."""
+        try:
+            async with asyncio.timeout(PUT_BACK_S):
+                await self._live.take_seat(message, doing)
+                return await self._slots.take(doing.tenant, doing.weight, doing.beat)
+        except TimeoutError:
+            return None
 
     async def _work(self, message: Message, doing: work.Work) -> list[Out]:
         match message:
@@ -111,8 +130,8 @@ class EnvHandler:
     def counters(self) -> dict[str, float]:
         """Totals since the start: groups begun, with the seconds in which their first prompts were made; turns answered by
         tools, with the sums of the logarithm of their seconds and of its square; trajectories graded, with their seconds and
-        the sum of the squares of their calls. Waiting is counted for tools and grading."""
-        return dict(self._counters)
+        the sum of the squares of their calls; those of live sessions. Waiting is counted for tools and grading."""
+        return self._counters | self._live.counters()
 
     def park(self, message: Message) -> list[Out]:
         """Returns a turn's request, from which it is sampled again; nothing for a Start, which its owner issues again."""
@@ -131,6 +150,13 @@ class EnvHandler:
     def hand_back(self, message: Message) -> list[Out] | None:
         """Returns None: this service holds no progress."""
         return None
+
+    def voided(self, cancel: Cancel) -> None:
+        if self._sessions:
+            self._sessions.voided(cancel)
+
+    def unpublished(self, outputs: Sequence[Out]) -> None:
+        self._live.unpublished(outputs)
 
     def failed(self, message: Message, failure: Failure) -> list[Out]:
         match message:
@@ -151,7 +177,9 @@ class EnvHandler:
     async def _start(self, start: Start, doing: work.Work) -> list[Out]:
         if start.env.name == SUPERVISED:
             return await self._show(start, doing)
-        prepared = await self._guarded(self._prepare(start))
+        if split := self._live.split(start):
+            return [(self._cell.env, one) for one in split]
+        prepared = await self._guarded(self._prepare(start, doing))
         if isinstance(prepared, Failure):
             return self._failed_start(start, prepared)
         tokens, context = prepared
@@ -159,7 +187,8 @@ class EnvHandler:
         self._counters["starts"] += 1
         self._counters["start_s"] += doing.busy_s
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
-        return [(self._cell.rollout, first_request(start, s, tokens, context, usage)) for s in start.samples]
+        requests = [first_request(start, sample, tokens, context, usage) for sample in start.samples]
+        return [(self._cell.rollout, in_session(request, doing.seat)) for request in requests]
 
     async def _show(self, start: Start, doing: work.Work) -> list[Out]:
         """Renders an example: it is learned as it stands, or measured."""
@@ -179,14 +208,23 @@ class EnvHandler:
             with work.charged():
                 return await asyncio.to_thread(example_of, start, self._tokenizer)
 
-    async def _prepare(self, start: Start) -> tuple[list[int], bytes]:
+    async def _prepare(self, start: Start, doing: work.Work) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
         environment = self._environments.get(start.env)
+        item = start.item if start.item is not None else made_item(environment, start)
+        rendered: Sequence[int] = ()
+        if isinstance(environment, LiveEnvironment):
+            environment = await self._live.begin(environment, item, start, doing)
+            state, messages, rendered = None, environment.messages, environment.tokens
+            if environment.tools and not self._tokenizer.shows_tools():
+                raise InvalidInput(
+                    "the environment has tools, and the base's chat template does not tell the model of them"
+                )
+        else:
+            state, messages = environment.reset(item, seed_of(start, "environment"))
         if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):
             raise InvalidInput(fault)
-        item = start.item if start.item is not None else made_item(environment, start)
-        state, messages = environment.reset(item, seed_of(start, "environment"))
-        tokens = self._render(messages, _tools(environment))
+        tokens = self._conversation.opening(messages, _tools(environment), rendered)
         most = start.sampling.context(self._tokenizer.context)
         if len(tokens) + 1 > most:
             whose = "job's max_context" if start.sampling.max_context else "model's context"
@@ -201,12 +239,6 @@ class EnvHandler:
             weight=start.weight,
         )
         return tokens, encode_context(context)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        try:
-            return self._tokenizer.render(messages, tools)
-        except ValueError as error:
-            raise InvalidInput(str(error)) from error
 
     def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
         ending = Ending("failed", failure=failure)
@@ -224,13 +256,15 @@ class EnvHandler:
         if isinstance(outcome, TurnRequest):
             return [(self._cell.rollout_first, msgspec.structs.replace(outcome, usage=result.usage + usage))]
         if isinstance(outcome, Failure):
+            outcome = doing.seat.explained(outcome) if doing.seat else outcome
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             return self._settled(result, None, Ending(reason, failure=outcome), usage)
         context, ending, reply = outcome
         self._count(time.monotonic() - since, result.request.turn, ended=ending is not None)
         if ending is not None:
             return self._settled(result, context, ending, usage)
-        return [(self._cell.rollout_first, self._next_request(result, context, reply, result.usage + usage))]
+        request = self._next_request(result, context, reply, result.usage + usage)
+        return [(self._cell.rollout_first, in_session(request, doing.seat))]
 
     def _count(self, seconds: float, num_calls: int, *, ended: bool) -> None:
         counters, log = self._counters, math.log(max(seconds, 1e-6))
@@ -249,47 +283,20 @@ class EnvHandler:
         if context.env.name == SUPERVISED:
             return context, ending_of("stop", None, log_prob(result, context)), []
         environment = self._environments.get(context.env)
-        turn = self._read_turn(result, context, environment)
+        if isinstance(environment, LiveEnvironment):
+            environment = await self._live.go_on(environment, result, context, doing)
+        turn = self._conversation.turn(result, context, _tools(environment))
         step = await environment.step(decode_state(context.state), turn)
         work.beat()
         if step.done or turn.last:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
             return context, ending_of(stop, context, step), []
-        reply = self._reply_tokens(result, step)
+        reply = self._conversation.reply(result, step)
         written = Written(result.request, result)
         if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await environment.step(decode_state(context.state), replace(turn, last=True))
             return context, ending_of("context", context, step), []
         return advanced(context, step), None, reply
-
-    def _read_turn(self, result: TurnResult, context: Context, environment: Environment) -> Turn:
-        ids = result.tokens.numpy().tolist()
-        marked = _cut(self._tokenizer.decode(ids, skip_special=False), result.stop_string)
-        _, calls = self._tokenizer.parse_tool_calls(marked, _tools(environment))
-        cut_off = result.stop_reason != "stop"
-        return Turn(
-            item=context.item,
-            text=self._text(result),
-            calls=tuple(calls),
-            index=result.request.turn,
-            stop_reason=result.stop_reason,
-            last=cut_off or result.request.turn + 1 >= context.max_turns,
-            tool_timeout_s=context.tool_timeout_s,
-            key=result.request.id,
-        )
-
-    def _text(self, result: TurnResult) -> str:
-        return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
-
-    def _reply_tokens(self, result: TurnResult, step: Step) -> list[int]:
-        """Returns the environment's tokens; they close the model's turn if a stop string, and no token, has ended it."""
-        try:
-            reply = self._tokenizer.reply(step.messages)
-        except ValueError as error:
-            raise EnvironmentFailed(f"the environment's messages cannot be shown to the model: {error}") from error
-        ends = self._tokenizer.end_of_turn_ids
-        closed = len(result.tokens) > 0 and int(result.tokens.numpy()[-1]) in ends
-        return reply if closed else [ends[0], *reply]
 
     def _next_request(self, result: TurnResult, context: Context, reply: list[int], usage: Usage) -> TurnRequest:
         request, written = result.request, Written(result.request, result)
@@ -310,7 +317,7 @@ class EnvHandler:
     def _settled(self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage) -> list[Out]:
         written = Written(result.request, result)
         request = msgspec.structs.replace(result.request, usage=result.usage + usage)
-        text = self._text(result) if len(result.tokens) else ""
+        text = self._conversation.text(result) if len(result.tokens) else ""
         num_turns = request.turn + (1 if len(result.tokens) else 0)
         num_prompt = context.num_prompt if context else written.num_prompt
         return [self._scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)]
@@ -362,7 +369,7 @@ class EnvHandler:
         if (failure := failure_of(result)) is not None:
             kind = "grader" if failure.kind == "invalid" else failure.kind
             return self.failed(graded, Failure(kind, f"the grader's model: {failure.reason}"))
-        doing.answers = answers | {asked: self._text(result)}
+        doing.answers = answers | {asked: self._conversation.text(result)}
         if isinstance(graded, GradeRequest):
             return await self._grade(graded, doing, result.usage)
         return await self._turn(graded, doing)
@@ -376,6 +383,8 @@ class EnvHandler:
 
     async def _grade_once(self, request: GradeRequest) -> Ending:
         environment = self._environments.get(request.env)
+        if isinstance(environment, LiveEnvironment):
+            raise InvalidInput(f"the environment {request.env.name} grades no answer without its session")
         state = None if request.env.name in BUILT_IN else environment.reset(request.item, 0)[0]
         turn = Turn(item=request.item, text=request.output_text, last=True, key=request.id)
         step = await environment.step(state, turn)
@@ -405,13 +414,8 @@ def _weight_of(message: Message) -> float:
     return message.weight if isinstance(message, Start | GradeRequest) else 1.0
 
 
-def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
+def _tools(environment: Environment | Seat) -> Sequence[Mapping[str, Any]]:
     return getattr(environment, "tools", ())
-
-
-def _cut(text: str, stop_string: str) -> str:
-    """Text up to the stop string that ended the turn."""
-    return text.rpartition(stop_string)[0] if stop_string and stop_string in text else text
 
 
 def _one_line(error: BaseException) -> str:

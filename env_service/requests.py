@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from common import rng
 from common.errors import InvalidInput
 from common.messages import EMPTY_I32, Start, TrajectoryRef, TurnRequest, TurnResult, Usage, f32, i32, turn_id, u8
-from env_service.environment import Environment
+from env_service.environment import Environment, LiveEnvironment
 
 
 class Written:
@@ -25,8 +26,19 @@ class Written:
         self.num_prompt = int(model[0]) if len(model) else len(self.tokens)
 
 
+def alone(start: Start) -> list[Start]:
+    """A Start for each sample. Their ids name their trajectories, where the group's own stands for all of them."""
+    version = start.adapter.version
+    ids = {sample: turn_id(start.job, _ref(start, sample), version, 0) for sample in start.samples}
+    return [msgspec.structs.replace(start, id=ids[sample], samples=(sample,)) for sample in start.samples]
+
+
+def _ref(start: Start, sample: int) -> TrajectoryRef:
+    return TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
+
+
 def first_request(start: Start, sample: int, tokens: list[int], context: bytes, usage: Usage) -> TurnRequest:
-    ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
+    ref = _ref(start, sample)
     zeros = np.zeros(len(tokens))
     return TurnRequest(
         **start.about(),
@@ -43,13 +55,13 @@ def first_request(start: Start, sample: int, tokens: list[int], context: bytes, 
     )
 
 
-def seed_of(start: Start, purpose: str) -> int:
+def seed_of(of: Start | TrajectoryRef, purpose: str) -> int:
     """A function of the job's seed and the group alone. Both kinds of evaluation see the same."""
-    split = "train" if start.purpose == "train" else "held_out"
-    return int(rng.bits(start.seed, f"{purpose}/{split}", start.group))
+    split = "train" if of.purpose == "train" else "held_out"
+    return int(rng.bits(of.seed, f"{purpose}/{split}", of.group))
 
 
-def made_item(environment: Environment, start: Start) -> dict[str, Any]:
+def made_item(environment: Environment | LiveEnvironment, start: Start) -> dict[str, Any]:
     make_item = getattr(environment, "make_item", None)
     if make_item is None:
         raise InvalidInput(f"the environment {start.env.name} does not make items: the job needs a training file")

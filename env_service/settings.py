@@ -10,6 +10,11 @@ from common.settings import Settings
 class EnvSettings(Settings):
     env_slots: int = Field(default=64, ge=1)
     """Messages worked on at once; most of them wait for a tool or an endpoint. Tenants share them by weight."""
+    env_sessions: int = Field(default=64, ge=1)
+    """Sessions of live environments at once, each from its trajectory's first turn to the last, and one more of a tenant that has none.
+    Tenants share them by weight."""
+    env_session_idle_s: float = Field(default=600.0, gt=0)
+    """A session for which no turn comes for so long is closed; if one comes after all, its turns are replayed in a new one."""
     sandbox_processes: int = Field(default=4, ge=1)
     """Sandboxed calls that run at once in this worker, and one more of a tenant that has none running."""
     sandbox_memory_mb: int = Field(default=512, ge=64)
@@ -33,5 +38,9 @@ class EnvSettings(Settings):
     """Limit of one question to such a model."""
     grader_model_calls: int = Field(default=8, ge=1)
     """Questions of one tenant to such models at once, in this worker."""
+    openenv_hosts: str = ""
+    """Hosts whose OpenEnv servers jobs may name by `url`, written as in `endpoint_hosts`. Empty: none."""
+    openenv_servers: str = ""
+    """The operator's OpenEnv servers, which jobs name by `server`: `maze=http://10.0.0.5:8000,chess=https://…`."""
     collections_dir: Path | None = None
     """Folder of the text collections that the `search` environment may name. None: only documents in its arguments."""

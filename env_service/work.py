@@ -11,9 +11,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from common.places import Places
+
+if TYPE_CHECKING:
+    from env_service.live.sessions import Seat
 
 T = TypeVar("T")
 
@@ -33,6 +36,8 @@ class Work:
         """Of graders' models, by the grader's name in a `multi`, "" for one alone."""
         self.grader_tokens = 0
         """Of models outside of this service."""
+        self.seat: Seat | None = None
+        """Of the live session of the message's trajectory."""
         self.busy_s = 0.0
         """Seconds that the event loop, and helpers charged by `charge`, spent on it; waiting is not counted."""
 

@@ -24,12 +24,13 @@ from rich.live import Live
 from common.errors import MarlaasError
 from common.skills import SKILLS, generate
 from examples.report import Busy, Curve, write_report
-from manager_service.cli.client import FINAL, JOBS, Record, error_message
-from manager_service.cli.output import cells, console, table
-from manager_service.cli.progress import JobProgress
-from manager_service.cli.view import live_view, plain_line
 from manager_service.local.embedded_redis import write_private
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import cells, console, table
+from marlaas_client.cli.progress import JobProgress
+from marlaas_client.cli.view import live_view, plain_line
+from marlaas_client.client import JOBS, error_message
+from marlaas_client.records import FINAL, Record
 
 DATA_DIR = Path(".marlaas/demo")
 REPORT = Path("report.png")

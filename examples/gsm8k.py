@@ -21,11 +21,11 @@ from openai import AsyncOpenAI
 from common.base_shape import BaseShape
 from common.errors import InvalidInput, MarlaasError
 from common.settings import resolve_config
-from manager_service.cli.output import say
 from manager_service.cli.plan import settings_of
-from manager_service.local.cluster_file import read_cluster_file
 from manager_service.local.plan import make_plan, parse_gpu
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import say
+from marlaas_client.cluster_file import read_cluster_file
 
 HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
 INSTRUCTION = "Think step by step, then write the final answer after ####."

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 
 from common.errors import MarlaasError
 from common.skills import is_held_out
-from manager_service.cli.output import say
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/new_skill")
 NUM_EXAMPLES, NUM_ITEMS, NUM_HELD_OUT = 4096, 1024, 512

@@ -13,7 +13,7 @@ from typing import Any
 from openai import OpenAI
 
 from common.skills import generate
-from manager_service.local.cluster_file import read_cluster_file
+from marlaas_client.cluster_file import read_cluster_file
 
 
 def main(folder: Path) -> None:

@@ -5,14 +5,15 @@ The environment is `examples/simulated_user.py`; it makes its own items, so that
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from common.errors import MarlaasError
-from manager_service.cli.output import say
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/three_turns")
 ENVIRONMENT: dict[str, Any] = {"name": "simulated_user", "args": {}}
@@ -24,12 +25,12 @@ class JobFailed(MarlaasError):
     """The job did not succeed; the message says why."""
 
 
-def installed(folder: Path) -> dict[str, str]:
-    """Writes what the installation of a package with the environment leaves. Returns the settings by which processes find it."""
-    info = folder / "simulated_user-1.dist-info"
+def installed(folder: Path, line: str = "simulated_user = examples.simulated_user:SimulatedUser") -> dict[str, str]:
+    """Writes what the installation of a package with the environment leaves. Returns the settings by which processes find it.
+    `line`: the package's entry point."""
+    info = folder / "environment-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated-user\nVersion: 1\n")
-    line = "simulated_user = examples.simulated_user:SimulatedUser"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: environment\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[marlaas.environments]\n{line}\n")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))}
 
@@ -38,12 +39,18 @@ def client_of(cluster: LocalCluster) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
 
 
-async def learn(client: AsyncOpenAI, *, seed: int = 0) -> list[float]:
+async def learn(
+    client: AsyncOpenAI,
+    *,
+    seed: int = 0,
+    environment: Mapping[str, Any] = ENVIRONMENT,
+    hyper: Mapping[str, Any] = HYPER,
+) -> list[float]:
     """Trains one job. Returns the mean reward of each step, of 1. Raises JobFailed."""
-    method: Any = {"type": "reinforcement", "reinforcement": {"environment": ENVIRONMENT, "hyperparameters": HYPER}}
+    method: Any = {"type": "reinforcement", "reinforcement": {"environment": environment, "hyperparameters": hyper}}
     no_file: Any = None
     job = await client.fine_tuning.jobs.create(model="tiny", training_file=no_file, method=method, seed=seed)
-    say(f"{job.id}: {job.model}, {ENVIRONMENT['name']}")
+    say(f"{job.id}: {job.model}, {environment['name']}")
     while job.status not in ("succeeded", "failed", "cancelled"):
         await asyncio.sleep(PERIOD_S)
         job = await client.fine_tuning.jobs.retrieve(job.id)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MarlaasError
-from manager_service.cli.output import console
 from manager_service.local.supervisor import LocalCluster
+from marlaas_client.cli.output import console
 
 DATA_DIR = Path(".marlaas/tinker")
 PYTHON = Path(".tinker/bin/python")

@@ -12,6 +12,7 @@ import numpy as np
 from common.adapters import AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
+from common.handlers import Beat, Handler
 from common.messages import (
     AdapterUpdate,
     EnvSpec,
@@ -36,7 +37,7 @@ from common.messages import (
 )
 from common.streams import Cell, partition_of
 from common.telemetry import Reporter
-from common.worker import Beat, Handler, Inbox, Worker, worker_id
+from common.worker import Inbox, Worker, worker_id
 from manager_service.records import JSON, Hyper, JobSpec, JobState
 
 RewardOf = Callable[[Start, int], float | Failure]

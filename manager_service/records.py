@@ -29,6 +29,7 @@ file-bytes:<tenant>        hash     file id -> bytes
 
 import math
 import time
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -82,6 +83,10 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
         None  # tokens of a trajectory over all of its turns, the prompt included; None: what is served
     )
     deadline_s: float | None = None  # after creation; earlier first among the tenant's jobs of one priority
+    target_reward: float | None = None  # at which training ends early
+    plateau_steps: int | None = None  # without a new best, after which training ends early
+    plateau_delta: float = 0.0  # by which a new best must be better
+    max_tokens_total: int | None = None  # prompt, sampled and trained; training ends before it uses more
 
 
 LoggerName = Literal["wandb", "trackio"]
@@ -117,6 +122,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # the tenant's at creation
     model: str = ""  # that it goes on from, with its version; empty: it begins with the base model
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
+    adapter_file: str | None = None  # version 0 is the adapter in this file
     integrations: tuple[Integration, ...] = ()
 
     @property
@@ -168,6 +174,34 @@ class EvalTally(msgspec.Struct):
         return self.settled >= self.expected
 
 
+class Progress(msgspec.Struct):
+    """What early stopping compares, made so that more is better."""
+
+    recent: list[float] = []  # of the newest steps
+    score: float | None = None  # newest, and the step that it is of
+    step: int = 0
+    best: float | None = None  # and the step that it is of
+    best_step: int = 0
+    tokens: int = 0  # that the job had used when the newest version was committed
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Training ends early."""
+
+    version: int  # the last
+    reason: Literal["target_reward", "plateau", "max_tokens_total"]
+
+    @property
+    def evaluates(self) -> bool:
+        """May the last version be evaluated?"""
+        return self.reason != "max_tokens_total"
+
+
+MAX_REASONS = 20
+"""Different reasons of failures that are counted apart between two steps."""
+OTHER_REASONS = "other: reasons beyond the first"
+
+
 class JobError(msgspec.Struct, frozen=True):
     code: str
     message: str
@@ -206,6 +240,47 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
     sampling_gap: float | None = None  # of the newest step that measured one
     truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
+    tokens: int = 0  # prompt, sampled and trained; what was used since the state was last written may be missing
+    evaluated: int = -1  # the version of the newest evaluation
+    progress: Progress = msgspec.field(default_factory=Progress)
+    stop: Stop | None = None  # training ends early
+    stepped_at: float | None = None  # when the newest version was committed, or the job went on: seconds since 1970
+    step_s: float | None = None  # of a step, averaged over the newest
+
+    def move_window(self, first: int) -> None:
+        """A batch has used the groups below `first`."""
+        self.window = first
+        self.dropped = [number for number in self.dropped if number >= first]
+        self.drawn = max(0, self.next_group - first)
+        self.failed_groups, self.reasons = 0, {}
+
+    def reopen_window(self, training: Training, open_groups: Collection[int]) -> None:
+        """The batch of a step is lost; of its groups these are open again."""
+        unused = set(range(training.first_group, self.window)) - set(open_groups)
+        self.dropped = sorted({*self.dropped, *unused})
+        self.window, self.drawn = training.first_group, self.next_group - training.first_group
+        self.training = None
+
+    def close_window(self) -> None:
+        """No batch will use what has been issued up to now, nor will any result of it count."""
+        self.move_window(self.next_group)
+        self.attempt += 1
+
+    def unanswerable(self) -> JobError:
+        """Why the job fails whose groups of one step failed."""
+        kind, _, text = (self.commonest_reason or "other: too few usable trajectories").partition(": ")
+        return JobError(kind, f"{self.failed_groups} groups failed in one step; the commonest reason: {text}")
+
+    def note_failure(self, failure: Failure) -> None:
+        """Counts the reason of a failure."""
+        reason = f"{failure.kind}: {failure.reason[:300]}"
+        counted = reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else OTHER_REASONS
+        self.reasons[counted] = self.reasons.get(counted, 0) + 1
+
+    @property
+    def commonest_reason(self) -> str:
+        """Of the failures since the last step; empty if there were none."""
+        return max(self.reasons, key=lambda reason: self.reasons[reason], default="")
 
 
 class EventRecord(msgspec.Struct, frozen=True):
@@ -297,6 +372,14 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
 
 
+class Brought(msgspec.Struct, frozen=True):
+    """An adapter that its user has uploaded."""
+
+    lora: LoraSpec
+    shapes: dict[str, tuple[int, int]]  # (out, in) by the leaf name of a layer
+    num_layers: int
+
+
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # `file-…`
     tenant: str
@@ -306,9 +389,16 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_items: int
     longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
+    tokens: dict[str, int] = {}  # base model -> tokens of all prompts and examples together, where `longest` has it
     num_examples: int = (
         0  # of the items: those with an answer to learn, for supervised jobs; of these `longest` counts it too
     )
+    adapter: Brought | None = None  # that the file holds; None: it holds items
+
+
+def file_path(tenant: str, file: str) -> str:
+    """Where a file's content is in object storage."""
+    return f"files/{tenant}/{file}"
 
 
 DELETED, MOVING = "deleted", "moving"

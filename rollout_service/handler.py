@@ -44,7 +44,7 @@ SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
 
 
 class RolloutHandler:
-    """Implements `common.worker.Handler` for TurnRequest."""
+    """Implements `common.handlers.Handler` for TurnRequest."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class RolloutHandler:
         return msgspec.structs.replace(message, usage=message.usage + spent)
 
     def _reply_stream(self, message: TurnRequest) -> str:
-        return message.reply_to or self._cell.env
+        return message.reply_to or self._cell.holder(message.session)
 
     def _failed_turn(self, message: TurnRequest, failure: Failure) -> Out:
         result = TurnResult(

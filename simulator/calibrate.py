@@ -24,7 +24,7 @@ import msgspec
 
 from common.bus import Bus
 from common.streams import Cell
-from manager_service.local.cluster_file import read_cluster_file
+from marlaas_client.cluster_file import read_cluster_file
 from simulator.fit import Recording, calibrate, read_recording, record, write_recording
 from simulator.report import natural, program
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from manager_service.cli.output import table
+from marlaas_client.cli.output import table
 
 console = Console(highlight=False)
 if not console.is_terminal:

@@ -39,7 +39,7 @@ log = structlog.get_logger()
 class TrainHandler:
     """Makes each version once, however often and by however many it is asked.
 
-    It cannot be parked (see `common.worker.Parks`): an operation once sent is done, for its version may exist already.
+    It cannot be parked (see `common.handlers.Parks`): an operation once sent is done, for its version may exist already.
     """
 
     def __init__(
@@ -211,6 +211,8 @@ class TrainHandler:
             return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
+        if message.file:
+            return Trained(await self._versions.read_brought(message.file, message.lora, beat), {}, 0, 0.0)
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
     async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:

@@ -1,17 +1,18 @@
 """Reads and commits versions of adapters, and keeps the last states of some (a cache; the store is the truth)."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
-from base_model.adapter import check_fits, load_adapter, save_adapter
+from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, load_adapter, save_adapter
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.byte_cache import ByteCache
 from common.errors import AlreadyExists, Unavailable
-from common.messages import AdapterRef
+from common.messages import AdapterRef, LoraSpec
 from common.tasks import beating
 from trainer_service import lora
 from trainer_service.backbone.interface import Backbone
@@ -62,6 +63,13 @@ class Versions:
         """From the store; without its optimiser, with a new one. Raises CorruptObject or NotFound."""
         names = (*PEFT_FILES, OPTIMIZER_FILE) if with_optimizer else PEFT_FILES
         files = await beating(beat, self._patiently(partial(self.store.read, adapter, names)))
+        return await beating(beat, asyncio.to_thread(self._load, files))
+
+    async def read_brought(self, path: str, spec: LoraSpec, beat: Beat) -> TrainState:
+        """An adapter that a user has uploaded, with a new optimiser. Raises CorruptObject or NotFound."""
+        weights = await beating(beat, self._patiently(partial(self.store.read_brought, path)))
+        config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": spec.targets}
+        files = {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(config).encode()}
         return await beating(beat, asyncio.to_thread(self._load, files))
 
     async def commit(self, manifest: Manifest, state: TrainState, beat: Beat) -> tuple[Manifest, bool]:

@@ -9,6 +9,7 @@ Its files:
     chat_template.py    compiles a base model's chat template
     special_tokens.py   finds the special tokens of a tokenizer
     examples.py         reads the examples of supervised jobs: their tokens, and which are learned
+    prompts.py          reads what an item of a job with rewards asks
     tool_calls.py       parses the calls in a model's turn
     model_folder.py     reads the text files of a base model's folder
 """

@@ -33,10 +33,10 @@ def dummy_turn(num_calls: int) -> list[Message]:
     return [{"role": "user", "content": "x"}, answer | ({"tool_calls": calls} if calls else {})]
 
 
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raises ValueError, naming the message, for what no base model can render."""
+def check_messages(messages: Sequence[Any], name: str = "messages") -> None:
+    """Raises ValueError, naming the message, for what no base model can render. `name`: of the list."""
     for i, message in enumerate(messages):
-        normal_message(message, f"messages[{i}]")
+        normal_message(message, f"{name}[{i}]")
 
 
 def normal_message(message: Any, where: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Environments: an item comes in, messages for the model go out, and each turn of the model leads to a Step.
 
     EnvSpec ─► catalogue ─► environment: reset(item) ─► messages; step(state, turn) ─► messages | the end and a reward
+                           live: open(item) ─► a session: its messages; step(turn) ─► the same
 
 Its files:
 
@@ -10,5 +11,8 @@ Its files:
     calculator.py        gives the tool `calculator`
     python_tool.py       makes the tool `python`, which runs in the sandbox
     search.py            gives the tool `search`
+    openenv.py           gives each trajectory a session at an OpenEnv server
+    openenv_server.py    finds those servers, and speaks their protocol
+    openenv_mapping.py   makes actions of turns, and texts of observations
     text_collections.py  indexes and searches the operator's texts, and a job's own
 """

@@ -8,6 +8,7 @@ import msgspec
 from common.environments import (
     BUILT_IN,
     CalculatorArgs,
+    OpenEnvArgs,
     PythonArgs,
     SearchArgs,
     SingleTurnArgs,
@@ -17,30 +18,52 @@ from common.environments import (
 )
 from common.errors import InvalidInput
 from common.messages import EnvSpec
-from env_service.environment import Environment
+from env_service.environment import Environment, LiveEnvironment
 from env_service.environments.calculator import Calculator
+from env_service.environments.openenv import OpenEnv
+from env_service.environments.openenv_server import Servers
 from env_service.environments.python_tool import python_tool
 from env_service.environments.search import Search
 from env_service.environments.single_turn import SingleTurn
 from env_service.environments.text_collections import Collections
 from env_service.environments.tool_loop import ToolLoop
+from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox
+from env_service.verifiers.environment import Verifiers
+from env_service.verifiers.process import Hosts
 
 MAX_CACHED = 64
+
+AnyEnvironment = Environment | LiveEnvironment
 
 
 class Catalogue:
     """Makes environments, and keeps those in use. `close` when done."""
 
-    def __init__(self, *, graders: GraderRunner, sandbox: Sandbox, collections_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        graders: GraderRunner,
+        sandbox: Sandbox,
+        collections_dir: Path | None = None,
+        openenv: Servers | None = None,
+        base_dir: Path = Path(),
+    ) -> None:
+        """`openenv`: the servers that jobs may use; None: there are none. `base_dir`: the folder of the base model."""
         self._graders = graders
+        self._openenv = openenv or Servers(Endpoints(""))
         self._sandbox = sandbox
         self._collections = Collections(collections_dir)
-        self.close = self._collections.close
-        self._made: OrderedDict[bytes, Environment] = OrderedDict()
+        self._hosts = Hosts()
+        self._base_dir = base_dir
+        self._made: OrderedDict[bytes, AnyEnvironment] = OrderedDict()
 
-    def get(self, spec: EnvSpec) -> Environment:
+    async def close(self) -> None:
+        await self._collections.close()
+        await self._hosts.close()
+
+    def get(self, spec: EnvSpec) -> AnyEnvironment:
         """Raises InvalidInput if there is no such environment, or if it refuses its arguments."""
         key = msgspec.msgpack.encode(spec)
         if key not in self._made:
@@ -50,10 +73,19 @@ class Catalogue:
             self._made.popitem(last=False)
         return self._made[key]
 
-    def _make(self, spec: EnvSpec) -> Environment:
+    def is_live(self, spec: EnvSpec) -> bool:
+        """Do its trajectories have sessions? False also for an environment that cannot be made: `get` says why."""
+        try:
+            return isinstance(self.get(spec), LiveEnvironment)
+        except Exception:  # foreign code, which is called again where its error is made a value
+            return False
+
+    def _make(self, spec: EnvSpec) -> AnyEnvironment:
         if spec.name not in BUILT_IN:
-            return _make_installed(spec)
+            return self._made_ready(_make_installed(spec))
         grader, args = grader_of(spec), parse_args(spec)
+        if isinstance(args, OpenEnvArgs):
+            return OpenEnv(args, self._openenv)
         assert grader is not None
         match args:
             case CalculatorArgs():
@@ -67,8 +99,13 @@ class Catalogue:
             case _:
                 raise AssertionError(f"a built-in environment without a case here: {spec.name}")
 
+    def _made_ready(self, environment: AnyEnvironment) -> AnyEnvironment:
+        if isinstance(environment, Verifiers):
+            environment.hosts, environment.base = self._hosts, self._base_dir
+        return environment
 
-def _make_installed(spec: EnvSpec) -> Environment:
+
+def _make_installed(spec: EnvSpec) -> AnyEnvironment:
     cls = load_installed(spec.name)
     try:
         return cls(**spec.args)

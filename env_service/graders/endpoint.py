@@ -1,8 +1,10 @@
 """The `endpoint` grader: a POST to the user's own URL. Graders' models outside of this service are asked in the same way."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, cast
+
+import httpx
 
 from common.graders import EndpointGrader
 from common.outgoing import Caller, CallFailed
@@ -29,17 +31,32 @@ class Endpoints:
         self, url: str, headers: Mapping[str, str], content: Mapping[str, Any], *, key: str, timeout_s: float
     ) -> bytes:
         """The body of the answer to some JSON. Raises GraderFailed."""
+        call = self._caller.post(url, {**headers, "Idempotency-Key": key}, json.dumps(content).encode())
+        return await _body(call, timeout_s)
+
+    async def get(self, url: str, *, timeout_s: float, known: bool = False) -> bytes:
+        """The body of the answer. `known`: the host needs no leave. Raises GraderFailed."""
+        return await _body(self._caller.get(url, known=known), timeout_s)
+
+    async def allowed_host(self, url: httpx.URL, *, known: bool = False) -> str:
+        """The host to connect to, as `Caller.host_to_call` says it. Raises GraderFailed."""
         try:
-            async with work.time_limit(timeout_s):
-                named = {**headers, "Idempotency-Key": key}
-                status, body = await self._caller.post(url, named, json.dumps(content).encode())
-        except TimeoutError as error:
-            raise GraderFailed(f"endpoint: no answer within {timeout_s:g} seconds") from error
+            return await self._caller.host_to_call(url, known=known)
         except CallFailed as error:
             raise GraderFailed(f"endpoint: {error}") from error
-        if status != 200:
-            raise GraderFailed(f"endpoint: answered with status {status}")
-        return body
+
+
+async def _body(call: Awaitable[tuple[int, bytes]], timeout_s: float) -> bytes:
+    try:
+        async with work.time_limit(timeout_s):
+            status, body = await call
+    except TimeoutError as error:
+        raise GraderFailed(f"endpoint: no answer within {timeout_s:g} seconds") from error
+    except CallFailed as error:
+        raise GraderFailed(f"endpoint: {error}") from error
+    if status != 200:
+        raise GraderFailed(f"endpoint: answered with status {status}")
+    return body
 
 
 def _reward(body: bytes) -> Any:

@@ -1,6 +1,6 @@
 """The graders that are models: what the model is asked, and what its answer means.
 
-A model of this service answers by a turn of its own (see `env_service/judging.py`): the grader says what to ask by raising
+A model of this service answers by a turn of its own (see `env_service/graders/judging.py`): the grader says what to ask by raising
 ModelAsked, and finds the answer when it is run again. One elsewhere is asked by `ModelEndpoints`, which waits for its answer.
 """
 

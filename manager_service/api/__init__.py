@@ -23,6 +23,7 @@ Its files:
     submission.py        checks a new job, and makes its JobSpec
     starts.py            finds what a new job starts from
     hyperparameters.py   checks a job's hyperparameters, and makes them what the job uses
+    estimates.py         says what a new job would need, and when a running one ends
     job_store.py         reads jobs, and creates them by one script
     job_records.py       reads what a job has written, from Redis or the archive
     events.py            serves a job's events, also as a stream
@@ -30,6 +31,8 @@ Its files:
     results.py           serves what a job has made: checkpoints, metrics, adapters
     samples.py           serves what a job's steps were trained on, to read
     files.py             serves /v1/files
+    tables.py            makes JSONL of uploads in other forms
+    brought.py           checks adapters that tenants upload, and that they fit a base model
     file_store.py        checks files of items, and stores them
     adapters.py          serves the files of a tuned model, of a job or of a run
     models.py            lists base models and the tenant's tuned ones

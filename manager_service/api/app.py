@@ -13,6 +13,7 @@ from manager_service.api import (
     curves,
     docs_page,
     errors,
+    estimates,
     events,
     files,
     graders,
@@ -30,7 +31,7 @@ from manager_service.api.body_limit import BodyLimit
 from manager_service.api.context import Api
 from manager_service.api.key_first import KeyFirst
 from manager_service.api.open_requests import OpenRequests
-from manager_service.api.sampling import chat, completions
+from manager_service.api.sampling import chat, completions, generate
 from manager_service.tinker import operations, retrieval, runs, samplers, sessions
 from manager_service.tinker.futures.patience import Patience
 from manager_service.tinker.parts import MAX_PASS_BYTES, PREFIX, make_records
@@ -42,6 +43,7 @@ The `openai` client works unchanged with `base_url=http://host:port/v1`."""
 
 ROUTERS = (
     files,
+    estimates,
     jobs,
     events,
     results,
@@ -51,6 +53,7 @@ ROUTERS = (
     adapters,
     chat,
     completions,
+    generate,
     graders,
     usage,
     cluster,

@@ -30,6 +30,7 @@ from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.shares import Inference
+from manager_service.api.tables import Tables
 from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
 from manager_service.records import KeyRecord, TenantRecord
@@ -91,6 +92,7 @@ class Api:
     tenants: Tenants
     helpers: Helpers
     files: Files
+    tables: Tables
     bases: dict[str, Base]
     downloads: Downloads = field(default_factory=Downloads)
 

@@ -22,10 +22,12 @@ from manager_service.api.errors import ApiError
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
-from manager_service.records import GLOBAL, JSON, FileRecord, TenantRecord
+from manager_service.records import GLOBAL, JSON, Brought, FileRecord, TenantRecord, file_path
 
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""
+ADAPTER = "adapter"
+"""The purpose of files that jobs start from; of all others it is OpenAI's."""
 MAX_FILES = 10_000
 """Of one tenant."""
 BOM = b"\xef\xbb\xbf"
@@ -69,32 +71,37 @@ class Files:
         self._max_line_bytes = max_line_bytes
         self._max_stored_bytes = max_stored_bytes
 
-    async def check(self, tenant: TenantRecord, file: UploadFile) -> FoundItems:
+    async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
         """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number, ApiError if there is no
-        room for it."""
-        read, num_bytes = await _content(file)
+        room for it. `named`: what its user calls a line."""
+        read, num_bytes = await content_of(file)
         await self._check_room(tenant.id, num_bytes)
-        all_found = FoundItems(0, 0, dict.fromkeys(self._bases, 0))
+        all_found = FoundItems.none(self._bases)
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
-            task = CheckLines(part, all_found.num_lines, self._max_line_bytes)
+            task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
         if not all_found.num_items:
             raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
         return all_found
 
-    async def create(self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems) -> FileRecord:
-        """Keep a file. `found`: what `check` found in it. Raises ApiError if there is no room for it."""
-        (read, num_bytes), now = await _content(file), time.time()
+    async def create(
+        self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems | Brought
+    ) -> FileRecord:
+        """Keep a file of items, or an adapter, that was checked. Raises ApiError if there is no room for it."""
+        adapter, items = (None, found) if isinstance(found, FoundItems) else (found, FoundItems.none(()))
+        (read, num_bytes), now = await content_of(file), time.time()
         record = FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             tenant=tenant.id,
             filename=filename,
-            purpose="fine-tune",
+            purpose="fine-tune" if adapter is None else ADAPTER,
             created_at=int(now),
             num_bytes=num_bytes,
-            num_items=found.num_items,
-            longest=found.longest,
-            num_examples=found.num_examples,
+            num_items=items.num_items,
+            longest=items.longest,
+            tokens=items.tokens,
+            num_examples=items.num_examples,
+            adapter=adapter,
         )
         if num_bytes > PART_BYTES:
             await self._objects.write_parts(_path(record), _parts(read, num_bytes))
@@ -178,10 +185,10 @@ def _sizes(tenant: str) -> str:
 
 
 def _path(record: FileRecord) -> str:
-    return f"files/{record.tenant}/{record.id}"
+    return file_path(record.tenant, record.id)
 
 
-async def _content(file: UploadFile) -> tuple[ReadPart, int]:
+async def content_of(file: UploadFile) -> tuple[ReadPart, int]:
     """Reads an upload, and says how many bytes it has, both without the mark that Windows programs write."""
     await file.seek(0)
     start = len(BOM) if await file.read(len(BOM)) == BOM else 0

@@ -1,5 +1,6 @@
 """/v1/files"""
 
+from contextlib import AsyncExitStack
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, UploadFile
@@ -7,8 +8,10 @@ from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
 from common.spelling import quoted
+from manager_service.api.brought import check_adapter
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
+from manager_service.api.file_store import ADAPTER
 from manager_service.api.job_store import JobStore
 from manager_service.api.leaving import GONE, Gone, unless_gone
 from manager_service.api.paging import After, FileLimit, page, rest_after
@@ -28,19 +31,26 @@ async def upload(
     tenant: Tenant,
     file: Annotated[UploadFile, File()],
     purpose: Annotated[str, Form()],
+    adapter_config: Annotated[str | None, Form(description="With the purpose adapter: its adapter_config.json")] = None,
 ) -> FileObject | Response:
-    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`. Every line is checked."""
-    if purpose != "fine-tune":
-        raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune'", param="purpose")
+    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`; or CSV, which becomes JSONL. Every line is checked.
+    With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
+    if purpose not in ("fine-tune", ADAPTER):
+        raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune' or 'adapter'", param="purpose")
     limit = api.settings.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = shown_name(file.filename or "upload.jsonl")
-    try:
-        found = await unless_gone(request, api.files.check(tenant, file))
-    except Gone:
-        return Response(status_code=GONE)
-    return shown(await api.files.create(tenant, name, file, found))
+    async with AsyncExitStack() as held:
+        try:
+            if purpose == ADAPTER:
+                adapter = await unless_gone(request, check_adapter(api, tenant, file, adapter_config))
+                return shown(await api.files.create(tenant, name, file, adapter))
+            rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
+            found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
+        except Gone:
+            return Response(status_code=GONE)
+        return shown(await api.files.create(tenant, name, rows.file, found))
 
 
 @router.get("")
@@ -53,7 +63,9 @@ async def list_files(
     purpose: Annotated[str | None, Query()] = None,
 ) -> Page[FileObject]:
     """The tenant's files, newest first."""
-    ids = await api.files.ids(tenant.id, newest_first=order == "desc") if purpose in (None, "fine-tune") else []
+    ids = await api.files.ids(tenant.id, newest_first=order == "desc")
+    if purpose is not None:
+        ids = [record.id for record in await api.files.several(ids) if record.purpose == purpose]
     rest = rest_after(ids, after) if ids else []
     records = await api.files.several(list(rest[:limit]))
     return page([shown(record) for record in records], has_more=len(rest) > limit)
@@ -67,12 +79,19 @@ async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
 @router.get(
     "/{file_id}/content",
     response_class=Response,
-    responses={**MISSING, 200: {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded"}},
+    responses={
+        **MISSING,
+        200: {
+            "content": {"application/jsonl": {}},
+            "description": "The file as it was uploaded; of CSV, what it became",
+        },
+    },
 )
 async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     record = await api.files.get(tenant.id, file_id)
     length = {"Content-Length": str(record.num_bytes)}
-    return StreamingResponse(api.files.parts(record), media_type="application/jsonl", headers=length)
+    kind = "application/jsonl" if record.adapter is None else "application/octet-stream"
+    return StreamingResponse(api.files.parts(record), media_type=kind, headers=length)
 
 
 @router.delete("/{file_id}", responses={**MISSING, **declared(409)})

@@ -12,7 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import InvalidInput
-from common.messages import MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
+from common.messages import MAX_REWARD, MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
 from common.spelling import cut, did_you_mean, quoted
 from manager_service.records import Hyper
 from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
@@ -21,6 +21,7 @@ PARAM, SUPERVISED_PARAM = "method.reinforcement.hyperparameters", "method.superv
 SUPERVISED_NAMES = (
     *("batch_size", "n_epochs", "learning_rate_multiplier", "max_steps", "eval_interval", "learning_rate"),
     *("lora_rank", "lora_alpha", "lora_targets", "grad_clip", "weight_decay", "keep_versions", "priority", "deadline"),
+    *("plateau_steps", "plateau_delta", "max_tokens_total"),
 )
 """The hyperparameters of supervised jobs, which mean what they mean in others; `batch_size` is examples in a step."""
 MAX_STEPS = 1_000_000
@@ -69,6 +70,10 @@ class Hyperparameters(BaseModel):
     keep_versions: int | None = Field(None, ge=2, le=MAX_STEPS)  # the newest so many, and the best; None: all
     priority: int = Field(0, ge=-100, le=100)  # larger first among the tenant's jobs
     deadline: float | None = Field(None, gt=0, le=366 * 86_400, allow_inf_nan=False)  # seconds after creation
+    target_reward: float | None = Field(None, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)
+    plateau_steps: int | None = Field(None, ge=1, le=MAX_STEPS)  # without a new best
+    plateau_delta: float = Field(0.0, ge=0, le=MAX_REWARD, allow_inf_nan=False)  # by which a new best must be better
+    max_tokens_total: int | None = Field(None, ge=1, le=10**15)  # prompt, sampled and trained
 
     @field_validator("compute_multiplier")
     @classmethod
@@ -154,6 +159,10 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
         deadline_s=given.deadline,
         keep_versions=given.keep_versions,
         max_context=given.max_context,
+        target_reward=given.target_reward,
+        plateau_steps=given.plateau_steps,
+        plateau_delta=given.plateau_delta,
+        max_tokens_total=given.max_tokens_total,
     )
 
 

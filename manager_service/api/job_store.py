@@ -175,7 +175,7 @@ class JobStore:
         for base in self._api.bases.values():
             active = await base.redis.smembers(base.cell.active(partition_of(tenant)))
             for row in await self.present(base, [job.decode() for job in active]):
-                used = (row.spec.training_file, row.spec.validation_file)
+                used = (row.spec.training_file, row.spec.validation_file, row.spec.adapter_file)
                 if row.spec.tenant == tenant and file in used and row.state.status not in FINAL:
                     return row.spec.id
         return None

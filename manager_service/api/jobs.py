@@ -14,6 +14,7 @@ from common.spelling import quoted
 from manager_service.api import integrations
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
+from manager_service.api.estimates import estimated_finish
 from manager_service.api.hyperparameters import described
 from manager_service.api.job_store import JobRow, JobStore, Once
 from manager_service.api.paging import After, Limit, page, take
@@ -165,14 +166,6 @@ def _wrong_state(row: JobRow, action: Action) -> ApiError:
     )
 
 
-def _estimated_finish(row: JobRow) -> int | None:
-    """Seconds since 1970 at which a running job ends if its steps go on as they went so far; None before the first."""
-    state, now = row.state, time.time()
-    if state.status != "running" or state.version < 1 or state.started_at is None:
-        return None
-    return int(now + (now - state.started_at) / state.version * (row.spec.hyper.num_steps - state.version))
-
-
 def shown(row: JobRow) -> JobObject:
     spec, state = row.spec, row.state
     tuned = None if state.version < 1 or row.deleted else spec.tuned_model
@@ -180,13 +173,14 @@ def shown(row: JobRow) -> JobObject:
         id=spec.id,
         created_at=spec.created_at,
         finished_at=state.finished_at,
-        estimated_finish=_estimated_finish(row),
+        estimated_finish=estimated_finish(row),
         model=spec.model or spec.base_model,
         fine_tuned_model=tuned,
         organization_id=spec.tenant,
         status=state.status,
         training_file=spec.training_file,
         validation_file=spec.validation_file,
+        adapter_file=spec.adapter_file,
         hyperparameters=spec.method[spec.method["type"]]["hyperparameters"],
         method=spec.method,
         trained_tokens=state.trained_tokens,
@@ -200,6 +194,8 @@ def shown(row: JobRow) -> JobObject:
         started_at=state.started_at,
         version=state.version,
         num_steps=spec.hyper.num_steps,
+        stopped_early=state.stop and state.stop.reason,
+        tokens=state.tokens,
         num_items=spec.num_items,
         last_reward=state.last_reward,
         last_loss=state.last_loss,

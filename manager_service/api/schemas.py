@@ -59,6 +59,7 @@ class JobObject(Identified):
     status: Status
     training_file: str | None
     validation_file: str | None
+    adapter_file: str | None = None  # with the adapter that it goes on from
     hyperparameters: dict[str, Any]
     method: dict[str, Any]
     result_files: list[str] = []
@@ -71,7 +72,9 @@ class JobObject(Identified):
     # ours
     started_at: int | None
     version: int  # newest committed adapter version; -1: none yet
-    num_steps: int
+    num_steps: int  # of the whole job, should it not end early
+    stopped_early: Literal["target_reward", "plateau", "max_tokens_total"] | None = None  # why training ends early
+    tokens: int = 0  # prompt, sampled and trained, so far
     num_items: int
     last_reward: float | None  # reward_mean of the newest step
     last_loss: float | None  # of the newest step
@@ -83,6 +86,22 @@ class JobObject(Identified):
     )  # with the largest eval_reward_mean so far; of a supervised job with the smallest eval_loss
     dropped_events: int = 0  # the oldest, because there were too many bytes
     dropped_samples: int = 0  # versions whose samples are gone, for the same reason
+
+
+class EstimateObject(BaseModel):
+    """What a job would need."""
+
+    object: Literal["fine_tuning.job.estimate"] = "fine_tuning.job.estimate"
+    num_steps: int
+    num_trajectories: int  # to train on
+    num_evaluated: int  # answers, or examples, of all evaluations
+    sampled_tokens: int  # expected
+    trained_tokens: int  # expected
+    tokens: int  # expected: prompt, sampled and trained, as `max_tokens_total` and quotas count them
+    max_tokens: int  # the same, if every answer is as long as it may be
+    steps_within_limit: int | None  # that `max_tokens_total` allows; None: there is no such limit
+    seconds: float | None  # if the workers that there are work for this job alone; None: their speed is not known yet
+    num_like: int  # the tenant's earlier jobs whose lengths are expected; 0: every answer is as long as it may be
 
 
 class EventObject(Identified):

@@ -27,6 +27,7 @@ from manager_service.api.file_store import Files
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.cell_share import BULK
 from manager_service.api.sampling.shares import Inference
+from manager_service.api.tables import Tables
 from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
 from manager_service.data_format import check_format
@@ -63,7 +64,9 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
             max_line_bytes=settings.max_line_bytes,
             max_stored_bytes=settings.max_stored_bytes,
         )
-        yield Api(settings, redis, objects, AdapterStore(objects), tenants, helpers, files, bases)
+        limits = {"max_file_bytes": settings.max_file_bytes, "max_line_bytes": settings.max_line_bytes}
+        tables = Tables(helpers, **limits)
+        yield Api(settings, redis, objects, AdapterStore(objects), tenants, helpers, files, tables, bases)
     finally:
         await helpers.close()
         for base in bases.values():

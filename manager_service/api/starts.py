@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from common.errors import InvalidInput, NotFound
 from common.messages import AdapterRef, LoraSpec
 from common.spelling import did_you_mean, quoted
+from manager_service.api.brought import check_fits
 from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.api.model_names import find_model
@@ -17,6 +18,7 @@ class JobStart:
     name: str = ""  # of the source, with its version
     source: AdapterRef | None = None  # whose weights version 0 is a copy of; None: it is drawn
     lora: LoraSpec | None = None  # of the source
+    adapter_file: str | None = None  # with the weights of version 0
 
     def shaped(self, given: Hyperparameters, param: str) -> Hyperparameters:
         """The hyperparameters, which `param` names, with the source's adapter shape. Raises InvalidInput if another one was asked for."""
@@ -35,8 +37,10 @@ class JobStart:
         return given.model_copy(update=shape)
 
 
-async def find_start(api: Api, tenant: TenantRecord, model: str) -> JobStart:
-    """Raises InvalidInput, with the nearest name, if there is no such model."""
+async def find_start(api: Api, tenant: TenantRecord, model: str, adapter_file: str | None = None) -> JobStart:
+    """Raises InvalidInput, with the nearest name, if there is no such model, or if the adapter does not fit it."""
+    if adapter_file is not None:
+        return await _brought(api, tenant, model, adapter_file)
     if not model.startswith(("ft:", "tinker://")):
         return JobStart(find_base(api, model))
     try:
@@ -45,6 +49,25 @@ async def find_start(api: Api, tenant: TenantRecord, model: str) -> JobStart:
         raise InvalidInput(str(error), param="model", code="model_not_found") from error
     pinned = f"{model.partition('@')[0]}@{named.adapter.version}" if model.startswith("ft:") else model
     return JobStart(named.base, pinned, named.adapter, named.lora)
+
+
+async def _brought(api: Api, tenant: TenantRecord, model: str, file: str) -> JobStart:
+    if model.startswith(("ft:", "tinker://")):
+        raise InvalidInput(
+            f"model {quoted(model)} is a start already: name a base model beside adapter_file", param="model"
+        )
+    base = find_base(api, model)
+    try:
+        adapter = (await api.files.get(tenant.id, file)).adapter
+    except NotFound as error:
+        raise InvalidInput(f"adapter_file: {error}", param="adapter_file", code="file_not_found") from error
+    if adapter is None:
+        raise InvalidInput(
+            f"adapter_file: {quoted(file)} holds items; upload an adapter with the purpose 'adapter'",
+            param="adapter_file",
+        )
+    check_fits(adapter, base)
+    return JobStart(base, lora=adapter.lora, adapter_file=file)
 
 
 def find_base(api: Api, model: str) -> Base:

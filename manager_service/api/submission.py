@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.environments import SUPERVISED, makes_items, reply_fault, reply_roles, wants_tools
+from common.environments import SUPERVISED, is_live, makes_items, reply_fault, reply_roles, wants_tools
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
@@ -77,6 +77,9 @@ class JobGiven(Given):
     """
 
     model: str
+    adapter_file: str | None = Field(
+        None, description="A file of purpose `adapter`, of the base `model`, to go on from"
+    )
     training_file: str | None = None
     validation_file: str | None = None
     method: MethodGiven | None = None
@@ -126,12 +129,18 @@ class JobPlan:
 
 async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
-    start = await find_start(api, tenant, body.model)
+    start = await find_start(api, tenant, body.model, body.adapter_file)
     base = start.base
     _check_labels(body)
     integrations = checked_integrations(body.integrations or [], await Receivers(api.redis).installed())
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
+    if api.settings.deterministic and is_live(plan.env):
+        raise InvalidInput(
+            f"the environment {plan.env.name!r} holds its state in a session, so that its answers are not known to be the same again: "
+            "it cannot be used in deterministic mode",
+            param="method.reinforcement.environment",
+        )
     env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
@@ -163,6 +172,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         weight=tenant.weight,
         model=start.name,
         source=start.source,
+        adapter_file=start.adapter_file,
         integrations=integrations,
     )
 
@@ -315,9 +325,12 @@ async def _file(api: Api, tenant: TenantRecord, file: str | None, param: str) ->
     if file is None:
         return None
     try:
-        return await api.files.get(tenant.id, file)
+        record = await api.files.get(tenant.id, file)
     except NotFound as error:
         raise InvalidInput(f"{param}: there is no file {quoted(file)}", param=param, code="file_not_found") from error
+    if record.adapter is not None:
+        raise InvalidInput(f"{param}: {quoted(file)} is an adapter: name it as adapter_file", param=param)
+    return record
 
 
 # ---- items ----------------------------------------------------------------------------------------------------------

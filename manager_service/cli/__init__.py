@@ -1,26 +1,13 @@
-"""The command line `marlaas`: arguments come in, calls to the HTTP API go out, tables or JSON are printed.
+"""The command line `marlaas`: the commands of users, from `marlaas_client.cli`, and those of operators.
 
-    main ─► submit, jobs, watch, chat, ... ─► client ─► HTTP API        up ─► manager_service.local
+    main ─► marlaas_client.cli        up ─► manager_service.local
 
 Its files:
 
     main.py       gathers the commands
-    options.py    declares what all commands share: where the API is, which key opens it
-    client.py     calls the HTTP API
-    output.py     prints JSON for scripts, tables for people
-    submit.py     `submit`: uploads the files, and creates a job
-    jobs.py       `jobs`, `events`, `logs`, `cancel`, `pause`, `resume`
-    watch.py      `watch`: shows jobs and workers, live
-    view.py       draws the live tables, and lines of events
-    progress.py   gathers what is known of a running job from its events
-    pull.py       `pull`: downloads an adapter
-    account.py    `usage`, `ledger`
-    receivers.py  `loggers`, `webhooks`: where jobs report to
-    samples.py    `samples`: shows whole conversations
-    chat.py       `chat`: talks to a model
-    talk.py       holds a conversation through the `openai` client
-    models.py     `models`: the base models, and your tuned ones
+    pull.py       `pull`, with the adapter merged into its base model
+    merge.py      merges an adapter into its base model
     plan.py       `plan`: says what of a base model fits on a device
-    operate.py    `workers`, `dead`: for operators
+    operate.py    `workers`, `dead`: what the cluster does, with the admin key
     up.py         `up`: runs everything on this machine
 """

@@ -1,8 +1,8 @@
 """`workers, dead`: for operators of the cluster."""
 
-from manager_service.cli.options import Data, Json, Url, connect
-from manager_service.cli.output import cells, print_json, print_table, say, table
-from manager_service.cli.view import workers_view
+from marlaas_client.cli.options import Data, Json, Url, connect
+from marlaas_client.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.cli.view import workers_view
 
 
 def workers(url: Url = None, data: Data = None, as_json: Json = False) -> None:

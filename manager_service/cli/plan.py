@@ -9,10 +9,10 @@ import typer
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.settings import parse_base_models, resolve_config
-from manager_service.cli.options import CliSettings, Json
-from manager_service.cli.output import cells, print_json, print_table, say, table
+from common.settings import Settings, resolve_config
 from manager_service.local.plan import CORE, MICRO_BATCH_TOKENS, Device, Fit, Plan, make_plan, parse_gpu
+from marlaas_client.cli.options import Json
+from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
 COLUMNS = ("context", "trainer GB", "layers again", "keys and values GB", "rows at once", "tokens/s at most")
 
@@ -28,7 +28,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what of a base model fits on one device: context, rows at once, and the most tokens a second."""
-    where = parse_base_models(CliSettings().base_models).get(model, model)
+    where = Settings().models.get(model, model)
     shape = read_shape(resolve_config(where))
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")

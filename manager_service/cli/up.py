@@ -3,16 +3,19 @@
 import asyncio
 import contextlib
 import shlex
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from manager_service.cli.options import CliSettings, Json
-from manager_service.cli.output import print_json, say
 from manager_service.local.supervisor import LocalCluster
 from manager_service.settings import ManagerSettings
+from marlaas_client.cli.options import Json
+from marlaas_client.cli.output import print_json, say
+from marlaas_client.place import ClientSettings
 
 Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
 
@@ -29,7 +32,7 @@ def up(
 ) -> None:
     """Start Redis, the manager and the workers, and keep them running until Ctrl-C."""
     cluster = LocalCluster(
-        data_dir=data or CliSettings().data_dir,
+        data_dir=data or ClientSettings().data_dir,
         rollout=rollout,
         env=env,
         trainer=trainer,
@@ -66,8 +69,17 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
         f"  tinker  export TINKER_BASE_URL={cluster.base_url} TINKER_API_KEY=tml-$(cat {folder / 'api_key'})\n"
         f"  logs    {folder / 'logs'}\n"
         f"  policy  {settings.policy}, training queue {settings.training_queue}\n"
-        f"  next    in another terminal: .venv/bin/python -m examples.quickstart{option}, or\n"
-        f"          .venv/bin/marlaas submit ITEMS.jsonl --grader string_check:answer --watch{option}\n"
+        f"  next    in another terminal: {_shown(Path(sys.executable).name)} -m examples.quickstart{option}, or\n"
+        f"          {_shown('marlaas')} submit ITEMS.jsonl --grader string_check:answer --watch{option}\n"
         f"          docs of the API: {cluster.base_url}/docs\n"
         "Ctrl-C stops everything."
     )
+
+
+def _shown(program: str) -> str:
+    """A program of this environment, as a shell finds it that was started here."""
+    own, here = Path(sys.executable).with_name(program), Path.cwd()
+    found = Path(shutil.which(program) or "")
+    if own == found or (found.is_symlink() and own == found.readlink()):  # pipx links to it
+        return program
+    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))

@@ -107,6 +107,7 @@ def _environment(folder: Path, home: Path) -> Mapping[str, str]:
         "PATH": os.defpath,
         "HOME": str(home),
         "PYTHONPATH": str(ROOT),
+        "PYTHONSAFEPATH": "1",
         "TRACKIO_DIR": str(folder),
         "TRACKIO_SQLITE_SYNCHRONOUS": "full",
         "WANDB_ERROR_REPORTING": "false",

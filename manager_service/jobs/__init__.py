@@ -9,11 +9,11 @@ Its files:
     open_trajectories.py    holds a job's trajectories that are issued and not settled, in memory and as Redis has them
     groups.py               gathers scored trajectories into groups, and groups into a batch
     evaluation.py           counts the trajectories of an evaluation
+    stopping.py             says when training ends early
     retention.py            decides which versions of the adapter stay
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     samples.py              makes of a trajectory what its owner reads
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
     items.py                reads the rows of a training or validation file from disk
-    lengths.py              estimates how long the trajectories under way will be, from those that ended
     changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

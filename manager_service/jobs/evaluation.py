@@ -7,7 +7,14 @@ from typing import Any
 
 from common.messages import ScoredTrajectory
 from manager_service.jobs.open_trajectories import TrajectoryKey
-from manager_service.records import EvalTally, JobSpec
+from manager_service.records import FINAL, EvalTally, JobSpec, JobState
+
+
+def begin(spec: JobSpec, state: JobState) -> None:
+    """Lets the newest version be evaluated, unless it was, or the job has ended or may use no more tokens."""
+    wanted = state.status not in FINAL and (state.stop is None or state.stop.evaluates)
+    if wanted and spec.num_eval_items and state.evaluated < state.version:
+        state.evals.setdefault(str(state.version), new_tally(spec))
 
 
 def new_tally(spec: JobSpec) -> EvalTally:

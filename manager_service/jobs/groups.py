@@ -10,7 +10,19 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from common.messages import EMPTY_F32, EMPTY_I32, EMPTY_U8, MAX_REWARD, Array, Rows, ScoredTrajectory, f32, i32, u8
+from common.messages import (
+    EMPTY_F32,
+    EMPTY_I32,
+    EMPTY_U8,
+    MAX_REWARD,
+    Array,
+    Failure,
+    Rows,
+    ScoredTrajectory,
+    f32,
+    i32,
+    u8,
+)
 
 MIN_USABLE = 2
 """Trajectories without a failure that a group needs, so that there is an advantage; one is enough where groups have one."""
@@ -92,7 +104,15 @@ def _joined(arrays: list[Array], empty: Array) -> Array:
     return Array(empty.dtype, (sum(len(array) for array in arrays),), data)
 
 
-def is_sound(message: ScoredTrajectory) -> bool:
+def sound(message: ScoredTrajectory) -> ScoredTrajectory:
+    """The result, as a failure if it must not be trained on."""
+    if message.failure is not None or _is_sound(message):
+        return message
+    broken = Failure("grader", f"reward {message.reward} or a log-prob is not a finite number of sensible size")
+    return msgspec.structs.replace(message, failure=broken, reward=None)
+
+
+def _is_sound(message: ScoredTrajectory) -> bool:
     """May a result be trained on? Lengths agree, reward and log-probs are finite, and the model wrote something."""
     length = len(message.tokens)
     if not (len(message.logprobs) == len(message.written) == length):

@@ -8,6 +8,8 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from common.text.prompts import with_messages
+
 BOUNDS = Struct("@qq")
 
 
@@ -50,7 +52,7 @@ class LinesOnDisk:
 
 
 class Items:
-    """Lines of a JSONL file; each is parsed when it is asked for."""
+    """Lines of a JSONL file; each is parsed when it is asked for, and has `messages`, whatever form it was in."""
 
     def __init__(self, lines: Lines = ()) -> None:
         self._lines = lines
@@ -59,4 +61,4 @@ class Items:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return msgspec.json.decode(self._lines[index])
+        return with_messages(msgspec.json.decode(self._lines[index]))

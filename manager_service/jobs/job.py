@@ -10,28 +10,24 @@ at most `(max_staleness + 1) * batch_size` groups are issued and not yet trained
 
 from typing import Literal
 
-import msgspec
-
 from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, TrainStep, Usage
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.evaluation import count, new_tally, next_unit
-from manager_service.jobs.groups import MIN_USABLE, is_sound, next_batch
+from manager_service.jobs.evaluation import begin, count, next_unit
+from manager_service.jobs.groups import MIN_USABLE, next_batch, sound
 from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
-from manager_service.jobs.lengths import Lengths
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.retention import droppable
+from manager_service.jobs.stopping import end_of
 from manager_service.kept import LIMITS, Limits
-from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Training
+from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Stop, Training
+from manager_service.scheduling.lengths import Lengths
 from manager_service.scheduling.policies import capacity
 
 MAX_DRAWN = 3
 """Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
-MAX_REASONS = 20
-"""Different reasons of failures that are counted apart between two steps."""
-OTHER_REASONS = "other: reasons beyond the first"
 
 
 class Job:
@@ -76,16 +72,21 @@ class Job:
     def steps_sent(self) -> int:
         return max(0, self.state.version) + (1 if self.state.training else 0)
 
+    @property
+    def num_steps(self) -> int:
+        """Of the whole job, as far as is known."""
+        return self.state.stop.version if self.state.stop else self.spec.hyper.num_steps
+
     def wants_group(self) -> bool:
         """May a group for training be issued now?"""
         state, hyper = self.state, self.spec.hyper
-        if state.status != "running" or state.version < 0 or self.steps_sent >= hyper.num_steps:
+        if state.status != "running" or state.version < 0 or self.steps_sent >= self.num_steps:
             return False
         if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
             return False
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
-        left = (hyper.num_steps - self.steps_sent) * hyper.batch_size
+        left = (self.num_steps - self.steps_sent) * hyper.batch_size
         return room > 0 and len(self.open.groups) < left
 
     def wants_eval(self) -> bool:
@@ -123,6 +124,7 @@ class Job:
         if self.state.status != "paused":
             return
         self.state.status = "queued" if self.state.started_at is None else "running"
+        self.journal.start_clock(now)
         self.journal.tell(now, changes, "Job resumed")
         self._reissue(changes)
 
@@ -157,10 +159,7 @@ class Job:
         state = self.state
         for key in map(TrajectoryKey.parse, training.keys):
             self.open.wait_for(key, state.version, state.attempt)
-        unused = set(range(training.first_group, state.window)) - self.open.groups.keys()
-        state.dropped = sorted({*state.dropped, *unused})
-        state.window, state.drawn = training.first_group, state.next_group - training.first_group
-        state.training = None
+        state.reopen_window(training, self.open.groups.keys())
         self._reissue(changes)
 
     def _give_up(self, changes: Changes) -> None:
@@ -230,13 +229,10 @@ class Job:
         """Takes in a trajectory's result. One that the job does not wait for is dropped and counted as wasted."""
         key = TrajectoryKey.of(message.trajectory, message.adapter.version)
         if not self._awaits(key, message.adapter.version, message.trajectory.attempt):
-            self._waste(entry, message.usage, changes)
-            return
-        changes.add_usage(self.spec.tenant, self.id, message.usage)
+            return self._waste(entry, message.usage, changes)
+        self.journal.charge(message.usage, changes)
         (self.lengths.learn_example if self.spec.is_supervised else self.lengths.learn)(message)
-        if message.failure is None and not is_sound(message):
-            broken = Failure("grader", f"reward {message.reward} or a log-prob is not a finite number of sensible size")
-            message = msgspec.structs.replace(message, failure=broken, reward=None)
+        message = sound(message)
         if key.purpose != "train":
             self._on_eval(entry, key, message, changes)
         elif message.failure is None:
@@ -250,14 +246,11 @@ class Job:
         return self.open.attempt_of(key, version) == attempt and self.state.status not in FINAL
 
     def _waste(self, entry: str, usage: Usage, changes: Changes) -> None:
-        changes.add_usage(self.spec.tenant, self.id, usage, wasted=True)
+        self.journal.charge(usage, changes, wasted=True)
         self.open.ack(entry, changes)
 
     def _on_failed(self, entry: str, key: TrajectoryKey, failure: Failure, changes: Changes) -> None:
-        reason = f"{failure.kind}: {failure.reason[:300]}"
-        reasons = self.state.reasons
-        counted = reason if reason in reasons or len(reasons) < MAX_REASONS else OTHER_REASONS
-        reasons[counted] = reasons.get(counted, 0) + 1
+        self.state.note_failure(failure)
         self.open.fail(key, changes)
         self.open.ack(entry, changes)
         self._dirty(changes)
@@ -294,12 +287,15 @@ class Job:
         """Does all that follows from the state alone: drops groups, finishes evaluations, finishes the job."""
         if self.state.status in FINAL:
             return
+        state = self.state
         self._drop_groups(changes)
-        for version in [v for v, tally in self.state.evals.items() if tally.done]:
-            self.journal.evaluated(int(version), self.state.evals.pop(version), now, changes)
-        if self.state.failed_groups >= self.spec.hyper.batch_size:
-            self._fail_unanswerable(now, changes)
-        elif self._has_trained_all() and self.state.status == "running":
+        for version in [v for v, tally in state.evals.items() if tally.done]:
+            self.journal.evaluated(int(version), state.evals.pop(version), now, changes)
+        if state.status == "running" and (ending := end_of(self.spec, state, self.steps_sent)):
+            self._stop(*ending, now, changes)
+        if state.failed_groups >= self.spec.hyper.batch_size:
+            self.fail(state.unanswerable(), now, changes)
+        elif state.status == "running" and state.version >= self.num_steps and not state.evals:
             self._finish("succeeded", now, changes)
             self.journal.tell(now, changes, "The job has successfully completed")
 
@@ -327,7 +323,7 @@ class Job:
     def next_batch(self) -> list[int] | None:
         """Numbers of the groups of the next TrainStep. None: it cannot be published yet; empty: there is no signal."""
         state, hyper = self.state, self.spec.hyper
-        if state.status != "running" or state.training or state.version < 0 or state.version >= hyper.num_steps:
+        if state.status != "running" or state.training or state.version < 0 or state.version >= self.num_steps:
             return None
         found = next_batch(self.open.groups, window=state.window, end=state.next_group, batch_size=hyper.batch_size)
         if found is not None:
@@ -353,12 +349,9 @@ class Job:
         changes.published.append((self.cell.train, step))
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
-        failed, why = sum(state.reasons.values()), self._commonest_reason()
+        failed, why = sum(state.reasons.values()), state.commonest_reason
         state.training = Training(step.id, keys, state.window, versions, failed, why, step.drops, len(step.rows.tokens))
-        state.window = step.next_group
-        state.dropped = [number for number in state.dropped if number >= state.window]
-        state.drawn = max(0, state.next_group - state.window)
-        state.failed_groups, state.reasons = 0, {}
+        state.move_window(step.next_group)
         self._dirty(changes)
 
     # ---- versions ---------------------------------------------------------------------------------------------------
@@ -379,14 +372,11 @@ class Job:
     def _on_trained(self, message: AdapterUpdate, training: Training, now: float, changes: Changes) -> None:
         self.open.settle("trained", training.keys, changes)
         self.state.training = None
-        changes.add_usage(self.spec.tenant, self.id, message.usage)
+        self.journal.charge(message.usage, changes)
         self.state.stored = [version for version in self.state.stored if version not in training.drops]
         changes.dropped_versions += [(self.id, version) for version in training.drops]
         self._commit(message, now, changes)
         self.journal.trained(message, training, now, changes)
-
-    def _has_trained_all(self) -> bool:
-        return self.state.version >= self.spec.hyper.num_steps and not self.state.evals
 
     def _on_refused(self, batch: str, version: int, failure: Failure, now: float, changes: Changes) -> None:
         training = self.state.training
@@ -406,39 +396,48 @@ class Job:
             state.stored.append(state.version)
         changes.published.append(self.orders.new_version(state, message.adapter))
         if state.version == 0:
-            self.journal.first_version(now)
+            self.journal.start_clock(now)
         else:
             changes.checkpoints.append((self.id, CheckpointRecord(state.version, int(now), message.metrics)))
-        last = state.version >= hyper.num_steps
-        due = state.version == 0 or last or (hyper.eval_interval and state.version % hyper.eval_interval == 0)
-        if due and self.spec.num_eval_items and state.status not in FINAL:
-            state.evals[str(state.version)] = new_tally(self.spec)
+        if state.version in (0, self.num_steps) or (hyper.eval_interval and state.version % hyper.eval_interval == 0):
+            begin(self.spec, self.state)
         sampling = [group.version for group in self.open.groups.values()]
         changes.oldest_in_use[self.id] = min([state.version, *sampling, *map(int, state.evals)])
 
+    def _stop(self, stop: Stop, why: str, now: float, changes: Changes) -> None:
+        """Ends training after the step under way. What is sampled for later ones is taken back."""
+        if stop.version == 0:
+            return self.fail(JobError(stop.reason, f"before the first step was trained: {why}"), now, changes)
+        evals = list(self.open.evals) if stop.evaluates else []
+        self.state.stop = stop
+        self.journal.stopped(stop, why, now, changes)
+        self._take_back(changes)
+        self.state.close_window()
+        if not stop.evaluates:
+            self.state.evals = {}
+        elif self.state.version == stop.version:
+            begin(self.spec, self.state)
+        for key in evals:
+            self._sample(key.version, [key], changes)
+        self._dirty(changes)
+
     # ---- helpers ----------------------------------------------------------------------------------------------------
-
-    def _fail_unanswerable(self, now: float, changes: Changes) -> None:
-        kind, _, text = (self._commonest_reason() or "other: too few usable trajectories").partition(": ")
-        count = self.state.failed_groups
-        self.fail(JobError(kind, f"{count} groups failed in one step; the commonest reason: {text}"), now, changes)
-
-    def _commonest_reason(self) -> str:
-        """Of the failures since the last step; empty if there were none."""
-        reasons = self.state.reasons
-        return max(reasons, key=lambda reason: reasons[reason], default="")
 
     def _finish(self, status: Status, now: float, changes: Changes) -> None:
         """Ends the job, and settles everything but a TrainStep under way."""
-        for turn in self.open.parked.values():
-            changes.add_usage(self.spec.tenant, self.id, turn.request.usage, wasted=True)
-        if self.open.num_waiting:
-            self._void(changes, park=False)
-        self.open.cancel(changes)
+        self._take_back(changes)
         self.state.evals = {}
         self.state.status, self.state.finished_at = status, int(now)
         changes.ended.append(self.id)
         self._dirty(changes)
+
+    def _take_back(self, changes: Changes) -> None:
+        """Settles everything but a TrainStep under way."""
+        for turn in self.open.parked.values():
+            self.journal.charge(turn.request.usage, changes, wasted=True)
+        if self.open.num_waiting:
+            self._void(changes, park=False)
+        self.open.cancel(changes)
 
     def _void(self, changes: Changes, *, park: bool) -> None:
         """Tells the workers that everything up to this epoch is void."""

@@ -5,14 +5,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.messages import AdapterUpdate, ScoredTrajectory
+from common.messages import AdapterUpdate, ScoredTrajectory, Usage
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import loss_summary, summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.samples import MAX_TEXT, chosen, record_of
+from manager_service.jobs.stopping import note_evaluation, note_step
 from manager_service.kept import Kept, Limits
-from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Training
+from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Stop, Training
 
 WHOLE_SAMPLES = 8
 """Trajectories of a step's first groups that are kept token by token; of the others all that are kept."""
@@ -22,6 +23,8 @@ METRICS = (
 )
 """Metrics that every step's event has, null where there is no signal."""
 WARN_FAILED_SHARE = 0.05
+AVERAGED_STEPS = 8
+"""Newest steps that the time of a step is averaged over, the newest of them most."""
 
 
 class Journal:
@@ -31,7 +34,6 @@ class Journal:
         self._spec = spec
         self._state = state
         self._limits = limits
-        self._last_commit_at: float | None = None
         self._last_progress_at: float | None = None
         self._told_stall = False
         self._failed: list[SampleRecord] = []
@@ -58,14 +60,36 @@ class Journal:
     def _kept(self, kind: Literal["events", "samples"]) -> Kept:
         return self._state.kept.setdefault(kind, Kept())
 
+    def stopped(self, stop: Stop, why: str, now: float, changes: Changes) -> None:
+        """Writes that training ends early."""
+        data = {"code": stop.reason, "version": stop.version}
+        self.tell(now, changes, f"Training ends early, with version {stop.version}: {why}", data=data)
+
     def warn(self, now: float, message: str, changes: Changes) -> None:
         self.tell(now, changes, message, level="warn")
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 
-    def first_version(self, now: float) -> None:
-        """Starts the clock of step 1."""
-        self._last_commit_at = now
+    def charge(self, usage: Usage, changes: Changes, *, wasted: bool = False) -> None:
+        """Counts what the job has used. Only where its tokens are limited is that worth to write the state for."""
+        changes.add_usage(self._spec.tenant, self._spec.id, usage, wasted=wasted)
+        self._state.tokens += usage.prompt_tokens + usage.sampled_tokens + usage.trained_tokens
+        if self._spec.hyper.max_tokens_total is not None:
+            changes.states[self._spec.id] = self._state
+
+    def start_clock(self, now: float) -> None:
+        """Begins to measure a step: the first, or one that a pause has stopped."""
+        self._state.stepped_at = now
+
+    def _step_took(self, now: float) -> float | None:
+        """Seconds since the version before, or since the job went on; None: not known."""
+        state, took = self._state, None
+        if state.stepped_at is not None:
+            took = now - state.stepped_at
+            before = took if state.step_s is None else state.step_s
+            state.step_s = before + (took - before) / min(max(1, state.version), AVERAGED_STEPS)
+        state.stepped_at = now
+        return took
 
     def trained(self, update: AdapterUpdate, training: Training, now: float, changes: Changes) -> None:
         """Writes the event of a step, and keeps its figures."""
@@ -86,9 +110,9 @@ class Journal:
             "failed_reason": training.failed_reason or None,
             "trained_tokens": state.trained_tokens,
             "step_tokens": update.usage.trained_tokens,
-            "step_s": None if self._last_commit_at is None else now - self._last_commit_at,
+            "step_s": self._step_took(now),
         }
-        self._last_commit_at = now
+        note_step(self._spec, state)
         said = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
         if failed_share <= WARN_FAILED_SHARE:
             self.tell(now, changes, said, metrics=data)
@@ -106,6 +130,7 @@ class Journal:
     def _evaluated_loss(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         data = loss_summary(version, tally)
         loss = self._state.last_eval_loss = data["eval_loss"]
+        note_evaluation(self._spec, self._state, version, loss)
         self._note_best(version, None if loss is None else -loss)
         shown = "every example failed" if loss is None else f"loss {loss:.4f} over {tally.num} examples"
         self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
@@ -124,6 +149,7 @@ class Journal:
         if version == 0:
             self._state.first_eval = mean
         self._state.last_eval = mean
+        note_evaluation(self._spec, self._state, version, mean)
         self._note_best(version, mean)
         shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
         self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)

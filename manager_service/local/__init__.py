@@ -11,5 +11,4 @@ Its files:
     context.py          chooses the context that is served where memory is short
     child.py            runs a command that dies with the process that started it
     embedded_redis.py   finds the Redis server, and starts it on a data folder
-    cluster_file.py     writes and reads `cluster.json`, which tells where a running cluster is
 """

@@ -24,18 +24,17 @@ from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 import httpx
-import msgspec
 from redis.exceptions import RedisError
 
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
 from common.settings import parse_base_models, pinned
-from manager_service.local.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 from manager_service.local.context import default_context
 from manager_service.local.devices import idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
+from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
 GRACE_S = 4.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -227,6 +226,7 @@ class LocalCluster:
             **ONE_THREAD,
             **self._environment,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH", "")])),
+            "PYTHONSAFEPATH": "1",  # a folder `common` where the user happens to be is not ours
             "PYTHONUNBUFFERED": "1",
             "MARLAAS_REDIS_URL": self.redis_url,
             "MARLAAS_DATA_DIR": str(self.data_dir),
@@ -297,8 +297,10 @@ class LocalCluster:
             self._notify(f"the supervision ended with {error!r}")
 
     def _write_cluster_file(self) -> None:
-        record = ClusterFile(url=self.base_url, pid=os.getpid(), redis_url=self.redis_url)
-        write_private(self.data_dir / CLUSTER_FILE, msgspec.json.encode(record).decode())
+        models = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
+        bases = {name: str(Path(where).resolve()) for name, where in models.items() if Path(where).is_dir()}
+        record = ClusterFile(url=self.base_url, pid=os.getpid(), redis_url=self.redis_url, bases=bases)
+        write_private(self.data_dir / CLUSTER_FILE, record.model_dump_json())
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Delayed, download_lines
-from manager_service.records import JobError, JobSpec, JobState
+from manager_service.records import JobError, JobSpec, JobState, file_path
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
 from manager_service.scheduling.members import MemberTable
@@ -159,7 +159,7 @@ class Partition:
         """The rows of a file, which all its jobs share."""
         if file is None:
             return Items()
-        path = f"files/{tenant}/{file}"
+        path = file_path(tenant, file)
         items = self._files.get(path)
         if items is None:
             self._files[path] = items = Items(await download_lines(self._objects, path))

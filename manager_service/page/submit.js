@@ -62,7 +62,7 @@ export async function show(node, {signal}) {
 /** A choice of the tenant's files, or a new one; `id` uploads it once. */
 function filePicker(title, files) {
   const known = select([["", "none"], ...files.map((file) => [file.id, `${file.filename} · ${file.num_items} items`])], "");
-  const fresh = h("input", {type: "file", accept: ".jsonl,.json,.txt", "aria-label": `New ${title.toLowerCase()}`});
+  const fresh = h("input", {type: "file", accept: ".jsonl,.json,.txt,.csv", "aria-label": `New ${title.toLowerCase()}`});
   const note = h("small");
   const done = new Map();
   fresh.addEventListener("change", () => say(note, fresh.files[0] ? `is uploaded with the job, ${bytes(fresh.files[0].size)}` : ""));
@@ -74,9 +74,10 @@ function filePicker(title, files) {
       if (!done.has(file)) done.set(file, (await upload(file)).id);
       return done.get(file);
     },
-    /** Its first line, if it is at hand. */
+    /** Its first item, if it is at hand. A table is uploaded first: the service makes items of it. */
     async first() {
-      const text = fresh.files[0] ? await fresh.files[0].slice(0, FIRST_BYTES).text() : known.value ? await firstPart(known.value) : "";
+      const isTable = fresh.files[0]?.name.toLowerCase().endsWith(".csv");
+      const text = isTable ? await firstPart(await this.id()) : fresh.files[0] ? await fresh.files[0].slice(0, FIRST_BYTES).text() : known.value ? await firstPart(known.value) : "";
       return text.split("\n").find((line) => line.trim()) ?? "";
     },
   };

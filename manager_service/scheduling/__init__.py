@@ -10,6 +10,7 @@ Its files:
     fairness.py         says for the allocator whom to serve next, by weight, and how much may be issued
     members.py          says what decisions need to know of a job or a run, and lists them
     demand.py           sums up what all of them want, and keeps the sums current by difference
+    lengths.py          estimates how long a job's trajectories under way will be, from those that ended
     policies.py         says what each scheduling policy does differently, as one row of data
     training_queue.py   orders the complete batches for the trainers
 """

@@ -27,7 +27,7 @@ def view_of(job: Job) -> View:
         queued=status == "queued",
         active=status in ("running", "paused"),
         running=running,
-        behind=running and not (ready or training) and job.steps_sent < job.spec.hyper.num_steps,
+        behind=running and not (ready or training) and job.steps_sent < job.num_steps,
         waiting=waiting,
         tokens=waiting * job.lengths.tokens,
         kv_tokens=waiting * job.lengths.kv_tokens,

@@ -171,7 +171,9 @@ def check_installed(options: VllmOptions) -> None:
     try:
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InvalidInput(f"MARLAAS_ENGINE=vllm needs vLLM, install it with: make vllm ({error})") from error
+        raise InvalidInput(
+            f"MARLAAS_ENGINE=vllm needs vLLM, install it with: make vllm, or from a wheel: marlaas[vllm] ({error})"
+        ) from error
     found = current_platform.device_type
     if found != options.device.partition(":")[0]:
         raise InvalidInput(

@@ -77,6 +77,18 @@ async def test_the_second_to_settle_publishes_nothing(bus: Bus) -> None:
     assert await bus.client.xlen(CELL.rollout) == 1
 
 
+async def test_what_is_for_a_worker_without_a_stream_goes_to_all(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env_worker("here"), GROUP_ENV)
+    await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
+    await bus.publish([(CELL.rollout, start())])
+    (held,) = await bus.read([CELL.rollout], GROUP_ROLLOUT, "w", count=1)
+    outputs = [(CELL.env_worker(name), start(n)) for n, name in enumerate(["here", "gone"])]
+    assert await bus.settle([Settlement(held, [*outputs, (CELL.reply("gone"), start(2))])]) == [True]
+    found = {stream: await bus.follow(stream, "0", block_ms=None) for stream in (CELL.env_worker("here"), CELL.env)}
+    assert [[message.id for _, message in entries] for entries in found.values()] == [["job/0"], ["job/1"]]
+    assert not await bus.client.exists(CELL.env_worker("gone"), CELL.reply("gone"))
+
+
 async def test_only_the_holder_renews(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.publish([(CELL.env, start())])

@@ -10,13 +10,13 @@ import pytest
 from common.errors import REFUSED, InvalidInput
 from common.settings import KNOWN, Settings, explained, parse_base_models, refuse_unknown
 from env_service.settings import EnvSettings
-from manager_service.cli.options import CliSettings
 from manager_service.settings import ManagerSettings
+from marlaas_client.place import ClientSettings
 from rollout_service.settings import RolloutSettings
 from trainer_service.settings import TrainerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (Settings, ManagerSettings, EnvSettings, RolloutSettings, TrainerSettings, CliSettings)
+ALL = (Settings, ManagerSettings, EnvSettings, RolloutSettings, TrainerSettings, ClientSettings)
 
 
 def test_the_known_names_are_the_fields_of_all_services() -> None:

@@ -16,7 +16,8 @@ def test_the_weights_of_all_files_count(tmp_path: Path) -> None:
         {"model.layers.0.self_attn.q_proj.weight": layer, "norm": np.zeros(5, np.float32)}, tmp_path / "a.safetensors"
     )
     save_file({"model.layers.1.mlp.up_proj.weight": layer}, tmp_path / "b.safetensors")
-    assert read_weights(tmp_path) == Weights(29, "float16", frozenset({"q_proj", "up_proj"}))
+    shapes = {"model.layers.0.self_attn.q_proj": (4, 3), "model.layers.1.mlp.up_proj": (4, 3)}
+    assert read_weights(tmp_path) == Weights(29, "float16", frozenset({"q_proj", "up_proj"}), shapes)
 
 
 def test_the_base_that_ships_is_counted() -> None:

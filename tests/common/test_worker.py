@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from common.bus import Bus, Out, Progress
 from common.errors import StoreUnavailable, Unavailable
+from common.handlers import Beat
 from common.messages import Cancel, DeadLetter, Failure, Start
 from common.streams import GROUP_ENV, Cell
 from common.telemetry import Reporter
 from common.wire import decode
-from common.worker import Beat, Inbox, Worker
+from common.worker import Inbox, Worker
 from tests.common.test_bus import start
 
 CELL = Cell("tiny")

@@ -3,77 +3,40 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.keda import v1alpha1 as keda
 
+from common.settings import KNOWN, PREFIX
 from common.streams import Cell
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
-VERSION = "1.32"
+VERSIONS = ("1.32", "1.37")
+"""Of Kubernetes: the oldest that is promised, and the newest."""
 
-TRIGGER = {
+TRIGGER_METADATA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "required": ["type", "metadata", "authenticationRef"],
+    "required": ["address", "stream", "streamLength"],
     "properties": {
-        "type": {"const": "redis-streams"},
-        "metadata": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["address", "stream", "streamLength"],
-            "properties": {
-                "address": {"type": "string", "pattern": "^[a-z0-9.-]+:[0-9]+$"},
-                "stream": {"type": "string"},
-                "streamLength": {"type": "string", "pattern": "^[1-9][0-9]*$"},
-            },
-        },
-        "authenticationRef": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+        "address": {"type": "string", "pattern": "^[a-z0-9.-]+:[0-9]+$"},
+        "stream": {"type": "string"},
+        "streamLength": {"type": "string", "pattern": "^[1-9][0-9]*$"},
     },
 }
-SPECS: dict[str, Any] = {
-    "ScaledObject": {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["scaleTargetRef", "triggers"],
-        "properties": {
-            "scaleTargetRef": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-            "minReplicaCount": {"type": "integer", "minimum": 0},
-            "maxReplicaCount": {"type": "integer", "minimum": 1},
-            "pollingInterval": {"type": "integer", "minimum": 1},
-            "cooldownPeriod": {"type": "integer", "minimum": 0},
-            "advanced": {"type": "object", "required": ["horizontalPodAutoscalerConfig"]},
-            "triggers": {"type": "array", "minItems": 1, "items": TRIGGER},
-        },
-    },
-    "TriggerAuthentication": {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["secretTargetRef"],
-        "properties": {
-            "secretTargetRef": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["parameter", "name", "key"],
-                    "properties": {name: {"type": "string"} for name in ("parameter", "name", "key")},
-                },
-            }
-        },
-    },
-}
-"""What we use of KEDA's custom resources; its own schemas come in no package."""
+"""What KEDA's scaler of Redis streams reads; to an API server these are any strings."""
 
 
 def documents() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -91,11 +54,66 @@ def named(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_each_manifest_is_valid(name: str) -> None:
-    document = MANIFESTS[name]
-    if document["apiVersion"].startswith("keda.sh/"):
-        jsonschema.validate(document["spec"], SPECS[document["kind"]])
-    else:
-        kubernetes_validate.validate(document, VERSION, strict=True)
+    check(MANIFESTS[name])
+
+
+def check(document: dict[str, Any]) -> None:
+    """Holds an object to the schema of its API server, fields that it does not know included."""
+    if not document["apiVersion"].startswith("keda.sh/"):
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+        return
+    known: Any = getattr(keda, document["kind"]).model_validate(document)
+    assert known.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
+    for trigger in document["spec"].get("triggers", []):
+        assert trigger["type"] == "redis-streams"
+        jsonschema.validate(trigger["metadata"], TRIGGER_METADATA)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the folders")
+@pytest.mark.parametrize("folder", [KUBERNETES, KUBERNETES_GPU])
+def test_what_kubectl_would_send_is_valid_and_whole(folder: Path) -> None:
+    rendered = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
+    sent: list[dict[str, Any]] = list(yaml.safe_load_all(rendered))
+    for document in sent:
+        check(document)
+    # Then what the pods refer to is sent too, or the operator is told to make it
+    told = set(re.findall(r"`([a-z0-9-]+)`", (ROOT / "docs" / "operations.md").read_text()))
+    made = {d["metadata"]["name"] for d in sent if d["kind"] in ("ConfigMap", "Secret")}
+    assert references(sent) <= told | made
+
+
+def references(value: Any) -> set[str]:
+    """Names of the config maps and secrets that objects refer to."""
+    if isinstance(value, list):
+        return {name for item in cast(list[Any], value) for name in references(item)}
+    if not isinstance(value, dict):
+        return set()
+    found: set[str] = set()
+    for key, inner in cast(dict[str, Any], value).items():
+        if key in ("configMapRef", "configMapKeyRef", "configMap", "secretRef", "secretKeyRef", "secret"):
+            found.add(inner.get("name") or inner["secretName"])
+        found |= references(inner)
+    return found
+
+
+def test_the_manifests_run_what_compose_runs_with_settings_that_there_are() -> None:
+    workloads = {**named("Deployment"), **named("StatefulSet")}
+    of_compose_alone = {"store", "rollout-gpu", "trainer-gpu"}  # a development's store; patches
+    assert set(workloads) == set(COMPOSE["services"]) - of_compose_alone
+    shared = set(re.findall(r"^(\w+)=", (KUBERNETES / "settings.env").read_text(), re.MULTILINE))
+    for name, document in workloads.items():
+        for container in document["spec"]["template"]["spec"]["containers"]:
+            own = {row["name"] for row in container.get("env", [])}
+            unknown = {row for row in own | shared if row.startswith(PREFIX)} - {PREFIX + key.upper() for key in KNOWN}
+            assert not unknown
+            assert own - {"REDIS_PASSWORD"} <= set(COMPOSE["services"][name]["environment"]), name
+
+
+def test_every_container_is_probed_and_starts_again_when_it_hangs() -> None:
+    for document in [*named("Deployment").values(), *named("StatefulSet").values()]:
+        for container in document["spec"]["template"]["spec"]["containers"]:
+            assert "livenessProbe" in container, document["metadata"]["name"]
 
 
 def test_the_kustomization_names_every_file() -> None:
@@ -122,7 +140,7 @@ def merged(document: Any, patch: Any) -> Any:
 def test_the_patches_for_gpus_give_valid_manifests_alike_compose(name: str) -> None:
     patch = yaml.safe_load((KUBERNETES_GPU / f"{name}.yaml").read_text())
     document = merged(named("Deployment")[name], patch)
-    kubernetes_validate.validate(document, VERSION, strict=True)
+    check(document)
     (container,) = document["spec"]["template"]["spec"]["containers"]
     environment = {row["name"]: row.get("value") for row in container["env"]}
     in_compose = COMPOSE["services"][f"{name}-gpu"]

@@ -935,7 +935,8 @@ def test_an_unreadable_context_fails_the_trajectory() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_environments_with_tools_are_those_that_say_so(name: str) -> None:
-    args = {"search": {"documents": [{"id": "1", "text": "x"}]}, "single_turn": {"grader": EXACT}}.get(name, {})
+    given = {"search": {"documents": [{"id": "1", "text": "x"}]}, "single_turn": {"grader": EXACT}}
+    args = (given | {"openenv": {"url": "http://127.0.0.1:1"}}).get(name, {})
     spec = EnvSpec(name, args)
     made = Run().handler._environments.get(spec)  # pyright: ignore[reportPrivateUsage]
     assert wants_tools(spec) == bool(getattr(made, "tools", ()))

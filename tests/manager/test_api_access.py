@@ -116,7 +116,7 @@ STRANGE_IDS = [
 
 async def test_nothing_has_a_strange_id(server: ApiServer) -> None:
     routes = [cast(APIRoute, route) for noun in ROUTERS for route in noun.router.routes]
-    with_id = [(route.path, verb) for route in routes for verb in route.methods if "{" in route.path]
+    with_id = [(route.path, verb) for route in routes for verb in route.methods or () if "{" in route.path]
     assert len(with_id) > 25
     for (path, verb), strange in itertools.product(with_id, STRANGE_IDS):
         url = re.sub(r"\{[^}]*}", strange, re.sub(r"\{(version|step|group|sample)}", "1", path))

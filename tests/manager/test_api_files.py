@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from common.settings import TINY
 from common.text.examples import is_example, read_example
+from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer
 from manager_service.api import file_store
 from manager_service.api.reading.items import FoundItems, check_lines
@@ -134,7 +135,7 @@ VALUES = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(["answer", "messages", "\ud800"]),
+        st.sampled_from(["answer", "messages", "prompt", "\ud800"]),
         st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), max_size=3) | VALUES,
     )
 )
@@ -151,9 +152,11 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
     msgspec.msgpack.encode(row)
     assert msgspec.json.decode(jsonl(row)) == row
     if is_example(row):
-        assert found == FoundItems(1, 1, {"tiny": len(read_example(row, CHATTY).tokens)}, num_examples=1)
+        length = {"tiny": len(read_example(row, CHATTY).tokens)}
+        assert found == FoundItems(1, 1, length, 1, length)
     else:
-        assert found == FoundItems(1, 1, {"tiny": len(CHATTY.render(row["messages"]))})
+        length = {"tiny": len(CHATTY.render(with_messages(row)["messages"]))}
+        assert found == FoundItems(1, 1, length, 0, length)
     assert found.longest["tiny"]
 
 

@@ -19,7 +19,7 @@ from common.streams import partition_of
 from manager_service.api.adapters import with_base
 from manager_service.archive.samples import SampleFiles
 from manager_service.kept import Kept
-from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Written
+from manager_service.records import GLOBAL, JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Stop, Written
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
 
@@ -309,11 +309,17 @@ async def test_with_the_real_owner_a_job_is_paused_resumed_cancelled_and_another
 
 async def test_a_running_job_says_when_it_will_end(server: ApiServer) -> None:
     job, now = (await create(server, method=method(max_steps=10))).id, int(time.time())
-    for state, after_s in (({"version": 0}, None), ({"version": 4}, 150), ({"version": 10}, 0)):
-        await write_state(server, job, status="running", started_at=now - 100, **state)
+    for state, after_s in (
+        ({"version": 0, "stepped_at": now}, None),
+        ({"version": 4, "stepped_at": now - 5, "step_s": 25}, 145),
+        ({"version": 4, "stepped_at": now - 300, "step_s": 25}, 125),  # the step under way is late
+        ({"version": 4, "stepped_at": now, "step_s": 25, "stop": Stop(5, "plateau")}, 25),
+        ({"version": 10, "stepped_at": now, "step_s": 25}, 0),
+    ):
+        await write_state(server, job, status="running", **state)
         estimate = (await server.openai.fine_tuning.jobs.retrieve(job)).estimated_finish
         assert estimate == (None if after_s is None else pytest.approx(now + after_s, abs=5))
-    await write_state(server, job, status="succeeded", started_at=now - 100, version=10)
+    await write_state(server, job, status="succeeded", version=10, stepped_at=now, step_s=1)
     assert (await server.openai.fine_tuning.jobs.retrieve(job)).estimated_finish is None
 
 

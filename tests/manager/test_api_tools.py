@@ -10,6 +10,7 @@ import pytest
 
 from common.settings import TINY
 from examples.three_turns import ENVIRONMENT, installed
+from tests.support import live_environments
 from tests.support.api_server import running_api, upload
 
 SILENT = (
@@ -67,3 +68,17 @@ async def test_a_simulated_user_is_refused_where_the_template_cannot_append_what
             openai.BadRequestError, match=r"'simulated_user' cannot answer 'strict'.* of role user .* earlier turns"
         ):
             await jobs.create(model="strict", training_file=no_file, method=method)
+
+
+async def test_an_environment_of_live_sessions_is_refused_in_deterministic_mode(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(live_environments.install(tmp_path / "installed"))
+    given = {"environment": {"name": "adding"}, "hyperparameters": {"max_steps": 1}}
+    method: Any = {"type": "reinforcement", "reinforcement": given}
+    async with running_api(redis_url, tmp_path / "data", deterministic=True) as server:
+        file = await upload(server.openai)
+        with pytest.raises(
+            openai.BadRequestError, match=r"'adding' holds its state in a session, .* deterministic mode"
+        ):
+            await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, method=method)

@@ -16,16 +16,17 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from common.errors import InvalidInput, MarlaasError
 from common.settings import TINY
-from manager_service.cli import account, output
-from manager_service.cli.client import Client, error_message, server_sent_events
 from manager_service.cli.main import app
-from manager_service.cli.options import CliSettings
-from manager_service.cli.progress import JobProgress, shortened, sparkline
-from manager_service.cli.pull import unpack
-from manager_service.cli.submit import parse_environment, parse_grader, parse_hyper
-from manager_service.cli.view import event_line, live_view
+from marlaas_client.adapters import unpack
+from marlaas_client.cli import account, output
+from marlaas_client.cli.progress import JobProgress, shortened, sparkline
+from marlaas_client.cli.submit import parse_environment, parse_grader, parse_hyper
+from marlaas_client.cli.view import event_line, live_view
+from marlaas_client.client import Client, error_message, server_sent_events
+from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile
+from marlaas_client.errors import ClientError, InvalidInput, JobFailed
+from marlaas_client.place import ClientSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-test"
@@ -41,6 +42,16 @@ JOB = {
     "status": "succeeded",
     "num_steps": 2,
     "error": None,
+}
+
+ESTIMATED = ("POST", "/v1/fine_tuning/jobs/estimate")
+ESTIMATE = {
+    "num_steps": 15,
+    "num_trajectories": 1920,
+    "tokens": 35_000,
+    "max_tokens": 250_000,
+    "seconds": 121.0,
+    "steps_within_limit": 7,
 }
 
 
@@ -160,7 +171,7 @@ def test_submit_uploads_the_files_and_creates_the_job(api: type[FakeApi], tmp_pa
 
 def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) -> None:
     (train := tmp_path / "train.jsonl").write_text('{"prompt": "min 2,1", "completion": "1"}\n')
-    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
+    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB, ESTIMATED: ESTIMATE}
     run("submit", str(train), "--method", "supervised", "--hyper", "n_epochs=2")
     request = json.loads(api.requests[-1][1])
     assert request["method"] == {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
@@ -170,6 +181,20 @@ def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) ->
         run("submit", str(train), "--method", "supervised", "--grader", "math:answer")
     with pytest.raises(InvalidInput, match="--method supervised"):
         run("submit", str(train))
+
+
+def test_what_a_job_would_need_is_said_before_it_is_created(api: type[FakeApi]) -> None:
+    api.answers = {("POST", "/v1/fine_tuning/jobs"): JOB, ESTIMATED: ESTIMATE}
+    words = ("submit", "--environment", "calculator", "--hyper", "max_steps=15")
+    shown = CliRunner().invoke(app, words).output
+    assert (
+        "15 steps; 1,920 trajectories; about 35,000 tokens, at most 250,000; about 2 min if nothing else runs" in shown
+    )
+    assert "max_tokens_total ends it after about 7 steps" in shown and "ftjob-1" in shown
+    assert [path for path, _ in api.requests] == [ESTIMATED[1], "/v1/fine_tuning/jobs"]
+    assert api.requests[0][1] == api.requests[1][1]
+    assert json.loads(run(*words, "--estimate", "--json")) == ESTIMATE
+    assert api.requests[-1][0] == ESTIMATED[1], "no job is created"
 
 
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
@@ -211,10 +236,30 @@ def test_a_broken_stream_of_events_is_resumed_where_it_broke(api: type[FakeApi])
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-2"] = {**JOB, "status": "running"}
     api.drop_after = 2
-    with Client(CliSettings().url, KEY, reconnect_s=0.0) as client:
+    with Client(ClientSettings().url, KEY, reconnect_s=0.0) as client:
         following = client.follow("ftjob-2")  # does not end
         assert [next(following) for _ in EVENTS] == EVENTS
     assert len(run("events", "ftjob-1", "--follow", "--json").splitlines()) == 2  # has ended: not asked again
+
+
+def test_a_program_submits_rows_and_waits(api: type[FakeApi]) -> None:
+    rows = [{"messages": [{"role": "user", "content": "für 1\u2028"}], "answer": "1"}]
+    api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    with Client() as client:
+        job = client.submit(rows, grader="math:answer", environment="calculator", hyperparameters={"max_steps": 2})
+        assert client.wait(job["id"]) == JOB
+        assert json.dumps(rows[0], ensure_ascii=False).encode() + b"\n" in api.requests[0][1]
+        how = json.loads(api.requests[1][1])["method"]["reinforcement"]
+        assert how["grader"]["reference"] == "{{item.answer}}" and how["environment"] == {"name": "calculator"}
+        # and is told why, if the job failed
+        api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {
+            **JOB,
+            "status": "failed",
+            "error": {"message": "NaN loss"},
+        }
+        with pytest.raises(JobFailed, match="ftjob-1 failed: NaN loss"):
+            client.wait("ftjob-1")
 
 
 @pytest.mark.parametrize("verb", ["cancel", "pause", "resume"])
@@ -233,7 +278,7 @@ def test_watch_fails_with_the_reason_of_a_failed_job(api: type[FakeApi]) -> None
     api.answers["GET", "/v1/fine_tuning/jobs"] = [JOB]
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "status": "failed", "error": {"message": "NaN loss"}}
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = []
-    with pytest.raises(MarlaasError, match="ftjob-1 failed: NaN loss"):
+    with pytest.raises(ClientError, match="ftjob-1 failed: NaN loss"):
         run("watch")
 
 
@@ -306,6 +351,8 @@ def test_pull_unpacks_the_newest_version(api: type[FakeApi], tmp_path: Path) -> 
 
 
 def test_a_pulled_adapter_names_a_base_model_that_lies_here(api: type[FakeApi], tmp_path: Path) -> None:
+    cluster = ClusterFile(url=ClientSettings().url, pid=1, redis_url="", bases={"tiny": str(TINY)})
+    (tmp_path / CLUSTER_FILE).write_text(cluster.model_dump_json())
     path = "/v1/fine_tuning/jobs/ftjob-1/checkpoints/2/content"
     for name, named in (("tiny", str(TINY)), ("org/hub-model", "org/hub-model"), ("other", "other")):
         config = json.dumps({"r": 8, "base_model_name_or_path": name})
@@ -438,7 +485,7 @@ def test_chat_streams(api: type[FakeApi]) -> None:
 
 
 def test_chat_says_what_the_api_says(api: type[FakeApi]) -> None:
-    with pytest.raises(MarlaasError, match=r"^no such thing"):
+    with pytest.raises(ClientError, match=r"^no such thing"):
         run("chat", "huge", "hello", "--json")
 
 
@@ -465,10 +512,10 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
 
 
 def test_errors_are_the_apis_own_words(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MarlaasError, match=r"^no such thing: /v1/fine_tuning/jobs/ftjob-9/cancel$"):
+    with pytest.raises(ClientError, match=r"^no such thing: /v1/fine_tuning/jobs/ftjob-9/cancel$"):
         run("cancel", "ftjob-9")
     monkeypatch.setenv("MARLAAS_API_KEY", "sk-wrong")
-    with pytest.raises(MarlaasError, match=r"^this API key is not known$"):
+    with pytest.raises(ClientError, match=r"^this API key is not known$"):
         run("jobs")
 
 
@@ -477,7 +524,7 @@ def test_without_a_server_or_a_key_it_says_what_to_do(monkeypatch: pytest.Monkey
     with pytest.raises(InvalidInput, match="MARLAAS_API_KEY"):
         run("jobs", "--data", str(tmp_path))
     (tmp_path / "api_key").write_text(KEY)
-    with pytest.raises(MarlaasError, match="is `marlaas up` running"):
+    with pytest.raises(ClientError, match="is `marlaas up` running"):
         run("jobs", "--data", str(tmp_path), "--url", "http://127.0.0.1:9")
 
 

@@ -61,6 +61,7 @@ class World:
     entries: int = 0
     pauses: int = 0
     now: float = 0.0
+    metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])  # of every step
 
     def apply(self, changes: Changes) -> None:
         for (_, name), amount in changes.ledger.items():
@@ -93,7 +94,9 @@ class World:
             target = message.adapter.next()
         else:
             target = message.adapter
-        return AdapterUpdate(id=f"{message.id}/done", **message.about(), adapter=target, batch=message.id)
+        return AdapterUpdate(
+            id=f"{message.id}/done", **message.about(), adapter=target, batch=message.id, metrics=self.metrics
+        )
 
     def parked(self, start: Start, sample: int) -> Parked:
         """A later turn of the job's model, or one of a grader's model."""

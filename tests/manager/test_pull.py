@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from common.adapters import PEFT_FILES
 from common.settings import TINY
 from manager_service.cli.main import app
-from manager_service.cli.pull import CONFIG, name_base, unpack
 from manager_service.runs.records import run_of
+from marlaas_client.adapters import CONFIG, name_base, unpack
 from tests.support.api_server import ApiServer, running_api
 from tests.support.owned_runs import owned_runs
 from tests.support.rollout_cases import files_of
@@ -30,7 +30,7 @@ def test_a_pulled_adapter_loads_without_a_word_about_its_base_model(tmp_path: Pa
         for name, content in files_of(5, rank=6, alpha=24.0).items():
             archive.writestr(name, content)
     unpack(buffer.getvalue(), tmp_path)
-    name_base(tmp_path / CONFIG, "tiny")
+    name_base(tmp_path / CONFIG, {"tiny": str(TINY)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path))
@@ -69,7 +69,7 @@ async def test_what_a_run_saved_is_pulled_by_its_path_and_by_its_models_name(
                 content = Path(pulled["folder"], name).read_bytes()
                 stored = [await server.api.objects.get(file) for file in files if file.endswith(name)]
                 assert content in stored
-        assert "leave --version out" in await pull(server, path, "--version", "1")
+        assert "leave it out" in await pull(server, path, "--version", "1")
         assert "nothing was saved" in await pull(server, f"tinker://{run}/weights/other")
         other = await client_of(server, "acme")
         foreign = await server.http.get(

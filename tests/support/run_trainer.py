@@ -11,11 +11,12 @@ import msgspec
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest, update_of
 from common.bus import Bus, Out
 from common.errors import AlreadyExists
+from common.handlers import Beat
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
 from common.operations import Forget, Forgotten, OperationResult, Operations, OperationsDone, Outputs, RunOperation
 from common.streams import GROUP_TRAINER, Cell
 from common.telemetry import Reporter
-from common.worker import Beat, Inbox, Worker, worker_id
+from common.worker import Inbox, Worker, worker_id
 from harness.standin import StandIn
 
 WEIGHTS, CONFIG = PEFT_FILES

@@ -10,5 +10,7 @@ Its files:
     process.py    the loop of a helper process
     tasks.py      the tasks, and what each does
     items.py      checks lines of items
+    adapters.py   checks adapters that tenants bring
+    tables.py     makes items of CSV
     values.py     parses JSON strictly
 """

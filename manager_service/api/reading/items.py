@@ -1,14 +1,15 @@
 """Lines of items: what a file must hold, and what a job needs of it. Pure functions, which raise InvalidInput with the line."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import msgspec
 
 from common.errors import InvalidInput
 from common.graders import check_fields
 from common.text.examples import check_example, is_example, read_example
+from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.api.reading.values import parse_json
 
@@ -24,13 +25,21 @@ class FoundItems(msgspec.Struct, frozen=True):
     num_items: int
     longest: dict[str, int]  # base model -> tokens of the longest prompt or example; not for bases that refuse one
     num_examples: int = 0  # of the items: those with an answer to learn
+    tokens: dict[str, int] = {}  # as `longest`, of all together
 
     def __add__(self, more: "FoundItems") -> "FoundItems":
-        longest = {
-            base: max(tokens, more.longest[base]) for base, tokens in self.longest.items() if base in more.longest
-        }
-        num_items, num_examples = self.num_items + more.num_items, self.num_examples + more.num_examples
-        return FoundItems(self.num_lines + more.num_lines, num_items, longest, num_examples)
+        bases = [base for base in self.longest if base in more.longest]
+        return FoundItems(
+            self.num_lines + more.num_lines,
+            self.num_items + more.num_items,
+            {base: max(self.longest[base], more.longest[base]) for base in bases},
+            self.num_examples + more.num_examples,
+            {base: self.tokens[base] + more.tokens[base] for base in bases},
+        )
+
+    @classmethod
+    def none(cls, bases: Iterable[str]) -> "FoundItems":
+        return cls(0, 0, dict.fromkeys(bases, 0), 0, dict.fromkeys(bases, 0))
 
 
 class LongPrompts(msgspec.Struct, frozen=True):
@@ -51,24 +60,23 @@ class LongPrompts(msgspec.Struct, frozen=True):
 
 
 def check_lines(
-    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer]
+    lines: bytes, *, before: int, max_line_bytes: int, tokenizers: Mapping[str, ChatTokenizer], named: str = "line"
 ) -> FoundItems:
-    """`before`: the number of lines above these."""
-    num_items, num_examples, longest, number = 0, 0, dict.fromkeys(tokenizers, 0), before
+    """`before`: the number of lines above these; `named`: what errors call one."""
+    found, number = FoundItems.none(tokenizers), before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
         try:
             if len(line) > max_line_bytes:
-                raise ValueError(f"{len(line)} bytes; a line has at most {max_line_bytes}")
+                raise ValueError(f"{len(line)} bytes; a {named} has at most {max_line_bytes}")
             item = parse_json(line)
             check_item(item)
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"line {number}: {error}", param="file", code="invalid_file") from error
-        num_items += 1
-        num_examples += is_example(item)
-        longest = _with_tokens(longest, item, tokenizers)
-    return FoundItems(number - before, num_items, longest, num_examples)
+            raise InvalidInput(f"{named} {number}: {error}", param="file", code="invalid_file") from error
+        lengths = _lengths(item, {base: tokenizers[base] for base in found.longest})
+        found += FoundItems(0, 1, lengths, int(is_example(item)), lengths)
+    return msgspec.structs.replace(found, num_lines=number - before)
 
 
 def check_kind(lines: bytes, *, before: int, examples: bool, param: str) -> int:
@@ -91,7 +99,7 @@ def check_rows(lines: bytes, *, before: int, fields: Collection[str], param: str
     for number, line in _numbered(lines, before):
         try:
             if line.strip():
-                check_fields(fields, msgspec.json.decode(line))
+                check_fields(fields, with_messages(msgspec.json.decode(line)))
         except InvalidInput as error:
             raise InvalidInput(
                 f"{param}, line {number}: the grader needs what is not there: {error}", param=param
@@ -118,14 +126,12 @@ def _numbered(lines: bytes, before: int) -> Iterator[tuple[int, bytes]]:
     return enumerate(lines.splitlines(), before + 1)
 
 
-def _with_tokens(
-    longest: Mapping[str, int], item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]
-) -> dict[str, int]:
+def _lengths(item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
     """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
     found: dict[str, int] = {}
-    for base, tokens in longest.items():
+    for base, tokenizer in tokenizers.items():
         with contextlib.suppress(ValueError):
-            found[base] = max(tokens, _num_tokens(item, tokenizers[base]))
+            found[base] = _num_tokens(item, tokenizer)
     return found
 
 
@@ -133,22 +139,24 @@ def _num_tokens(item: dict[str, Any], tokenizer: ChatTokenizer) -> int:
     """Of an item's prompt, or of the whole example. Raises ValueError."""
     if is_example(item):
         return len(read_example(item, tokenizer).tokens)
-    return len(tokenizer.render(item["messages"]))
+    return len(tokenizer.render(with_messages(item)["messages"]))
 
 
 def check_item(item: Any) -> None:
     """Raises ValueError unless it is an object with a conversation that a model can answer, or with one and its answer."""
     if not isinstance(item, dict):
         raise ValueError(f"must be a JSON object, not {_kind(item)}")
-    if is_example(item):  # pyright: ignore[reportUnknownArgumentType]
-        return check_example(item)  # pyright: ignore[reportUnknownArgumentType]
-    messages: Any = item.get("messages")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if "messages" not in item:
-        raise ValueError('the field "messages" is missing: a list of chat messages')
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list of at least one chat message")
-    check_messages(messages)  # pyright: ignore[reportUnknownArgumentType]
-    last: Any = messages[-1]  # pyright: ignore[reportUnknownVariableType]
+    row = cast(dict[str, Any], item)
+    if is_example(row):
+        return check_example(row)
+    name = "messages" if "messages" in row else "prompt"
+    if name == "prompt" and row.get(name) is None:
+        raise ValueError('the field "messages" is missing: a list of chat messages; or "prompt", the question as text')
+    messages: Any = with_messages(row)["messages"]
+    if not isinstance(messages, list) or not messages or row[name] == "":
+        raise ValueError(f"{name} must be a list of at least one chat message{', or a text' * (name == 'prompt')}")
+    check_messages(cast(list[Any], messages), name)
+    last = cast(list[Any], messages)[-1]
     if last["role"] not in ENDING_ROLES:
         raise ValueError(f"the last message must be one that the model answers, not one of role {last['role']!r}")
 

@@ -10,7 +10,9 @@ from common.errors import InvalidInput
 from common.graders import check_item, item_fields, validate_grader
 from common.messages import EnvSpec
 from common.text.tokens import ChatTokenizer
+from manager_service.api.reading.adapters import read_adapter
 from manager_service.api.reading.items import check_kind, check_lengths, check_lines, check_rows
+from manager_service.api.reading.tables import convert_csv
 from manager_service.api.reading.values import parse_json
 from manager_service.tinker.wire.reading import read_pass
 from manager_service.tinker.wire.samples import read_sample
@@ -59,6 +61,25 @@ class CheckLines(msgspec.Struct, tag=True, frozen=True):
     lines: bytes
     before: int  # number of lines above these
     max_line_bytes: int
+    named: str = "line"  # what errors call one
+
+
+class ConvertCsv(msgspec.Struct, tag=True, frozen=True):
+    """Gives Converted, of a part of a CSV file."""
+
+    part: bytes
+    columns: list[str]  # empty for the first part
+    before: int  # number of rows above these
+    is_last: bool
+    max_line_bytes: int
+
+
+class ReadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Gives Found, of the header of a safetensors file."""
+
+    header: bytes
+    size: int  # of the file
+    config: str
 
 
 class CheckRows(msgspec.Struct, tag=True, frozen=True):
@@ -128,6 +149,8 @@ Task = (
     | Spell
     | Decode
     | CheckLines
+    | ConvertCsv
+    | ReadAdapter
     | CheckRows
     | CheckKind
     | CheckLengths
@@ -166,9 +189,13 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case Decode():
             return [tokenizers[task.base].decode(ids, skip_special=False) for ids in task.pieces]
         case CheckLines():
-            return check_lines(
-                task.lines, before=task.before, max_line_bytes=task.max_line_bytes, tokenizers=tokenizers
-            )
+            limit, named = task.max_line_bytes, task.named
+            return check_lines(task.lines, before=task.before, max_line_bytes=limit, tokenizers=tokenizers, named=named)
+        case ConvertCsv():
+            limit, names = task.max_line_bytes, task.columns
+            return convert_csv(task.part, columns=names, before=task.before, is_last=task.is_last, max_line_bytes=limit)
+        case ReadAdapter():
+            return read_adapter(task.header, task.size, task.config)
         case CheckRows():
             return check_rows(task.lines, before=task.before, fields=task.fields, param=task.param)
         case CheckKind():

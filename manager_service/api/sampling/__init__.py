@@ -1,12 +1,13 @@
-"""Chat and text completions: a prompt comes in, turns are asked of the same workers as training, an answer goes out.
+"""Chat and text completions, and tokens for tokens: a prompt comes in, turns are asked of the same workers as training, an answer goes out.
 
-    chat, completions ─► serving ─► shares ─ TurnRequest ─► rollout ─ deltas, result ─► shares ─► serving ─► replies
+    chat, completions, generate ─► serving ─► shares ─ TurnRequest ─► rollout ─ deltas, result ─► shares ─► serving ─► replies
 
 When no worker has a turn any more, `shares` asks for it again, from the tokens that were already seen.
 
     chat.py          serves POST /v1/chat/completions
     completions.py   serves POST /v1/completions: text in, text out, no chat template
-    serving.py       takes a request of either kind from its body to its answer, or to a stream of chunks
+    generate.py      serves POST /inference/v1/generate: token ids in, token ids with their log-probs out
+    serving.py       takes a request of any kind from its body to its answer, or to a stream of chunks
     requests.py      checks the parameters that both share, and makes the request for turns
     shares.py        sends turns to rollout, gives each tenant its share of the slots, gathers deltas and results
     choices.py       makes one answer's turn request, and says what each message about it means

@@ -7,13 +7,12 @@ from pydantic import Field, field_validator
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
-from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.sampling.choices import Fresh
 from manager_service.api.sampling.replies import AnswerText, finish_reason, token_logprobs
-from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, check_num_choices
+from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, check_num_choices, valid_ids
 from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
@@ -74,13 +73,7 @@ async def _prompts(body: CompletionGiven, reader: PromptReader) -> list[list[int
     check_num_choices(len(prompts), body)
     if isinstance(prompts[0], str):
         return await reader.encode(prompts)
-    return [_valid_ids(ids, reader.base.tokenizer) for ids in prompts]
-
-
-def _valid_ids(ids: Any, tokenizer: ChatTokenizer) -> list[int]:
-    if any(not 0 <= token < tokenizer.vocab_size for token in ids):
-        raise InvalidInput(f"prompt: token ids are between 0 and {tokenizer.vocab_size - 1}", param="prompt")
-    return list(ids)
+    return [valid_ids(ids, reader.base.tokenizer, "prompt") for ids in prompts]
 
 
 def _whole_choice(completion: TextCompletion, index: int) -> Json:

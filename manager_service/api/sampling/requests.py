@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.errors import InvalidInput
 from common.messages import TEMPERATURE, Sampling
+from common.text.tokens import ChatTokenizer
 from manager_service.api.context import Base
 from manager_service.api.model_names import Named
 from manager_service.api.reading.helpers import Helpers
@@ -95,6 +96,13 @@ class PromptReader:
 
     async def _read(self, task: Task) -> Any:
         return await self.helpers.do(self.tenant, task, num_bytes=self.num_bytes)
+
+
+def valid_ids(ids: Sequence[int], tokenizer: ChatTokenizer, param: str) -> list[int]:
+    """Raises InvalidInput for ids outside the vocabulary."""
+    if any(not 0 <= token < tokenizer.vocab_size for token in ids):
+        raise InvalidInput(f"{param}: token ids are between 0 and {tokenizer.vocab_size - 1}", param=param)
+    return list(ids)
 
 
 def check_num_choices(num_prompts: int, body: SamplingGiven) -> int:

@@ -1,0 +1,82 @@
+"""Between a model's turns and an OpenEnv environment's actions and observations, by the schemas that its server tells.
+
+action with one text that it must have            the model's text is that text
+any other action                                  the model calls the tool `act`, whose parameters are the action's
+action that calls tools (`CallToolAction`, MCP)   the model calls the environment's tools
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from env_service.environments.openenv_server import Schemas
+from env_service.failures import EnvironmentFailed
+
+ACT = "act"
+MAX_SHOWN = 64 * 1024
+"""Characters of an observation that the model is shown."""
+Definition = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an environment wants its actions."""
+
+    text_field: str = ""
+    """The one that takes the model's text; "": the model calls tools."""
+    asks_for_tools: bool = False
+    """The session tells its tools, and takes calls of them."""
+    tools: Sequence[Definition] = ()
+
+
+def shape_of(schemas: Schemas) -> Shape:
+    """Raises EnvironmentFailed for a schema that is no object's."""
+    action = schemas.action
+    fields: Any = action.get("properties")
+    if not isinstance(fields, dict):
+        raise EnvironmentFailed("the OpenEnv server's schema of actions has no properties")
+    names = [name for name in fields if name != "metadata"]
+    if "tool_name" in names and fields.get("type", {}).get("default") == "call_tool":
+        return Shape(asks_for_tools=True)
+    must = [name for name in names if name in action.get("required", ())] or names
+    if len(must) == 1 and fields[must[0]].get("type") == "string" and "enum" not in fields[must[0]]:
+        return Shape(text_field=must[0])
+    parameters = {**action, "properties": {name: fields[name] for name in names}}
+    return Shape(tools=(definition(ACT, str(action.get("description", "")), parameters),))
+
+
+def definition(name: str, description: str, parameters: Mapping[str, Any]) -> Definition:
+    """Of a tool, in OpenAI's form."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def tools_told(observation: Mapping[str, Any]) -> list[Definition]:
+    """The tools in the answer to `list_tools`. Raises EnvironmentFailed."""
+    try:
+        return [definition(tool["name"], tool["description"], tool["input_schema"]) for tool in observation["tools"]]
+    except (LookupError, TypeError) as error:
+        raise EnvironmentFailed("the OpenEnv server does not tell its tools") from error
+
+
+def shown(observation: Mapping[str, Any], field: str = "") -> str:
+    """What the model sees of an observation: a field, its only text, or all of it as JSON. Raises EnvironmentFailed."""
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    if field and field not in fields:
+        raise EnvironmentFailed(f"the observation has no {field!r}; it has {', '.join(fields)}")
+    if field or len(fields) == 1:
+        fields = {"": fields[field] if field else next(iter(fields.values()))}
+    value = fields.get("", fields)
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode() if fields else ""
+    if len(text) > MAX_SHOWN:
+        raise EnvironmentFailed(f"the observation has {len(text)} characters, more than {MAX_SHOWN}")
+    return text
+
+
+def shown_result(observation: Mapping[str, Any]) -> str:
+    """What the model sees of a tool's result."""
+    if (error := observation.get("error")) is not None:
+        return "error: " + shown({"": error})
+    result = observation.get("result")
+    return shown({"": result.get("data", result) if isinstance(result, dict) else result})

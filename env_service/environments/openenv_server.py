@@ -1,0 +1,177 @@
+"""OpenEnv servers: which ones there are, and their protocol.
+
+    GET  <url>/schema   JSON schemas of actions and observations
+    WS   <url>/ws       one connection is one session of the environment: reset, step and close messages
+
+The server's HTTP `/reset` and `/step` make a fresh environment each, so they are not used. A tenant names a host that the operator
+allows, as for `endpoint` graders, or one of the operator's servers.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from common.environments import OpenEnvArgs
+from common.errors import InvalidInput, Unavailable
+from common.spelling import did_you_mean, quoted
+from common.urls import check_url
+from env_service.failures import EnvironmentFailed, GraderFailed
+from env_service.graders.endpoint import Endpoints
+
+MAX_ANSWER_BYTES = 1 << 20
+CONNECT_S = 20.0
+CLOSE_S = 2.0
+
+
+class Observation(msgspec.Struct, frozen=True):
+    observation: dict[str, Any]
+    reward: bool | float | None = None
+    done: bool = False
+
+
+class Schemas(msgspec.Struct, frozen=True):
+    action: dict[str, Any]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    type: str
+    data: dict[str, Any] = {}
+
+
+class ActionRefused(EnvironmentFailed):
+    """The action does not fit the environment's schema: the model is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    known: bool
+    """The operator named it: its host needs no leave."""
+
+
+class Servers:
+    """Those that jobs may use."""
+
+    def __init__(self, endpoints: Endpoints, named: str = "", *, proxy: str = "") -> None:
+        """`named`: see `read_servers`. `proxy`: as for Endpoints."""
+        self._endpoints = endpoints
+        self._named = read_servers(named)
+        self._proxy = proxy or None
+        self.close = endpoints.close
+
+    def find(self, args: OpenEnvArgs) -> Server:
+        """Raises InvalidInput for a name that the operator has not given to a server."""
+        if args.url:
+            return Server(args.url.rstrip("/"), known=False)
+        if args.server not in self._named:
+            hint = did_you_mean(args.server, self._named)
+            raise InvalidInput(f"there is no OpenEnv server {quoted(args.server)} here{hint}")
+        return Server(self._named[args.server], known=True)
+
+    async def schemas(self, server: Server) -> Schemas:
+        """Raises EnvironmentFailed."""
+        try:
+            body = await self._endpoints.get(f"{server.url}/schema", timeout_s=CONNECT_S, known=server.known)
+            return msgspec.json.decode(body, type=Schemas)
+        except GraderFailed as error:
+            raise EnvironmentFailed(f"the OpenEnv server's schema: {error}") from error
+        except msgspec.DecodeError as error:
+            raise EnvironmentFailed(f"the OpenEnv server's schema is none: {error}") from error
+
+    async def connect(self, server: Server) -> "Connection":
+        """Begins a session. Raises EnvironmentFailed."""
+        url = httpx.URL(server.url)
+        try:
+            host = await self._endpoints.allowed_host(url, known=server.known)
+        except GraderFailed as error:
+            raise EnvironmentFailed(f"the OpenEnv server: {error}") from error
+        fixed: dict[str, Any] = {} if self._proxy else {"host": host, "port": url.port or _port(url.scheme)}
+        address = f"ws{server.url.removeprefix('http')}/ws"
+        try:
+            socket = await _Connect(
+                address,
+                proxy=self._proxy,
+                max_size=MAX_ANSWER_BYTES,
+                open_timeout=CONNECT_S,
+                close_timeout=CLOSE_S,
+                **fixed,
+            )
+        except (OSError, WebSocketException) as error:
+            raise EnvironmentFailed(f"the OpenEnv server cannot be reached: {_named(error)}") from error
+        return Connection(socket)
+
+
+class _Connect(connect):
+    """Follows no redirects: they may lead to hosts that the operator does not allow."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        return exc
+
+
+class Connection:
+    """One session at a server."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+
+    async def ask(self, kind: str, data: Mapping[str, Any], *, timeout_s: float) -> Observation:
+        """Raises ActionRefused, EnvironmentFailed, and Unavailable if the server has no room for a session now."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(ConnectionClosed):  # a full server says so before it is asked, and leaves
+                    await self._socket.send(msgspec.json.encode({"type": kind, "data": data}).decode())
+                answer = msgspec.json.decode(await self._socket.recv(), type=_Answer)
+            if answer.type == "observation":
+                return msgspec.convert(answer.data, Observation)
+        except TimeoutError as error:
+            raise EnvironmentFailed(
+                f"the OpenEnv server took longer than {timeout_s:g} seconds for a {kind}"
+            ) from error
+        except (OSError, WebSocketException) as error:
+            raise EnvironmentFailed(f"the connection to the OpenEnv server broke: {_named(error)}") from error
+        except msgspec.DecodeError as error:
+            raise EnvironmentFailed(f"the OpenEnv server's answer is no observation: {error}") from error
+        raise _error_of(answer)
+
+    async def close(self) -> None:
+        """The server ends the session when the connection ends."""
+        await self._socket.close()
+
+
+def read_servers(text: str) -> dict[str, str]:
+    """`maze=http://host:8000,…` -> a URL by name. Raises InvalidInput."""
+    servers: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, url = part.partition("=")
+        try:
+            check_url(url)
+        except ValueError as error:
+            raise InvalidInput(
+                f"MARLAAS_OPENENV_SERVERS: write name=http://host:port, comma-separated: {part!r}: {error}"
+            ) from error
+        servers[name.strip()] = url.rstrip("/")
+    return servers
+
+
+def _error_of(answer: _Answer) -> Exception:
+    code, message = answer.data.get("code"), str(answer.data.get("message", answer.type))
+    if code == "CAPACITY_REACHED":
+        return Unavailable(f"the OpenEnv server has no room for a session: {message}")
+    if code == "VALIDATION_ERROR":
+        return ActionRefused(f"{message}: {answer.data.get('errors', '')}"[:500])
+    return EnvironmentFailed(f"the OpenEnv server: {message}")
+
+
+def _port(scheme: str) -> int:
+    return 443 if scheme == "https" else 80
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]

@@ -1,0 +1,66 @@
+"""Takes the recorded turns of a trajectory again, in a new session: the one that had answered them is lost.
+
+What the model wrote and what it was shown stands in the request's tokens, so nothing else is kept for this.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from common.messages import TurnResult, f32, i32, turn_id, u8
+from env_service.conversation import Conversation
+from env_service.failures import EnvironmentFailed
+from env_service.live.sessions import Seat
+from env_service.trajectory import Context
+
+
+async def replay(seat: Seat, result: TurnResult, context: Context, conversation: Conversation) -> None:
+    """Brings a session that was just opened to where it was before this turn.
+
+    Raises EnvironmentFailed if it shows anything else than the model was shown then, and the errors of the session.
+    """
+    shown = conversation.opening(seat.messages, seat.tools, seat.tokens)
+    for past in earlier(result):
+        _compare(shown, past)
+        step = await seat.step(None, conversation.turn(past, context, seat.tools))
+        if step.done:
+            raise EnvironmentFailed(f"the environment now ends after turn {past.request.turn + 1}")
+        shown = conversation.reply(past, step)
+    _compare(shown, result)
+
+
+def earlier(result: TurnResult) -> Iterator[TurnResult]:
+    """The results of the turns before this one. Each led to another, so it was not cut off."""
+    request = result.request
+    tokens, logprobs, written = (
+        array.numpy()[: request.num_prompt] for array in (request.tokens, request.logprobs, request.written)
+    )
+    edges = np.flatnonzero(np.diff(written, prepend=0, append=0))
+    for turn, (start, end) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
+        before = msgspec.structs.replace(
+            request,
+            id=turn_id(request.job, request.trajectory, request.trajectory_adapter.version, turn),
+            turn=turn,
+            tokens=i32(tokens[:start]),
+            logprobs=f32(logprobs[:start]),
+            written=u8(written[:start]),
+            num_partial=0,
+        )
+        yield msgspec.structs.replace(
+            result,
+            id=before.id,
+            request=before,
+            tokens=i32(tokens[start:end]),
+            logprobs=f32(logprobs[start:end]),
+            stop_reason="stop",
+            stop_string="",
+        )
+
+
+def _compare(shown: list[int], result: TurnResult) -> None:
+    request = result.request
+    before = request.written.numpy()[: request.num_prompt]
+    start = int(np.flatnonzero(before)[-1]) + 1 if before.any() else 0
+    if shown != request.tokens.numpy()[start : request.num_prompt].tolist():
+        raise EnvironmentFailed(f"the environment now shows the model something else before turn {request.turn + 1}")

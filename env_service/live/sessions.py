@@ -1,0 +1,216 @@
+"""The live sessions that an env worker holds between the turns of their trajectories.
+
+A session has a seat from the moment that its trajectory begins here until its end, and with it one of the worker's places, which
+tenants share by weight. While a message is worked on its seat is with the handler; else it lies here, and is closed if its job is
+cancelled or paused, if no turn comes for `idle_s`, or if others took the worker for gone, and so have its turns.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from common.environments import TOOL_REPLIES
+from common.messages import Cancel, Failure, Message
+from common.places import Claim, Places
+from common.tasks import cancel_all
+from env_service import work
+from env_service.environment import LiveEnvironment, Session, Step, Turn
+
+CLOSE_S = 5.0
+"""The longest that a session may take to close."""
+LOOK_EVERY_S = 5.0
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One session, or the place for it. An environment to the handler: its turns are steps of the session."""
+
+    name: str
+    """See `TurnRequest.session`."""
+    message: Message
+    """Whose trajectory it is."""
+    claim: Claim
+    limit_s: float
+    """Of each call of the session."""
+    session: Session | None = None
+    num_turns: int = 0
+    """That the session has answered."""
+    stays: bool = False
+    """The trajectory goes on: the seat is kept for its next turn."""
+    void: bool = False
+    """Others have the trajectory."""
+    replaying: bool = False
+    last: Step | None = None
+    used_s: float = 0.0  # by the event loop's clock
+
+    async def open(self, environment: LiveEnvironment, item: dict[str, Any], seed: int) -> None:
+        """Begins the session."""
+        async with work.time_limit(self.limit_s):
+            self.session = await environment.open(item, seed)
+
+    def explained(self, failure: Failure) -> Failure:
+        """The failure, as one of the replay if it is."""
+        if not self.replaying:
+            return failure
+        return Failure("infrastructure", f"the trajectory's session was lost, and its replay failed: {failure.reason}")
+
+    @property
+    def opened(self) -> Session:
+        assert self.session is not None
+        return self.session
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        return self.opened.messages
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.opened.tools
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return getattr(self.opened, "tokens", ())
+
+    @property
+    def reply_roles(self) -> Sequence[str]:
+        return getattr(self.opened, "reply_roles", TOOL_REPLIES)
+
+    async def step(self, state: Any, turn: Turn) -> Step:
+        """Takes a step once; if it comes again, or no turn may follow, it gives what is left of the reward."""
+        async with work.time_limit(self.limit_s):
+            if self.last is None or self.num_turns != turn.index + 1:
+                self.last = await self.opened.step(turn)
+                self.num_turns += 1
+            if self.last.done or not turn.last:
+                return self.last
+            return _together(self.last, await self.opened.end())
+
+
+def _together(step: Step, end: Step) -> Step:
+    rewards = [each.reward for each in (step, end) if each.reward is not None]
+    return Step(done=step.done, reward=sum(rewards) if rewards else None, parts={**step.parts, **end.parts})
+
+
+class Sessions:
+    """The seats of one env worker. `begin` before use, `close` when done."""
+
+    def __init__(self, worker: str, *, num: int = 64, idle_s: float = 600.0, limit_s: float = 900.0) -> None:
+        """`num`: sessions at once, and one more of a tenant that has none."""
+        self._worker = worker
+        self._idle_s = idle_s
+        self._limit_s = limit_s
+        self._places = Places(lambda: num)
+        self._numbers = itertools.count()
+        self._lying: dict[str, Seat] = {}
+        self._in_use: set[Seat] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._trusted_until_s = math.inf
+
+    async def begin(self) -> None:
+        self._looking = asyncio.create_task(self._look(), name="idle sessions")
+
+    async def take(self, message: Message, session: str, turn: int, doing: work.Work) -> Seat:
+        """The seat of a session that has answered so many turns; if it is not here, an empty one, once there is a place."""
+        seat = self._lying.pop(session, None)
+        if seat is not None and seat.num_turns != turn:
+            self._close(seat)
+            seat = None
+        if seat is None:
+            claim = await self._places.take(doing.tenant, doing.weight, doing.beat)
+            seat = Seat(self._name(), message, claim, self._limit_s)
+        seat.message = message
+        self._in_use.add(seat)
+        return seat
+
+    def can_go_on(self, seat: Seat) -> bool:
+        """Is there a session that no other worker can have replaced? If not, the seat is empty from now on."""
+        if seat.session is None:
+            return False
+        if not seat.void and asyncio.get_running_loop().time() < self._trusted_until_s:
+            return True
+        self._spawn(_close(seat.name, seat.session))
+        seat.name, seat.session, seat.num_turns, seat.void = self._name(), None, 0, False
+        return False
+
+    def leave(self, seat: Seat) -> None:
+        """Takes back a seat, for the next turn if it stays."""
+        self._in_use.remove(seat)
+        if seat.stays and not seat.void:
+            seat.stays, seat.used_s = False, asyncio.get_running_loop().time()
+            self._lying[seat.name] = seat
+        else:
+            self._close(seat)
+
+    def voided(self, cancel: Cancel) -> None:
+        """Closes what lies here of a job that was paused, cancelled, or has ended."""
+        self._close_where(lambda seat: seat.message.job == cancel.job and seat.message.epoch <= cancel.epoch)
+
+    def unpublished(self, session: str) -> None:
+        """Closes a session of which nobody will hear."""
+        self._close_where(lambda seat: seat.name == session)
+
+    def trusted_until(self, until_s: float) -> None:
+        """Until then, by the event loop's clock, no other worker takes this one for gone. It may have been stopped since, unawares."""
+        self._trusted_until_s = until_s
+
+    def missed(self) -> None:
+        """Closes all sessions: others were given their turns."""
+        for seat in self._in_use:
+            seat.void = True
+        self._close_where(lambda _: True)
+
+    async def close(self) -> None:
+        if self._looking:
+            await cancel_all([self._looking])
+        self._close_where(lambda _: True)
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def __len__(self) -> int:
+        return len(self._lying) + len(self._in_use)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(min(LOOK_EVERY_S, self._idle_s))
+            self._close_where(self._is_idle)
+
+    def _is_idle(self, seat: Seat) -> bool:
+        return asyncio.get_running_loop().time() - seat.used_s > self._idle_s
+
+    def _close_where(self, chosen: Callable[[Seat], bool]) -> None:
+        for seat in [seat for seat in self._lying.values() if chosen(seat)]:
+            self._close(self._lying.pop(seat.name))
+
+    def _close(self, seat: Seat) -> None:
+        self._spawn(self._closed(seat))
+
+    async def _closed(self, seat: Seat) -> None:
+        """Frees the place once the session is closed, or has taken too long for that."""
+        try:
+            if seat.session is not None:
+                await _close(seat.name, seat.session)
+        finally:
+            self._places.end(seat.claim)
+
+    def _spawn(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing, name="close a session")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _name(self) -> str:
+        return f"{self._worker}/{next(self._numbers)}"
+
+
+async def _close(name: str, session: Session) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await session.close()
+    except Exception as error:  # foreign code; nobody waits for the session any more
+        log.warning("session_not_closed", session=name, reason=f"{type(error).__name__}: {error}"[:500])

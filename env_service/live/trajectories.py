@@ -1,0 +1,94 @@
+"""What becomes of a message of a live trajectory, beside what becomes of any: it has a seat while it is worked on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidInput
+from common.messages import Message, Start, TrajectoryRef, TurnRequest, TurnResult
+from common.streams import Cell
+from env_service.conversation import Conversation
+from env_service.environment import LiveEnvironment
+from env_service.environments.catalogue import Catalogue
+from env_service.live.replay import replay
+from env_service.live.sessions import Seat, Sessions
+from env_service.requests import alone, seed_of
+from env_service.trajectory import Context
+from env_service.work import Work
+
+
+class Trajectories:
+    """Those of one env worker. Without `sessions` it holds none, and each fails with a reason."""
+
+    def __init__(
+        self, cell: Cell, environments: Catalogue, conversation: Conversation, sessions: Sessions | None
+    ) -> None:
+        self._cell = cell
+        self._environments = environments
+        self._conversation = conversation
+        self._sessions = sessions
+        self._counters = {"sessions": 0.0, "replays": 0.0}
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: sessions opened, and how many of them in place of lost ones."""
+        return dict(self._counters)
+
+    async def take_seat(self, message: Message, doing: Work) -> None:
+        """Waits for the seat of the message's session, or for a free one if it needs that."""
+        match message, self._sessions:
+            case TurnResult(request=request), Sessions() as sessions if request.session:
+                doing.seat = await sessions.take(message, request.session, request.turn, doing)
+            case Start(samples=(_,)), Sessions() as sessions if self._environments.is_live(message.env):
+                doing.seat = await sessions.take(message, "", 0, doing)
+            case _:
+                pass
+
+    def leave_seat(self, doing: Work) -> None:
+        if doing.seat and self._sessions:
+            self._sessions.leave(doing.seat)
+
+    def put_back(self, seat: Seat | None) -> str:
+        """The stream for a message that waited too long for a slot: this worker's own, if it holds the session."""
+        if seat is None or seat.session is None:
+            return self._cell.env
+        seat.stays = True
+        return self._cell.holder(seat.name)
+
+    def split(self, start: Start) -> list[Start]:
+        """A Start for each sample, so that each waits for a seat of its own, at any worker; none if the Start can be worked on."""
+        return alone(start) if len(start.samples) > 1 and self._environments.is_live(start.env) else []
+
+    async def begin(
+        self, environment: LiveEnvironment, item: dict[str, Any], of: Start | TrajectoryRef, doing: Work
+    ) -> Seat:
+        """Opens a session in the message's seat."""
+        if doing.seat is None:
+            raise InvalidInput("this worker holds no live sessions")
+        await doing.seat.open(environment, item, seed_of(of, "environment"))
+        self._counters["sessions"] += 1
+        return doing.seat
+
+    async def go_on(self, environment: LiveEnvironment, result: TurnResult, context: Context, doing: Work) -> Seat:
+        """The trajectory's session; if it is not here, a new one to which all happened that had to the old one."""
+        if self._sessions and doing.seat and self._sessions.can_go_on(doing.seat):
+            return doing.seat
+        seat = await self.begin(environment, context.item, result.request.trajectory, doing)
+        self._counters["replays"] += 1
+        seat.replaying = True
+        await replay(seat, result, context, self._conversation)
+        seat.replaying = False
+        return seat
+
+    def unpublished(self, outputs: Sequence[tuple[str, Message]]) -> None:
+        for _, message in outputs:
+            if self._sessions and isinstance(message, TurnRequest):
+                self._sessions.unpublished(message.session)
+
+
+def in_session(request: TurnRequest, seat: Seat | None) -> TurnRequest:
+    """The request of a trajectory that goes on in this seat's session, if it has one."""
+    if seat is None:
+        return request
+    seat.stays = True
+    return msgspec.structs.replace(request, session=seat.name)

@@ -1,0 +1,15 @@
+"""Runs environments of the package `verifiers`, unmodified: each model request of theirs becomes a turn of ours.
+
+    environment ─ open, step ─► process ─ lines over a socket ─► host ─► verifiers' own rollout
+                                                                  ▲              │ asks its model: HTTP on this machine
+                                                                  └──────────────┘
+
+A package lives in a Python environment of its own, so `host.py` runs there and imports nothing of ours.
+
+Its files:
+
+    environment.py   the live environment; operators subclass it, for each package that jobs may name
+    session.py       one trajectory: requests become prompts, turns their answers
+    process.py       starts the hosts, speaks with them, ends those that are idle
+    host.py          the program that runs in the package's Python environment
+"""

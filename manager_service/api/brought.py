@@ -1,0 +1,53 @@
+"""Adapters that tenants upload, to start jobs from: checks the file, and later that it fits the job's base model."""
+
+import asyncio
+
+import msgspec
+from fastapi import UploadFile
+
+from common.errors import InvalidInput
+from manager_service.api.context import Api, Base
+from manager_service.api.file_store import content_of
+from manager_service.api.reading.adapters import Found, check_finite, header_bytes, refuse_pickle
+from manager_service.api.reading.helpers import SLICE_BYTES
+from manager_service.api.reading.tasks import ReadAdapter
+from manager_service.records import Brought, TenantRecord
+
+PREFIX = "model.layers."
+
+
+async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> Brought:
+    """Raises InvalidInput for what is no adapter that a job could start from. `config`: the text of adapter_config.json."""
+    if config is None:
+        raise InvalidInput(
+            "send the text of adapter_config.json too, as the form's field adapter_config", param="adapter_config"
+        )
+    read, size = await content_of(file)
+    start = await read(0, 8)
+    refuse_pickle(file.filename or "", start)
+    data_at = header_bytes(start, size)
+    header = await read(0, data_at)
+    task = ReadAdapter(header, size, config)
+    found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header)), Found)
+    for at in range(data_at, size, SLICE_BYTES):
+        await asyncio.to_thread(check_finite, await read(at, min(SLICE_BYTES, size - at)), found.dtype)
+    return found.adapter
+
+
+def check_fits(adapter: Brought, base: Base) -> None:
+    """Raises InvalidInput if the base has other layers. A manager without the base's weights leaves that to the trainer."""
+    there = {name.removeprefix(PREFIX): s for name, s in base.weights.shapes.items() if name.startswith(PREFIX)}
+    if not there:
+        return
+    num_layers = 1 + max(int(name.partition(".")[0]) for name in there)
+    if adapter.num_layers != num_layers:
+        raise _misfit(base, f"it is for {adapter.num_layers} layers, and the base has {num_layers}")
+    for leaf, shape in adapter.shapes.items():
+        shapes = {of for name, of in there.items() if name.rpartition(".")[2] == leaf}
+        if shapes != {shape}:
+            known = ", ".join(f"{of[0]} x {of[1]}" for of in sorted(shapes)) or "not there"
+            raise _misfit(base, f"its {leaf} is {shape[0]} x {shape[1]}, the base's {known}")
+
+
+def _misfit(base: Base, reason: str) -> InvalidInput:
+    return InvalidInput(f"the adapter does not fit {base.name!r}: {reason}", param="adapter_file", code="wrong_adapter")

@@ -1,0 +1,66 @@
+"""`marlaas`: the commands, and the one place where an error becomes a line and an exit status."""
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from marlaas_client.cli import account, chat, jobs, models, pull, receivers, samples, submit, watch
+from marlaas_client.cli.output import visible
+from marlaas_client.errors import ClientError
+
+LINE_END = "\n"
+"""An error may show the last lines of a log."""
+COMMANDS: tuple[Callable[..., None], ...] = (
+    submit.submit,
+    jobs.jobs,
+    watch.watch,
+    jobs.events,
+    jobs.logs,
+    jobs.cancel,
+    jobs.pause,
+    jobs.resume,
+    pull.pull,
+    samples.samples,
+    account.ledger,
+    account.usage,
+    receivers.loggers,
+    receivers.webhooks,
+    models.models,
+    chat.chat,
+)
+"""Each is called as its function is."""
+
+
+def make_app(*operators: Callable[..., None]) -> typer.Typer:
+    """The user's commands; below them `operators`, more of an operator's, or in place of those of the same names."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Train LoRA adapters of a shared base model by reinforcement learning, as a service.",
+    )
+    for command in (*COMMANDS, *operators):
+        app.command(command.__name__)(command)
+    return app
+
+
+def run(program: Callable[[], None], *errors: type[Exception]) -> None:
+    """Exit status: 0, 1 for an error of these kinds (said in one line on standard error), 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        program()
+    except errors as error:
+        typer.secho(f"error: {visible(str(error), keep=LINE_END)}", fg="red", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `marlaas events … | head`
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def main() -> None:
+    run(make_app(), ClientError)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""`submit`: upload the files and create a job."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, cast
+
+import typer
+
+from marlaas_client.cli.jobs import print_status
+from marlaas_client.cli.options import Data, Json, Url, connect, connect_operator
+from marlaas_client.cli.output import print_json, say
+from marlaas_client.cli.watch import watch_jobs
+from marlaas_client.client import Client
+from marlaas_client.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
+from marlaas_client.errors import InvalidInput
+from marlaas_client.records import Record
+from marlaas_client.submission import Method, content_of, grader_of, request_of
+
+Dataset = Annotated[
+    str | None,
+    typer.Option(help="Instead of FILE: a folder, or a dataset of the hub, NAME[:CONFIGURATION][@REVISION]."),
+]
+SplitName = Annotated[str, typer.Option(help="Of the dataset.")]
+ValidationSplit = Annotated[str | None, typer.Option(help="Of the dataset: held-out items.")]
+Prompt = Annotated[str | None, typer.Option(help="The column that says what is asked.")]
+Answer = Annotated[str | None, typer.Option(help="The column that becomes the field `answer`.")]
+Completion = Annotated[str | None, typer.Option(help="The column that a supervised job learns.")]
+Kept = Annotated[str | None, typer.Option(help="The other columns that are kept, by commas. Default: all.")]
+Hyper = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="key=value, may be repeated; lists as JSON: --hyper max_steps=40 --hyper 'lora_targets=[\"q_proj\"]'"
+    ),
+]
+Start = Annotated[
+    Path | None, typer.Option(help="A folder with an adapter of the base model in PEFT's form, to go on from.")
+]
+
+Log = Annotated[
+    list[str] | None, typer.Option(help="Send the figures to wandb:PROJECT, or trackio:PROJECT; may be repeated.")
+]
+
+
+def submit(
+    file: Annotated[
+        Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")
+    ] = None,
+    validation: Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")] = None,
+    dataset: Dataset = None,
+    split: SplitName = "train",
+    validation_split: ValidationSplit = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    completion: Completion = None,
+    columns: Kept = None,
+    method: Annotated[
+        Method, typer.Option(help="supervised: the file's own answers are learned, and nothing is sampled.")
+    ] = "reinforcement",
+    grader: Annotated[
+        str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')
+    ] = None,
+    hyper: Hyper = None,
+    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
+    adapter: Start = None,
+    log: Log = None,
+    suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what the job would need, and create none.")] = False,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Train an adapter on a file of items."""
+    how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
+    mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
+    training, held_out = sources(file, validation, dataset, split, validation_split)
+    with connect(url, data) as client, connect_operator(url, data) as operator:
+        request = request_of(
+            method,
+            how,
+            model=model,
+            training_file=upload(client, training, mapped) if training else None,
+            validation_file=upload(client, held_out, mapped) if held_out else None,
+            adapter_file=client.upload_adapter(adapter)["id"] if adapter else None,
+            suffix=suffix,
+            seed=seed,
+            log=log or (),
+        )
+        if estimate or not as_json:
+            show_estimate(client.estimate(request), as_json=as_json)
+        if estimate:
+            return
+        job = client.create(request)
+        print_json(job) if as_json else print_status(job)
+        if watch:
+            watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
+
+
+def method_of(grader: str | None, environment: str | None, hyper: list[str], *, supervised: bool = False) -> Record:
+    """`method.reinforcement`, or `method.supervised`, of the request. Raises InvalidInput if the options do not parse."""
+    method: Record = {}
+    if supervised and (grader or environment):
+        raise InvalidInput("a supervised job learns the file's own answers: leave out --grader and --environment")
+    if grader:
+        method["grader"] = parse_grader(grader)
+    if environment:
+        method["environment"] = parse_environment(environment)
+    if not method and not supervised:
+        raise InvalidInput(
+            "say how answers are judged: --grader string_check:answer, or --environment calculator;"
+            " or learn the file's own answers: --method supervised"
+        )
+    if hyper:
+        method["hyperparameters"] = dict(map(parse_hyper, hyper))
+    return method
+
+
+def parse_grader(text: str) -> Record:
+    """JSON, `@file`, or `type:field`. Raises InvalidInput."""
+    if text.startswith("@"):
+        return _json("--grader", _read(Path(text[1:])))
+    if text.lstrip().startswith("{"):
+        return _json("--grader", text)
+    return grader_of(text)
+
+
+def parse_environment(text: str) -> Record:
+    """JSON, or a name alone. Raises InvalidInput."""
+    return _json("--environment", text) if text.lstrip().startswith("{") else {"name": text}
+
+
+def parse_hyper(text: str) -> tuple[str, Any]:
+    """`max_steps=40` -> ("max_steps", 40); a value that is not JSON is a string. Raises InvalidInput."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise InvalidInput(f"--hyper {text}: write key=value")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _json(option: str, text: str) -> Record:
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(f"{option}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{option}: must be a JSON object")
+    return cast(Record, value)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+
+
+def show_estimate(found: Record, *, as_json: bool) -> None:
+    if as_json:
+        return print_json(found)
+    parts = [f"{found['num_steps']:,} steps", f"{found['num_trajectories']:,} trajectories"]
+    parts += [f"about {found['tokens']:,} tokens, at most {found['max_tokens']:,}"]
+    if found["seconds"] is not None:
+        parts.append(f"about {spent(found['seconds'])} if nothing else runs")
+    within = found["steps_within_limit"]
+    if within is not None and within < found["num_steps"]:
+        parts.append(f"max_tokens_total ends it after about {within:,} steps")
+    say(f"estimate: {'; '.join(parts)}", err=True)
+
+
+def spent(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.5 h`"""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """A part of a dataset."""
+
+    dataset: str
+    name: str
+
+
+Source = Path | Split
+CONVERTED = ".parquet"
+"""Files of this kind are always converted here; others if their columns are named."""
+
+
+def sources(
+    file: Path | None, validation: Path | None, dataset: str | None, split: str, validation_split: str | None
+) -> tuple[Source | None, Source | None]:
+    """Where the items and the held-out ones are. Raises InvalidInput for options that exclude each other."""
+    if dataset is None:
+        if validation_split:
+            raise InvalidInput("--validation-split is a part of a --dataset: name one, or give --validation FILE")
+        return file, validation
+    if file or (validation and validation_split):
+        raise InvalidInput("give FILE or --dataset, and --validation or --validation-split, one of each")
+    return Split(dataset, split), Split(dataset, validation_split) if validation_split else validation
+
+
+def mapping(fields: dict[str, str | None], columns: str | None) -> Columns:
+    given = {field: column for field, column in fields.items() if column}
+    return Columns(given, None if columns is None else frozenset(filter(None, columns.split(","))))
+
+
+def upload(client: Client, source: Source, columns: Columns) -> str:
+    """The id of the file that the API made of it. Raises InvalidInput, with row and column."""
+    if isinstance(source, Split):
+        name = re.sub(r"[^\w.-]+", "_", f"{Path(source.dataset).name}-{source.name}.jsonl")
+        rows = rows_of_dataset(source.dataset, source.name)
+    elif source.suffix.lower() == CONVERTED or columns != Columns():
+        name, rows = f"{source.stem}.jsonl", rows_of_file(source)
+    else:
+        return client.upload(*content_of(source))["id"]
+    with as_jsonl(rows, columns) as file:
+        return client.upload(name, file)["id"]

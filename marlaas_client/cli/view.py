@@ -1,0 +1,133 @@
+"""Live tables, one line a job, one line a worker; and events, one line each."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from marlaas_client.cli.output import cells, clock, console, cut, status, table, visible
+from marlaas_client.cli.progress import JobProgress, sparkline
+from marlaas_client.records import Record
+
+SHOWN_METRICS = (
+    "step",
+    "reward_mean",
+    "eval_reward_mean",
+    "eval_loss",
+    "loss",
+    "kl",
+    "grad_norm",
+    "step_tokens",
+    "staleness",
+)
+CURVE_WIDTHS = (8, 20)
+BESIDE_CURVE = 70
+"""Characters of a line that the other columns need."""
+MAX_MESSAGE = 400
+"""Characters of an event that are shown; `--json` gives all."""
+BUSY_WIDTH = 8
+MAX_TENANTS = 6
+
+
+def jobs_view(jobs: Iterable[JobProgress], now: float) -> RenderableType:
+    """`now`: of the same clock as in `Progress.add`."""
+    shown = table("job", "status", "step", "reward", "curve", "tokens/s", "eval", right=["step", "reward", "tokens/s"])
+    least, most = CURVE_WIDTHS
+    width = max(least, min(most, console.width - BESIDE_CURVE))
+    for job in jobs:
+        row = cells(_steps(job), _reward(job.reward), sparkline(job.rewards, width), _rate(job, now), evals(job))
+        shown.add_row(*cells(name(job)), status(job.status), *row)
+    return shown
+
+
+def workers_view(workers: Iterable[Record]) -> Table:
+    shown = table("worker", "state", "busy", "works for")
+    for worker in sorted(workers, key=lambda w: (str(w["service"]), str(w["id"]))):
+        row = cells(_state(worker), busy_bar(worker.get("busy") or 0.0), _work(worker))
+        shown.add_row(*cells(f"{worker['service']} {worker['pid']}"), *row)
+    return shown
+
+
+def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:
+    """Below the jobs their newest warnings, and the workers as long as a job runs and they are told."""
+    shown = list(jobs)
+    workers = [] if all(job.has_ended for job in shown) else list(workers)
+    warnings = [Text(visible(warning_line(job, job.warning)), "yellow") for job in shown if job.warning]
+    return Group(jobs_view(shown, now), *warnings, *([workers_view(workers)] if workers else []))
+
+
+def plain_line(job: JobProgress, now: float) -> str:
+    """The row of the table as one plain line, for a pipe."""
+    figure = (
+        f"loss {job.loss:.4f}"
+        if job.reward is None and job.loss is not None
+        else f"reward {_reward(job.reward) or '-'}"
+    )
+    rate = "" if job.has_ended else f", {_rate(job, now)} tokens/s"
+    return f"{name(job)}: {job.status}, step {_steps(job)}, {figure}{rate}"
+
+
+def warning_line(job: JobProgress, warning: Record) -> str:
+    """`acme/add: 12:30:05  warn: …`"""
+    return f"{name(job)}: {event_line(warning)}"
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """`12:30:05  step 3  reward_mean 0.61 …`, or the event's message; both if it warns."""
+    values: dict[str, Any] = event.get("data") or {}
+    figures = [f"{name} {_short(values[name])}" for name in SHOWN_METRICS if values.get(name) is not None]
+    shown = figures if event.get("type") == "metrics" else []
+    level, message = event.get("level", "info"), cut(event["message"], MAX_MESSAGE)
+    if level == "info":
+        return f"{clock(event['created_at'])}  {'  '.join(shown) or message}"
+    return "  ".join([clock(event["created_at"]), f"{level}: {message}", *shown])
+
+
+def name(job: JobProgress) -> str:
+    """`acme/add`, or the job's id."""
+    return f"{job.tenant}/{job.label}" if job.label and job.tenant else job.label or job.job
+
+
+def evals(job: JobProgress) -> str:
+    """`0.52 → 0.97`"""
+    if job.eval_before is None:
+        return ""
+    after = f" → {job.eval_after:.2f}" if job.eval_after is not None else ""
+    return f"{job.eval_before:.2f}{after}"
+
+
+def busy_bar(share: float) -> str:
+    """`███░░░░░  38 %`"""
+    full = round(share * BUSY_WIDTH)
+    return f"{'█' * full}{'░' * (BUSY_WIDTH - full)} {share:4.0%}"
+
+
+def _state(worker: Record) -> str:
+    """`busy` also for a worker that paused just when it told its state."""
+    return "busy" if worker["state"] == "idle" and (worker.get("busy") or 0.0) >= 0.01 else str(worker["state"])
+
+
+def _work(worker: Record) -> str:
+    """`acme, bluebird`: the tenants that it worked for in the last second."""
+    work: list[Record] = worker.get("working_for") or []
+    tenants = sorted({str(one["tenant"]) for one in work})
+    more = f" and {len(tenants) - MAX_TENANTS} more" if len(tenants) > MAX_TENANTS else ""
+    return ", ".join(tenants[:MAX_TENANTS]) + more
+
+
+def _steps(job: JobProgress) -> str:
+    return f"{job.step}/{job.num_steps}" if job.num_steps else str(job.step)
+
+
+def _reward(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _rate(job: JobProgress, now: float) -> str:
+    return "" if job.has_ended else f"{job.tokens_per_s(now):,.0f}"

@@ -1,0 +1,1 @@
+"""Tests of `marlaas_client`; `tests/manager/test_cli.py` has those of its command line."""

@@ -1,0 +1,195 @@
+"""Env workers as processes that hold live sessions, killed and stopped in the middle of trajectories."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.bus import Bus, Out
+from common.handlers import Beat
+from common.messages import Failure, ScoredTrajectory, TurnRequest
+from common.streams import GROUP_ROLLOUT, Cell
+from common.tasks import running
+from common.telemetry import Reporter
+from common.worker import Inbox, Worker
+from harness.standin import StandIn
+from tests.env.test_env_handler import result_of, start_of
+from tests.support.live_environments import install
+
+pytestmark = pytest.mark.timeout(120)
+CELL = Cell("tiny")
+NUM = 12
+LEASE_S = 1.5
+
+
+class Scripted(StandIn):
+    """A rollout that says 10 in each turn; from the second turn on only once the test lets it."""
+
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        self.waiting = 0
+
+    async def __call__(self, message: TurnRequest, beat: Beat) -> list[Out]:
+        self.waiting += 1
+        while message.turn and not self.goes_on.is_set():
+            beat()
+            await asyncio.sleep(0.05)
+        return [(CELL.holder(message.session), result_of(message, "10<|end|>"))]
+
+
+class Cluster:
+    """Processes of env workers, a scripted rollout, and the trajectories that were scored."""
+
+    def __init__(self, bus: Bus, folder: Path, redis_url: str, stack: ExitStack) -> None:
+        self.bus = bus
+        self.rollout = Scripted()
+        self.story = folder / "story"
+        self._folder = folder
+        self._redis_url = redis_url
+        self._stack = stack
+        self._path = install(folder / "installed")
+
+    def env_worker(self) -> "subprocess.Popen[bytes]":
+        settings = {
+            "REDIS_URL": self._redis_url,
+            "STORE_URL": (self._folder / "store").as_uri(),
+            "LEASE_S": str(LEASE_S),
+            "WEAK_SANDBOX": "1",
+            "LOG_LEVEL": "warning",
+        }
+        environment = {f"MARLAAS_{name}": value for name, value in settings.items()}
+        path = os.pathsep.join([str(self._path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "env_service"], env={**os.environ, **environment, "PYTHONPATH": path}
+        )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    async def begin(self, name: str) -> None:
+        """Asks for trajectories, and waits until each has had its first turn."""
+        args = {"story": str(self.story)}
+        groups = [
+            start_of(name, args, item={"number": group}, group=group, samples=(0, 1, 2), id=f"job1/{group}/0/0")
+            for group in range(NUM // 3)
+        ]
+        await self.bus.publish([(CELL.env, start) for start in groups])
+        await self.until(lambda: self.rollout.waiting >= 2 * NUM)
+
+    async def ended(self) -> dict[str, ScoredTrajectory]:
+        """All trajectories, once each of them has ended. Nothing more comes."""
+        await self.until(lambda: self.bus.client.xlen(CELL.scored(3)), NUM)
+        await self.until(lambda: self.bus.client.xlen(CELL.env), 0)
+        found = [message for _, message in await self.bus.follow(CELL.scored(3), "0", block_ms=None)]
+        scored = {message.trajectory.key(): message for message in found if isinstance(message, ScoredTrajectory)}
+        assert len(scored) == len(found) == NUM
+        return scored
+
+    async def until(self, look: Callable[[], Any], wanted: Any = True) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                found = look()
+                if (await found if asyncio.iscoroutine(found) else found) == wanted:
+                    return
+                await asyncio.sleep(0.05)
+
+    def told(self, pid: int, sessions: Collection[str] = ()) -> Counter[str]:
+        """How often each event happened in a process, to some of its sessions or to all."""
+        lines = [line.split() for line in self.story.read_text().splitlines()]
+        return Counter(words[1] for words in lines if words[0] == str(pid) and (not sessions or words[2] in sessions))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def cluster(bus: Bus, tmp_path: Path, redis_url: str, stack: ExitStack) -> AsyncIterator[Cluster]:
+    cluster = Cluster(bus, tmp_path, redis_url, stack)
+    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
+    reporter = Reporter("rollout-1", "rollout", "tiny", slots=2 * NUM)
+    worker = Worker(bus, cluster.rollout, inboxes=inboxes, reporter=reporter, lease_s=LEASE_S)
+    stop = asyncio.Event()
+    async with running(worker.run(stop)):
+        yield cluster
+        stop.set()
+
+
+async def test_trajectories_of_a_killed_worker_are_replayed_and_end_once(cluster: Cluster) -> None:
+    # Given trajectories in the middle of sessions of one worker
+    killed = cluster.env_worker()
+    await cluster.begin("adding")
+    # When it is killed, and another one is there
+    killed.kill()
+    killed.wait()
+    other = cluster.env_worker()
+    cluster.rollout.goes_on.set()
+    # Then each ends once, as if nothing had happened
+    scored = await cluster.ended()
+    assert {key: each.reward for key, each in scored.items()} == {
+        f"{group}/{sample}": (group + 30) / 100 for group in range(NUM // 3) for sample in range(3)
+    }
+    assert cluster.told(killed.pid) == {"open": NUM, "step": NUM}
+    assert cluster.told(other.pid) == {"open": NUM, "step": 3 * NUM, "close": NUM}
+
+
+async def test_trajectories_that_a_replay_shows_something_else_are_masked(cluster: Cluster) -> None:
+    killed = cluster.env_worker()
+    await cluster.begin("forgetful")
+    killed.kill()
+    killed.wait()
+    cluster.env_worker()
+    cluster.rollout.goes_on.set()
+    reason = (
+        "the trajectory's session was lost, and its replay failed: "
+        "the environment now shows the model something else before turn 2"
+    )
+    scored = await cluster.ended()
+    assert {(each.reward, each.failure) for each in scored.values()} == {(None, Failure("infrastructure", reason))}
+
+
+async def test_a_worker_that_was_stopped_for_long_goes_on_with_none_of_its_sessions(cluster: Cluster) -> None:
+    # Given a worker that is stopped for so long that another replays its trajectories
+    stopped = cluster.env_worker()
+    await cluster.begin("adding")
+    stopped.send_signal(signal.SIGSTOP)
+    sessions = {line.split()[2] for line in cluster.story.read_text().splitlines()}
+    other = cluster.env_worker()
+    cluster.rollout.goes_on.set()
+    scored = await cluster.ended()
+    assert {each.failure for each in scored.values()} == {None}
+    assert cluster.told(other.pid)["step"] == 3 * NUM
+    # When it goes on
+    stopped.send_signal(signal.SIGCONT)
+    # Then it closes its sessions, without a step
+    await cluster.until(lambda: cluster.told(stopped.pid, sessions)["close"], NUM)
+    assert cluster.told(stopped.pid, sessions) == {"open": NUM, "step": NUM, "close": NUM}
+    # And works again
+    other.terminate()
+    other.wait()
+    await cluster.bus.client.delete(CELL.scored(3))
+    await cluster.begin("adding")
+    assert {each.failure for each in (await cluster.ended()).values()} == {None}
+
+
+async def test_a_worker_that_ends_leaves_its_trajectories_to_others(cluster: Cluster) -> None:
+    leaving = cluster.env_worker()
+    await cluster.begin("adding")
+    leaving.terminate()
+    leaving.wait()
+    assert cluster.told(leaving.pid) == {"open": NUM, "step": NUM, "close": NUM}
+    cluster.rollout.goes_on.set()
+    await cluster.until(lambda: cluster.bus.client.xlen(CELL.env), NUM)
+    cluster.env_worker()
+    assert {each.failure for each in (await cluster.ended()).values()} == {None}
+    assert len(await cluster.bus.client.keys(CELL.env_worker("*"))) == 1, "that of the worker that is there"

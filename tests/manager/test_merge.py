@@ -1,0 +1,155 @@
+"""Merged weights beside PEFT's, and adapters that fit no base."""
+
+import io
+import json
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import InvalidInput
+from common.settings import TINY
+from manager_service.cli.merge import base_of, floats, merge, stored
+from tests.manager.test_cli import FakeApi, api, run
+from tests.support.rollout_cases import files_of
+
+__all__ = ["api"]
+
+
+def adapter(folder: Path, **options: Any) -> Path:
+    folder.mkdir()
+    for name, content in files_of(5, **{"rank": 6, "alpha": 24.0, **options}).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def by_peft(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    from peft import PeftModel  # imported here: it takes seconds
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload().state_dict()
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def in_shards(folder: Path, dtype: torch.dtype) -> Path:
+    """The base model in another dtype, in several files."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype)
+    model.save_pretrained(folder, max_shard_size="400KB")
+    return folder
+
+
+def test_merged_weights_are_pefts(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    names = merge(folder, TINY, tmp_path / "merged")
+    merged, expected, before = tensors_in(tmp_path / "merged"), by_peft(TINY, folder), tensors_in(TINY)
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"} <= set(names)
+    assert merged.keys() == before.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    changed = {name.split(".")[-2] for name in merged if not torch.equal(merged[name], before[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_in_half_precision_and_several_files_keeps_its_form(tmp_path: Path, dtype: torch.dtype) -> None:
+    base, folder = in_shards(tmp_path / "base", dtype), adapter(tmp_path / "adapter", targets=("q_proj", "up_proj"))
+    names = merge(folder, base, tmp_path / "merged")
+    merged, expected, factors = tensors_in(tmp_path / "merged"), by_peft(base, folder), tensors_in(folder)
+    assert len([name for name in names if name.endswith(".safetensors")]) > 2
+    for name, before in tensors_in(base).items():
+        assert merged[name].dtype == dtype
+        a = factors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
+        if a is None:
+            assert torch.equal(merged[name], before)
+            continue
+        b = factors[f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"]
+        torch.testing.assert_close(merged[name], (before.float() + 4 * (b @ a)).to(dtype), rtol=2**-7, atol=0)
+        torch.testing.assert_close(merged[name].float(), expected[name].float(), rtol=2**-6, atol=2**-9)
+
+
+def test_bfloat16_is_rounded_as_torch_rounds() -> None:
+    values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    halves = np.array([0x3F808000, 0x3F818000, 0x80000000, 0x7F7F7FFF], np.uint32).view(
+        np.float32
+    )  # two lie in the middle
+    for given in (values, halves):
+        expected = torch.from_numpy(given).to(torch.bfloat16)
+        assert floats(stored(given, "BF16"), "BF16").tolist() == expected.float().tolist()
+
+
+def refused(tmp_path: Path, folder: Path, base: Path = TINY) -> str:
+    with pytest.raises(InvalidInput) as error:
+        merge(folder, base, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists(), "nothing is left"
+    return str(error.value)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_layer(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    base = tmp_path / "base"
+    shutil.copytree(TINY, base)
+    weights = load_file(base / "model.safetensors")
+    fewer = {name: tensor for name, tensor in weights.items() if ".layers.3." not in name}
+    save_file(fewer, base / "model.safetensors")
+    assert "there is no model.layers.3." in refused(tmp_path, folder, base)
+    deeper = weights | {
+        name.replace(".3.", ".4."): tensor.clone() for name, tensor in weights.items() if ".layers.3." in name
+    }
+    save_file(deeper, base / "model.safetensors")
+    assert "the adapter has no factors for model.layers.4." in refused(tmp_path, folder, base)
+    wider = weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros(384, 64)}
+    save_file(wider, base / "model.safetensors")
+    assert "model.layers.0.mlp.up_proj has the shape [384, 64], and the factors make [384, 128]" in refused(
+        tmp_path, folder, base
+    )
+    save_file(
+        weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros(384, 128, dtype=torch.int8)},
+        base / "model.safetensors",
+    )
+    assert "has the dtype I8" in refused(tmp_path, folder, base)
+    save_file({name: tensor.half() for name, tensor in weights.items()}, base / "model.safetensors")
+    huge = adapter(tmp_path / "huge", size=1e7)
+    assert "no finite numbers of dtype F16" in refused(tmp_path, huge, base)
+    (base / "model.safetensors").write_bytes((TINY / "model.safetensors").read_bytes()[:-10])
+    assert "its header describes" in refused(tmp_path, folder, base)
+    (base / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refused(tmp_path, folder, base)
+
+
+def test_the_base_is_found_by_what_the_adapter_says(tmp_path: Path) -> None:
+    tiny = {"base_model_name_or_path": "tiny"}
+    assert base_of(tiny, None, "tiny") == TINY
+    assert base_of(tiny, str(tmp_path), "tiny") == tmp_path
+    with pytest.raises(InvalidInput, match="where is the base model 'q'"):
+        base_of({"base_model_name_or_path": "q"}, None, "tiny")
+
+
+def test_pull_merges_what_it_downloads(api: type[FakeApi], tmp_path: Path) -> None:
+    buffer, to = io.BytesIO(), tmp_path / "merged"
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in files_of(5).items():
+            archive.writestr(name, content)
+    api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/checkpoints/3/content"): buffer.getvalue()}
+    words = ("pull", "ftjob-1", "--version", "3", "--merged", str(to))
+    assert "model.safetensors" in json.loads(run(*words, "--json"))["files"]
+    assert sorted(file.name for file in to.iterdir()) == sorted(
+        json.loads(run(*words[:-1], str(tmp_path / "b"), "--json"))["files"]
+    )
+    with pytest.raises(InvalidInput, match="there is something already"):
+        run(*words)
+    with pytest.raises(InvalidInput, match="--base goes with --merged"):
+        run("pull", "ftjob-1", "--version", "3", "--base", str(TINY))

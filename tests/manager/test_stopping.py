@@ -1,0 +1,172 @@
+"""Training that ends early: at a target, on a plateau, or where the tokens of a job are used up."""
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.bus import Bus
+from common.environments import SUPERVISED
+from common.messages import EnvSpec, Start
+from common.objects import Objects
+from harness.standin import create_job, job_spec, ledger_of, until_status
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.items import Items
+from manager_service.jobs.job import Job
+from manager_service.jobs.stopping import WINDOW, end_of, note_evaluation, note_step
+from manager_service.records import JobSpec, JobState
+from tests.common.test_worker import until
+from tests.manager.test_job import CELL, World
+from tests.manager.test_owner import System
+from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
+
+
+def reason_after(spec: JobSpec, rewards: Sequence[float | None]) -> tuple[str, int] | None:
+    """Why training ends, and after which step, if steps have these rewards."""
+    state = JobState(status="running")
+    for step, reward in enumerate(rewards, 1):
+        state.version, state.last_reward, state.last_loss = step, reward, reward
+        note_step(spec, state)
+        if found := end_of(spec, state, steps_sent=step):
+            assert found[0].version == step
+            return found[0].reason, step
+    return None
+
+
+def test_the_mean_of_the_last_steps_is_compared_with_the_target() -> None:
+    spec = job_spec(num_steps=100, target_reward=0.75)
+    assert reason_after(spec, [0.5, 1.0] * 20) == ("target_reward", 6)
+    assert reason_after(spec, [1.0] * (WINDOW - 1)) is None, "too few steps to say"
+    assert reason_after(spec, [0.5, None, 0.5, 1.0, None, 1.0, 1.0]) == ("target_reward", 7), "no signal is no reward"
+    assert reason_after(job_spec(num_steps=WINDOW, target_reward=0.75), [1.0] * WINDOW) is None, "it ends anyway"
+
+
+def test_a_plateau_is_so_many_steps_without_a_better_mean() -> None:
+    rising = [n / 100 for n in range(20)]
+    assert reason_after(job_spec(num_steps=100, plateau_steps=4), [*rising, *[0.1] * 30]) == ("plateau", 24)
+    slow = job_spec(num_steps=100, plateau_steps=4, plateau_delta=0.1)
+    assert reason_after(slow, rising) == ("plateau", WINDOW + 4), "it rises by 0.01 a step"
+    assert reason_after(job_spec(num_steps=100, plateau_steps=50), [0.1] * 40) is None
+
+
+def test_a_loss_is_better_when_it_is_smaller() -> None:
+    spec = msgspec.structs.replace(job_spec(num_steps=100, plateau_steps=4), env=EnvSpec(SUPERVISED))
+    falling = [5 - n / 10 for n in range(40)]
+    assert reason_after(spec, falling) is None
+    assert reason_after(spec, falling[::-1]) == ("plateau", WINDOW + 4)
+
+
+def test_evaluations_are_compared_where_there_are_some_between_steps() -> None:
+    spec = msgspec.structs.replace(
+        job_spec(num_steps=100, target_reward=0.75, plateau_steps=4, eval_interval=2), num_eval_items=1
+    )
+    state = JobState(status="running", version=2, last_reward=1.0)
+    for _ in range(WINDOW):
+        note_step(spec, state)
+    note_evaluation(spec, state, 0, 0.9)
+    assert end_of(spec, state, 3) is None, "neither steps nor the base model's evaluation count"
+    note_evaluation(spec, state, 2, 0.74)
+    note_evaluation(spec, state, 4, None)
+    assert end_of(spec, state, 3) is None
+    note_evaluation(spec, state, 4, 0.75)
+    found = end_of(spec, state, steps_sent=6)
+    assert found and found[0].version == 6, "a step under way is finished"
+    assert found[1] == "the evaluation's mean reward is 0.75, and target_reward 0.75"
+
+
+LIMITED: list[dict[str, Any]] = [
+    {"max_tokens_total": 300},
+    {"plateau_steps": 2},
+    {"max_tokens_total": 600, "max_staleness": 2},
+]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**9), st.sampled_from(LIMITED))
+def test_a_job_that_stops_settles_every_trajectory(seed: int, limits: dict[str, Any]) -> None:
+    spec = job_spec(num_steps=50, batch_size=3, group_size=4, **limits)
+    world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()), metrics={"reward_mean": 0.5})
+    changes = Changes()
+    world.job.queue(0, changes)
+    world.job.start(0, changes)
+    world.apply(changes)
+    for _ in range(3000):
+        world.turn()
+        if world.job.settled:
+            break
+    state = world.job.state
+    assert state.status == "succeeded" and state.stop and world.open == set()
+    assert state.version == state.stop.version == len({step.adapter for step in world.steps}) < 50
+
+
+@pytest.fixture
+async def system(bus: Bus, objects: Objects) -> AsyncIterator[System]:
+    system = System(bus, objects)
+    await system.start()
+    yield system
+    await system.stop()
+
+
+async def test_a_job_that_reaches_its_target_succeeds_and_says_why(system: System) -> None:
+    spec = job_spec(num_steps=30, target_reward=0.5)  # what the stand-in trainer says of every step
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "succeeded", "failed")
+    assert (state.status, state.version) == ("succeeded", WINDOW)
+    told = [(event.message, event.data) for event in await system.events(spec.id) if event.type == "message"]
+    said = (
+        f"Training ends early, with version {WINDOW}: the mean reward of the last 5 steps is 0.5, and target_reward 0.5"
+    )
+    assert (said, {"code": "target_reward", "version": WINDOW}) in told
+    assert (await ledger_of(system.bus, spec.id))["trained"] == WINDOW * 16
+
+
+async def test_a_job_ends_before_it_uses_more_tokens_than_it_may(system: System) -> None:
+    spec = job_spec(num_steps=30, max_tokens_total=150)  # a step has 16 trajectories of 3 tokens, and 10 are trained
+    await create_job(system.bus, spec)
+    state = await until_status(system.bus, spec.id, "succeeded")
+    assert (state.version, state.tokens) == (2, 116)
+    tight = job_spec("job-b", num_steps=30, max_tokens_total=20)
+    await create_job(system.bus, tight)
+    failed = await until_status(system.bus, tight.id, "failed", "succeeded")
+    assert failed.error and failed.error.code == "max_tokens_total"
+    assert "before the first step was trained: it has used" in failed.error.message
+
+
+async def test_what_a_job_may_use_is_counted_on_by_another_owner(system: System) -> None:
+    system.env.delay_s = 0.05
+    spec = job_spec(num_steps=30, max_tokens_total=300)
+    await create_job(system.bus, spec)
+    await until(lambda: len(system.trainer.seen) >= 2)
+    await system.kill_owner()
+    system.start_owner()
+    state = await until_status(system.bus, spec.id, "succeeded", seconds=60)
+    assert (state.version, state.tokens) == (5, 290)
+
+
+async def test_evaluations_end_a_job_and_the_last_version_is_evaluated(redis_url: str, tmp_path: Path) -> None:
+    def reward(start: Start, sample: int) -> float:
+        return min(start.adapter.version, 3) / 4
+
+    async with running_api(redis_url, tmp_path / "data") as server, running_jobs(server) as env:
+        env.reward = reward
+        held_out = await upload(server.openai, jsonl(*(item(f"add {n}+1") for n in range(8))))
+        given = method(max_steps=50, batch_size=2, group_size=2, eval_interval=1, target_reward=0.7)
+        job = await server.openai.fine_tuning.jobs.create(
+            model="tiny",
+            training_file=await upload(server.openai),
+            validation_file=held_out,
+            extra_body={"method": given},
+        )
+        state = await until_status(server.bus, job.id, "succeeded", "failed")
+        assert state.status == "succeeded" and 3 <= state.version < 50 and state.evaluated == state.version
+        assert state.best_version == 3, "the first of the best"
+        shown = (await server.openai.fine_tuning.jobs.retrieve(job.id)).to_dict()
+        assert shown["stopped_early"] == "target_reward" and shown["num_steps"] == 50
+        assert shown["hyperparameters"]["target_reward"] == 0.7  # type: ignore[index]
+        counts = (await server.http.get(f"/v1/fine_tuning/jobs/{job.id}/ledger")).json()
+        assert counts["issued"] == counts["trained"] + counts["cancelled"] and counts["in_flight"] == 0

@@ -1,0 +1,1 @@
+"""The part of OpenEnv that servers use."""

@@ -1,0 +1,8 @@
+"""What an environment is."""
+
+
+class Environment:
+    SUPPORTS_CONCURRENT_SESSIONS: bool = False
+
+    def close(self) -> None:
+        return None

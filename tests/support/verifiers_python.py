@@ -1,0 +1,102 @@
+"""Real versions of `verifiers`, each in a Python environment of its own, and a model by a script for what runs in them."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from examples.verifiers_addition import make_python
+
+Said = Callable[[list[dict[str, Any]]], str]
+"""What a model answers to a conversation."""
+PROGRAM_S = 300.0
+
+
+def verifiers_python(version: str, *more: str) -> Path:
+    """An environment with this version, which is made when it is first needed. Raises RuntimeError if it cannot be made."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    names = "-".join([version, *more, f"py{sys.version_info.major}.{sys.version_info.minor}"])
+    folder = root / "marlaas" / f"verifiers-{names}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        try:
+            return make_python(folder, [f"verifiers=={version}", *more])
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RuntimeError(f"verifiers {version} cannot be installed here: {error}") from error
+
+
+def with_packages(folder: Path, python: Path, packages: Path) -> Path:
+    """An interpreter that also finds the packages in a folder, and the programs beside it."""
+    wrapper = folder / f"python-{packages.name}"
+    wrapper.write_text(f'#!/bin/sh\nPATH={python}/bin:$PATH PYTHONPATH={packages} exec {python}/bin/python "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+async def run(python: Path, *words: str, cwd: Path, key: str = "any") -> str:
+    """What a program prints. `key`: the model's, in the variable MODEL_KEY."""
+    variables = {**os.environ, "MODEL_KEY": key, "PYTHONWARNINGS": "ignore"}
+    process = await asyncio.create_subprocess_exec(
+        python, *words, env=variables, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(PROGRAM_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, err.decode()[-4000:]
+    return out.decode()
+
+
+@contextlib.contextmanager
+def model_by_script(said: Said) -> Generator[str]:
+    """The URL of a model with OpenAI's chat completions, which says what the script does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            message = {"role": "assistant", "content": said(asked["messages"])}
+            choice = {"index": 0, "delta" if asked.get("stream") else "message": message, "finish_reason": "stop"}
+            about = {"id": "chatcmpl-0", "created": 0, "model": asked["model"], "choices": [choice]}
+            if asked.get("stream"):
+                chunk = json.dumps({**about, "object": "chat.completion.chunk"})
+                self._answer("text/event-stream", f"data: {chunk}\n\ndata: [DONE]\n\n")
+            else:
+                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+                self._answer("application/json", json.dumps({**about, "object": "chat.completion", "usage": usage}))
+
+        def _answer(self, kind: str, text: str) -> None:
+            body = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def plain(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]

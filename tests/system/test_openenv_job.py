@@ -1,0 +1,19 @@
+"""An OpenEnv server through all services, on a cluster of real processes."""
+
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from examples.openenv_job import serving, train
+
+STANDIN = Path(__file__).parents[1] / "support" / "openenv_standin"
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.timeout(1800)
+async def test_answers_to_an_openenv_server_are_learned(tmp_path: Path) -> None:
+    async with serving(sys.executable, {"PYTHONPATH": str(STANDIN)}) as url:
+        rewards = await train(url, tmp_path / "data")
+    assert fmean(rewards[:3]) < 0.5 and fmean(rewards[-5:]) > 0.8, rewards
