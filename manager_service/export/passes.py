@@ -58,63 +58,93 @@ class Passes:
     timeout_s: float = TIMEOUT_S
 
     async def write(self, logger: LoggerName, order: Order) -> dict[str, Answer]:
-        """An answer for each job of the order. The key is in none of them."""
+        """Answers for the jobs that the writer has come to: the last of them may be an error that ended it."""
         folder = Path(order.folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _home(folder) as home:
-            output, missing = await self._run(logger, order, _environment(folder, home))
-        found = {job.job: Answer(job.job, error=missing) for job in order.jobs}
-        return found | {answer.job: answer for answer in _answers(output, order.key)}
+            output, ended = await self._run(logger, order, home)
+        found = {answer.job: answer for answer in _answers(output)}
+        for job in order.jobs:
+            if job.job not in found:
+                return found | {job.job: Answer(job.job, error=ended)}
+        return found
 
-    async def _run(self, logger: LoggerName, order: Order, environment: Mapping[str, str]) -> tuple[bytes, str]:
-        """What the writer said, and what to say of jobs of which it said nothing."""
+    async def _run(self, logger: LoggerName, order: Order, home: Path) -> tuple[bytes, str]:
+        """What the writer said, and how it ended."""
+        output = bytearray()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-IS", str(child.__file__), str(os.getpid()), *self.command, logger),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # a library may say a key there
-            env=environment,
+            env=_environment(home),
             cwd=order.folder,
             start_new_session=True,
         )
         try:
             async with asyncio.timeout(self.timeout_s):
-                output, _ = await process.communicate(JSON.encode(order))
+                await _talk(process, JSON.encode(order), output)
+                await process.wait()
             return output, f"the writer of {logger} ended with status {process.returncode}"
         except TimeoutError:
-            return b"", f"{logger} took more than {self.timeout_s:.0f} s"
+            return output, f"{logger} took more than {self.timeout_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # W&B's own process is in the same group
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 
+async def _talk(process: asyncio.subprocess.Process, order: bytes, output: bytearray) -> None:
+    """Hands over the order, and adds what the writer says to `output`, as it comes."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end says more
+        process.stdin.write(order)
+        await process.stdin.drain()
+    process.stdin.close()
+    while part := await process.stdout.read(1 << 16):
+        output += part
+
+
 @contextlib.contextmanager
 def _home(folder: Path) -> Generator[Path]:
-    """A folder for what libraries leave about, such as logs; what a pass that was killed left there goes too."""
+    """A folder for what libraries leave about, such as logs; what a pass that was killed left there goes too.
+
+    It also marks the pass's processes: all have it as HOME.
+    """
     home = folder / ".home"
+    _end_all_of(home)
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     try:
         yield home
     finally:
+        _end_all_of(home)
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _environment(folder: Path, home: Path) -> Mapping[str, str]:
+def _end_all_of(home: Path) -> None:
+    """Kills what a writer has started: W&B's own process is in a session of its own. Where there is no /proc, that process ends
+    itself some time after the writer."""
+    mark = f"HOME={home}".encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in file.read_bytes().split(b"\0"):
+                os.kill(int(file.parent.name), signal.SIGKILL)
+
+
+def _environment(home: Path) -> Mapping[str, str]:
     """Nothing of this process's own: a logger finds neither the operator's keys nor Redis' password."""
     return {
         "PATH": os.defpath,
         "HOME": str(home),
         "PYTHONPATH": str(ROOT),
         "PYTHONSAFEPATH": "1",
-        "TRACKIO_DIR": str(folder),
+        "TRACKIO_DIR": str(home.parent),
         "TRACKIO_SQLITE_SYNCHRONOUS": "full",
         "WANDB_ERROR_REPORTING": "false",
         "HF_HUB_OFFLINE": "1",
     }
 
 
-def _answers(output: bytes, key: str) -> list[Answer]:
-    found = [msgspec.json.decode(line, type=Answer) for line in output.split(b"\n")[:-1]]
-    return [msgspec.structs.replace(one, error=one.error.replace(key, "[key]")) if key else one for one in found]
+def _answers(output: bytes) -> list[Answer]:
+    return [msgspec.json.decode(line, type=Answer) for line in output.split(b"\n")[:-1]]

@@ -2,7 +2,7 @@
 
     standard input    the order: a JSON object with `folder`, `key`, `base_url` and `jobs` (see `Order` and `JobRows` in passes.py)
     standard output   for each job a line of JSON: `{"job", "held"}`, the sequence number of the last row that the logger has, or
-                      `{"job", "error"}`
+                      `{"job", "error"}`, without the key
 
 The logger says which rows it has, and those are left out: so a row is written once, whenever a process was killed. If it has fewer
 than it once said, nothing is written and the answer says so. It needs Python and the logger's package alone.
@@ -44,7 +44,12 @@ def answered(order: Order, open_logger: Callable[[], Write]):
             write = write or open_logger()
             yield {"job": job["job"], "held": write(job)}
         except Exception as error:  # the boundary: whatever a logger raises is the job's answer
-            yield {"job": job["job"], "error": f"{type(error).__name__}: {error}"[:500]}
+            yield {"job": job["job"], "error": masked(f"{type(error).__name__}: {error}", order["key"])[:500]}
+
+
+def masked(text: str, key: str) -> str:
+    """The text without the key. To be called before it is cut: a part of the key would stay."""
+    return text.replace(key, "[key]") if key else text
 
 
 if __name__ == "__main__":

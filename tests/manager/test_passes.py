@@ -1,0 +1,62 @@
+"""What a pass keeps of a writer that fails, and that nothing of a writer outlives its pass."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from manager_service.export import writer
+from manager_service.export.passes import Answer, JobRows, Order, Passes
+
+HANGS = """
+import json, subprocess, sys
+first = json.load(sys.stdin)["jobs"][0]["job"]
+print(json.dumps({"job": first, "held": 7}), flush=True)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+with open("child", "w") as file:
+    file.write(str(child.pid))
+"""
+KEY = "0123456789abcdef"
+
+
+def order(folder: Path, *jobs: str) -> Order:
+    rows = [
+        JobRows(job=job, project="p", name="", entity="", tags=(), config={}, held=0, rows=[], final=None)
+        for job in jobs
+    ]
+    return Order(folder=str(folder), key=KEY, base_url="", jobs=rows)
+
+
+def passes(code: str, timeout_s: float) -> Passes:
+    return Passes((sys.executable, "-c", code), timeout_s)
+
+
+async def test_what_a_writer_did_before_it_hung_is_kept_and_only_the_job_at_which_it_hung_has_failed(
+    tmp_path: Path,
+) -> None:
+    hanging = passes(HANGS + "import time; time.sleep(600)", 2.0)
+    answers = await hanging.write("wandb", order(tmp_path, "one", "two", "three"))
+    assert answers == {"one": Answer("one", held=7), "two": Answer("two", error="wandb took more than 2 s")}
+
+
+async def test_what_a_writer_started_in_a_session_of_its_own_ends_with_the_pass(tmp_path: Path) -> None:
+    answers = await passes(HANGS, 60.0).write("wandb", order(tmp_path, "one", "two"))
+    assert answers["two"].error == "the writer of wandb ended with status 0"
+    found = subprocess.run(
+        ["ps", "-o", "stat=", "-p", (tmp_path / "child").read_text()], capture_output=True, text=True
+    )
+    assert found.stdout.strip() in ("", "Z", "Zs")
+
+
+async def test_what_a_killed_exporter_left_running_ends_before_the_next_pass(tmp_path: Path) -> None:
+    stray = subprocess.Popen(["sleep", "600"], env={**os.environ, "HOME": str(tmp_path / ".home")})
+    await passes("", 60.0).write("wandb", order(tmp_path, "one"))
+    assert stray.wait(60) == -9
+
+
+def test_no_part_of_a_key_is_in_an_error_that_is_cut() -> None:
+    def refuses() -> writer.Write:
+        raise OSError("x" * (500 - len("OSError: ") - len(KEY) // 2) + KEY)
+
+    (answer,) = writer.answered({"key": KEY, "jobs": [{"job": "one"}]}, refuses)
+    assert KEY[:4] not in answer["error"]
