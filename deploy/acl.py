@@ -42,7 +42,7 @@ _MANAGER = """
 
 _EXPORTER = """
     ping time cluster|slots eval evalsha script|load
-    get set hget hset hdel hexists hvals hgetall sismember xrange xadd zrange zrem
+    get set pexpire hget hset hdel hexists hvals hgetall sismember xrange xadd zrange zrem
 """
 
 
@@ -63,7 +63,7 @@ def rights(user: str, base_models: Iterable[str]) -> Rights:
         "manager": Rights(commands=tuple(f"{_WORKER} {_MANAGER}".split()), settles=("marlaas:*",)),
         "exporter": Rights(
             commands=tuple(_EXPORTER.split()),
-            settles=("marlaas:{@}:loggers", *(key for keys in cells for key in keys.told)),
+            settles=("marlaas:{@}:loggers", "marlaas:{@}:exporter", *(key for keys in cells for key in keys.told)),
             reads=(
                 *("marlaas:{@}:logger-keys:*", "marlaas:{@}:webhooks:*"),
                 *(keys.cell.active(partition) for keys in cells for partition in range(NUM_PARTITIONS)),

@@ -9,6 +9,7 @@ No manager and no worker waits for it. It holds nothing that cannot be lost: the
 Its files:
 
     __main__.py      starts the exporter
+    lease.py         lets one exporter work at a time
     cells.py         reads jobs and their events, from Redis or the archive
     exporter.py      decides which jobs' rows are written when, and remembers how far each is
     rows.py          makes rows of events, with the names of metrics that others use

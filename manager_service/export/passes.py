@@ -85,9 +85,9 @@ class Passes:
             async with asyncio.timeout(self.timeout_s):
                 await _talk(process, JSON.encode(order), output)
                 await process.wait()
-            return output, f"the writer of {logger} ended with status {process.returncode}"
+            return bytes(output), f"the writer of {logger} ended with status {process.returncode}"
         except TimeoutError:
-            return output, f"{logger} took more than {self.timeout_s:.0f} s"
+            return bytes(output), f"{logger} took more than {self.timeout_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

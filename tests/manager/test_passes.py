@@ -59,4 +59,4 @@ def test_no_part_of_a_key_is_in_an_error_that_is_cut() -> None:
         raise OSError("x" * (500 - len("OSError: ") - len(KEY) // 2) + KEY)
 
     (answer,) = writer.answered({"key": KEY, "jobs": [{"job": "one"}]}, refuses)
-    assert KEY[:4] not in answer["error"]
+    assert KEY[:4] not in str(answer["error"])
