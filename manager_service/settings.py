@@ -61,6 +61,10 @@ class ManagerSettings(Settings):
     """The exporter writes a job's new figures to its loggers this often."""
     export_processes: int = Field(default=2, ge=1)
     """Writers that the exporter runs at once, each for one tenant and one logger."""
+    export_give_up_s: float = Field(default=3 * 86_400.0, ge=0)
+    """After a job's end, a logger that took nothing for this long gets no more of it."""
+    max_logger_bytes: int = Field(default=1 << 30, ge=1)
+    """What the files of one tenant's offline runs have on the exporter's disk."""
     webhook_give_up_s: float = Field(default=86_400.0, ge=0, le=2 * 86_400)
     """A webhook that did not take a job's end for this long is not called any more."""
     idempotency_s: int = Field(default=86_400, ge=1)

@@ -60,6 +60,8 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
         hosts=AllowedHosts(settings.logger_hosts),
         every_s=settings.export_every_s,
         processes=settings.export_processes,
+        give_up_s=settings.export_give_up_s,
+        disk_bytes=settings.max_logger_bytes,
         limits=settings.limits,
     )
     webhooks = Webhooks(cells, receivers, caller, give_up_s=settings.webhook_give_up_s, limits=settings.limits)

@@ -2,17 +2,18 @@
 
 reads: exports, job:<job>, events:<job>, logger-keys:<tenant>     writes: exports, by way of writers the loggers
 holds: how far each job is (lost in a crash: the loggers know it)
-waits for: events, or the time of the next pass     a logger that is away is asked again, ever more seldom
+waits for: events, or the time of the next pass     a logger that is away is asked again, ever more seldom, and given up after days
 """
 
 import asyncio
 import itertools
+import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -24,23 +25,33 @@ from common.places import Places
 from common.tasks import cancel_all
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
-from manager_service.export.passes import Answer, JobRows, Order, Passes
+from manager_service.export.passes import Answer, JobRows, Order, Passes, check_disk
 from manager_service.export.rows import rows_of
 from manager_service.kept import Limits
 from manager_service.receivers import Receivers
-from manager_service.records import FINAL, Integration, LoggerKey, LoggerName
+from manager_service.records import FINAL, JSON, Integration, LoggerKey, LoggerName
 
 LOOK_EVERY_S = 1.0
 EVENTS_A_JOB = 500
 JOBS_A_PASS = 20
-MOST_WAIT_S = 300.0
+FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
 """Between two tries of a logger that is away."""
+MAX_WAITING = 5000
+"""Exports of one tenant; of more, those that have failed for the longest time are given up."""
 FRAGMENT_ROWS, FRAGMENT_PASSES = 100, 10
 """An offline run gets a fragment once it has so many rows, or after so many times the seconds between passes."""
 
 log = structlog.get_logger()
+T = TypeVar("T")
 Group = tuple[str, LoggerName]
 """A tenant and a logger: what one writer is for."""
+
+
+class Delay(msgspec.Struct, frozen=True):
+    """Beside a job in `exports`, while a logger does not take its rows: so that a new exporter knows it too."""
+
+    since: float  # seconds since 1970
+    held: int
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +64,18 @@ class Export:
     logger: LoggerName
     held: int = 0  # sequence number of the last row that the logger has
     read: int = 0  # of the last event that was looked at
+    sent: int = 0  # of the last row that was sent, whether or not the logger has it
     due: float = 0.0  # by the monotonic clock
     fragment_due: float = 0.0
     num_failures: int = 0
+    since: float = 0.0  # seconds since 1970, since when the logger takes nothing; 0: it does
     told: str = ""  # why it waits, as the job's events say it
     done: bool = False
+
+    @property
+    def field(self) -> str:
+        """Of its `Delay`."""
+        return f"{self.job}/{self.logger}"
 
 
 class Exporter:
@@ -73,9 +91,12 @@ class Exporter:
         hosts: AllowedHosts,
         every_s: float,
         processes: int,
+        give_up_s: float,
+        disk_bytes: int,
         limits: Limits,
     ) -> None:
-        """`every_s`: between two passes of a job. `processes`: writers at once."""
+        """`every_s`: between two passes of a job. `processes`: writers at once. `give_up_s`: after a job's end, if its logger took
+        nothing for so long. `disk_bytes`: of one tenant's files."""
         self._cells = cells
         self._receivers = receivers
         self._folder = folder
@@ -83,6 +104,8 @@ class Exporter:
         self._hosts = hosts
         self._every_s = every_s
         self._places = Places(lambda: processes)
+        self._give_up_s = give_up_s
+        self._disk_bytes = disk_bytes
         self._limits = limits
         self._exports: dict[str, list[Export]] = {}  # by job
         self._busy: dict[Group, asyncio.Task[None]] = {}
@@ -101,23 +124,44 @@ class Exporter:
         """Takes in the jobs that are there, and forgets the others."""
         there: dict[str, list[Export]] = {}
         for cell in self._cells:
-            (jobs,) = await cell.bus.read_hashes([cell.bus.cell.exports])
-            for name, tenant in jobs.items():
-                try:
-                    there[name.decode()] = await self._of_job(cell, tenant.decode(), name.decode())
-                except Unavailable as error:
-                    log.warning("export_delayed", job_id=name.decode(), reason=str(error))
+            (found,) = await cell.bus.read_hashes([cell.bus.cell.exports])
+            fields = {name.decode(): value for name, value in found.items()}
+            for name in fields:
+                if "/" not in name:
+                    try:
+                        there[name] = await self._of_job(cell, name, fields)
+                    except Unavailable as error:
+                        log.warning("export_delayed", job_id=name, reason=str(error))
         self._exports = there
+        await self._drop_excess()
 
-    async def _of_job(self, cell: JobCell, tenant: str, job: str) -> list[Export]:
+    async def _of_job(self, cell: JobCell, job: str, fields: Mapping[str, bytes]) -> list[Export]:
         """The job's exports. Once all are done, nothing is left to be looked at."""
         exports = self._exports.get(job)
         if exports is None:
+            tenant = fields[job].decode()
             found = await cell.job(tenant, job)
             exports = [Export(cell, tenant, job, one.type) for one in found.spec.integrations] if found else []
+            for export in exports:
+                if field := fields.get(export.field):
+                    delay = msgspec.json.decode(field, type=Delay)
+                    export.since, export.held, export.read = delay.since, delay.held, delay.held
         if all(export.done for export in exports):
-            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, job))
+            names = [job, *(export.field for export in exports)]
+            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, *names))
         return exports
+
+    async def _drop_excess(self) -> None:
+        waiting = defaultdict[str, list[Export]](list)
+        for export in itertools.chain.from_iterable(self._exports.values()):
+            if not export.done:
+                waiting[export.tenant].append(export)
+        for exports in waiting.values():
+            if len(exports) > MAX_WAITING:
+                exports.sort(key=lambda export: export.since or math.inf)
+                for export in exports[: len(exports) - MAX_WAITING]:
+                    why = f"more than {MAX_WAITING} of your jobs wait for loggers"
+                    await self._safely(export, self._give_up(export, why))
 
     def _begin(self) -> None:
         """Begins a pass for each tenant and logger of which a job is due."""
@@ -137,17 +181,33 @@ class Exporter:
         except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
             log.exception("pass_failed", tenant=tenant, logger_name=logger, reason=str(error))
             for export in exports:
-                export.due = time.monotonic() + self._every_s
+                self._wait(export)
+
+    async def _safely(self, export: Export, work: Awaitable[T]) -> T | None:
+        """Awaits work on one job, of which the others are to see nothing if Redis or the object store is away."""
+        try:
+            return await work
+        except Unavailable as error:
+            self._wait(export)
+            log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=str(error))
+            return None
+
+    def _wait(self, export: Export) -> None:
+        export.num_failures += 1
+        first_s = min(FIRST_WAIT_S, self._every_s)
+        export.due = time.monotonic() + min(MOST_WAIT_S, first_s * 2 ** min(export.num_failures - 1, 16))
 
     async def _pass(self, tenant: str, logger: LoggerName, exports: Sequence[Export]) -> None:
         async with self._places.one(tenant, 1.0, lambda: None):
             keys = await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))
             key = keys.get(logger)
-            batches = [batch for export in exports if (batch := await self._batch(export, offline=key is None))]
+            made = [await self._safely(export, self._batch(export, offline=key is None)) for export in exports]
+            batches = [batch for batch in made if batch]
             if batches:
                 answers = await self._write(tenant, logger, key, [batch.order for batch in batches])
                 for batch in batches:
-                    await self._take(batch, answers[batch.export.job])
+                    if answer := answers.get(batch.export.job):
+                        await self._safely(batch.export, self._take(batch, answer))
 
     async def _batch(self, export: Export, *, offline: bool) -> "Batch | None":
         """What a job has to be written; None if it is too little, or nothing."""
@@ -175,7 +235,7 @@ class Exporter:
         config = msgspec.to_builtins(found.spec.hyper) | {"model": found.spec.model or found.spec.base_model}
         order = _order(export, own, config, final)
         read = events[-1].sequence if events else export.read
-        return Batch(export, msgspec.structs.replace(order, rows=rows), read)
+        return Batch(export, msgspec.structs.replace(order, rows=rows), read, found.state.finished_at)
 
     async def _write(
         self, tenant: str, logger: LoggerName, key: LoggerKey | None, jobs: list[JobRows]
@@ -187,29 +247,51 @@ class Exporter:
             jobs=jobs,
         )
         try:
-            if key is not None:
+            if key is None:
+                await asyncio.to_thread(check_disk, self._folder / tenant, self._disk_bytes)
+            else:
                 async with asyncio.timeout(self._passes.timeout_s):
                     await self._hosts.resolve(httpx.URL(key.base_url))
         except (CallFailed, OSError) as error:
-            return {job.job: Answer(job.job, error=f"{key and key.base_url}: {error}") for job in jobs}
+            where = f"{key.base_url}: " if key else ""
+            return {job.job: Answer(job.job, error=f"{where}{error}") for job in jobs}
         return await self._passes.write(logger, order)
 
     async def _take(self, batch: "Batch", answer: Answer) -> None:
         """Takes in how far a job is."""
         export = batch.export
         if answer.held is None:
-            export.num_failures += 1
-            export.due = time.monotonic() + min(MOST_WAIT_S, self._every_s * 2**export.num_failures)
-            log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=answer.error)
-            return await self._tell(export, f"nothing can be written: {answer.error}")
-        export.num_failures, export.told = 0, ""
+            return await self._failed(batch, answer.error)
         last = batch.order.rows[-1].sequence if batch.order.rows else export.held
-        export.held = answer.held
-        if answer.held < last:  # the logger has less than it said before: from there again
-            export.read, export.due = answer.held, 0.0
+        if answer.held < last and answer.held == export.held and export.sent > answer.held:
+            return await self._failed(batch, f"it did not keep what was sent to it after event {answer.held}")
+        lost, export.held = answer.held < export.held, answer.held
+        if answer.held < last:  # from there again: the next pass shows whether it has what was sent now
+            export.read, export.sent = answer.held, 0 if lost else last
         else:
-            export.read = max(answer.held, batch.read)
-            export.done = batch.order.final is not None
+            export.read, export.sent = max(answer.held, batch.read), last
+            export.done = export.done or batch.order.final is not None
+        export.num_failures, export.told = 0, ""
+        if export.since:
+            export.since = 0.0
+            keys = export.cell.bus.cell
+            await export.cell.bus.retrying(lambda: export.cell.bus.client.hdel(keys.exports, export.field))
+
+    async def _failed(self, batch: "Batch", reason: str) -> None:
+        export, bus = batch.export, batch.export.cell.bus
+        self._wait(export)
+        log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=reason)
+        if not export.since:
+            export.since = time.time()
+            delay = JSON.encode(Delay(export.since, export.held))
+            await bus.retrying(lambda: bus.client.hset(bus.cell.exports, export.field, delay))
+        if batch.ended_at is not None and time.time() - max(export.since, batch.ended_at) >= self._give_up_s:
+            return await self._give_up(export, reason)
+        await self._tell(export, f"nothing can be written: {reason}")
+
+    async def _give_up(self, export: Export, reason: str) -> None:
+        await self._tell(export, f"given up, the figures after event {export.held} are not written: {reason}")
+        export.done = True
 
     async def _tell(self, export: Export, reason: str) -> None:
         """Writes a reason into the job's events, once."""
@@ -225,6 +307,7 @@ class Batch:
     export: Export
     order: JobRows
     read: int  # sequence number of the last event that was looked at
+    ended_at: int | None
 
 
 def _order(export: Export, own: Integration, config: dict[str, Any], final: str | None) -> JobRows:

@@ -46,7 +46,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 class Answer(msgspec.Struct, frozen=True):
     job: str
-    held: int | None = None
+    held: int | None = None  # sequence number of the last row that the logger surely has
     error: str = ""
 
 
@@ -103,6 +103,19 @@ async def _talk(process: asyncio.subprocess.Process, order: bytes, output: bytea
     process.stdin.close()
     while part := await process.stdout.read(1 << 16):
         output += part
+
+
+def check_disk(folder: Path, most: int) -> None:
+    """Raises OSError if a tenant's files take more than `most` bytes."""
+    taken = 0
+    for path, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # a writer's draft
+                taken += os.stat(os.path.join(path, file)).st_size
+    if taken >= most:
+        raise OSError(
+            f"your files of all loggers take {taken:,} bytes here, at most {most:,}: ask the operator to move some"
+        )
 
 
 @contextlib.contextmanager

@@ -64,7 +64,8 @@ class Runs:
         return sequences[-1]
 
     def write_online(self, job: Job) -> int:
-        """Sends to the server, and waits until it has everything."""
+        """Sends to the server what it does not have, and says what it had before: whether it took the rest shows only when it is
+        asked again, since W&B's library says nothing when it gives up."""
         clear(self._folder)
         draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self._folder))
         try:
@@ -75,7 +76,7 @@ class Runs:
                 rows = []
             self._log(job, rows, run)
             self._wandb.teardown()
-            return rows[-1]["sequence"] if rows else held
+            return held
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """Hands rows of some jobs to a logger's own library: `python -m manager_service.export.writer wandb`, one order, one process.
 
     standard input    the order: a JSON object with `folder`, `key`, `base_url` and `jobs` (see `Order` and `JobRows` in passes.py)
-    standard output   for each job a line of JSON: `{"job", "held"}`, the sequence number of the last row that the logger has, or
+    standard output   for each job a line of JSON: `{"job", "held"}`, the sequence number of the last row that the logger surely has, or
                       `{"job", "error"}`, without the key
 
 The logger says which rows it has, and those are left out: so a row is written once, whenever a process was killed. If it has fewer
@@ -18,7 +18,7 @@ from typing import Any
 Order = dict[str, Any]
 Job = dict[str, Any]
 Write = Callable[[Job], int]
-"""Writes a job's rows and returns `held`, once they are where nobody can lose them."""
+"""Writes a job's rows and returns `held`."""
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The exporter as a process beside a real owner: every step of a job reaches its loggers once, however often it is killed."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from common.messages import Failure
+from common.outgoing import AllowedHosts
+from common.tasks import running
+from manager_service.archive.store import Archive
+from manager_service.export.cells import JobCell
+from manager_service.export.exporter import Exporter
 from manager_service.export.rows import named
+from manager_service.kept import Limits
 from manager_service.receivers import Receivers
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 from tests.support.loggers import Logger, environment_with_loggers, logger
@@ -94,16 +101,17 @@ async def killed_three_times(
     """`step_s`: seconds of a step, until the last kill."""
     folder = server.api.settings.data_dir / "loggers" / "default"
 
-    def held(job: str) -> int:
-        return min(len(one.read(folder / name, job)) for name, one in loggers.items())
+    def amounts(job: str) -> list[int]:
+        return [one.amount(folder / name, job) for name, one in loggers.items()]
 
     async with running_jobs(server) as env:
         env.delay_s = step_s
         job = await create(server.openai, *loggers, max_steps=STEPS)
-        for kill in range(3):
+        for _ in range(3):
+            before = amounts(job)
             async with exporter(server, command), asyncio.timeout(100):
-                while await asyncio.to_thread(held, job) <= 3 * kill:
-                    await asyncio.sleep(0.05)
+                while not all(now > then for now, then in zip(amounts(job), before, strict=True)):
+                    await asyncio.sleep(0.02)
         env.delay_s = 0.0
         async with exporter(server, command):
             await until(lambda: nothing_waits(server))
@@ -148,22 +156,73 @@ async def test_what_came_while_no_exporter_ran_is_written_later_from_the_archive
     assert logger("standin").read(folder, job) == await figures(server, job)
 
 
-async def test_a_server_of_a_logger_that_is_not_allowed_any_more_is_told_once_in_the_jobs_events(
+async def test_last_rows_that_a_logger_did_not_keep_are_sent_again(server: ApiServer) -> None:
+    folder = server.api.settings.data_dir / "loggers" / "default" / "wandb"
+    folder.mkdir(parents=True)
+    (folder / "forgets").touch()
+    async with running_jobs(server), exporter(server):
+        job = await create(server.openai, "wandb", max_steps=2)
+        await until(lambda: nothing_waits(server))
+    assert not (folder / "forgets").exists()
+    assert logger("standin").read(folder, job) == await figures(server, job)
+
+
+async def test_a_logger_that_takes_nothing_is_told_once_in_the_jobs_events_and_given_up_in_the_end(
     server: ApiServer,
 ) -> None:
+    why = "https://wandb.example.org: the operator does not allow the host wandb.example.org"
     await Receivers(server.api.redis).set_key("default", "wandb", "secret-of-mine", "https://wandb.example.org")
     async with running_jobs(server), exporter(server):
         job = await create(server.openai, "wandb", max_steps=3)
-        found = list[str]()
 
         async def told() -> bool:
-            events = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
-            found[:] = [event["message"] for event in events if event["level"] == "warn"]
-            return bool(found) and (await server.openai.fine_tuning.jobs.retrieve(job)).status in FINAL
+            status = (await server.openai.fine_tuning.jobs.retrieve(job)).status
+            return status in FINAL and bool(await warnings(server, job))
 
         await until(told)
         await asyncio.sleep(0.5)
-        await told()
-    assert found == [
-        "wandb: nothing can be written: https://wandb.example.org: the operator does not allow the host wandb.example.org"
-    ]
+    assert await warnings(server, job) == [f"wandb: nothing can be written: {why}"]
+    async with exporter(server, export_give_up_s=0):
+        await until(lambda: nothing_waits(server))
+    given_up = f"wandb: given up, the figures after event 0 are not written: {why}"
+    assert (await warnings(server, job))[0] == given_up
+
+
+async def test_of_more_exports_than_may_wait_those_that_have_failed_for_longest_are_given_up(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("manager_service.export.exporter.MAX_WAITING", 1)
+    async with running_jobs(server):
+        jobs = [await create(server.openai, "wandb", max_steps=1) for _ in range(2)]
+        for job in jobs:
+            await until(lambda job=job: has_ended(server, job))
+    key, redis = server.bus.cell.exports, server.api.redis
+    await redis.hset(key, f"{jobs[1]}/wandb", json.dumps({"since": 1.0, "held": 7}))
+    cell = JobCell(server.bus, Archive(server.api.objects, "tiny"))
+    exporter = Exporter(
+        [cell],
+        Receivers(redis),
+        folder=tmp_path / "loggers",
+        passes=logger("standin").passes,
+        hosts=AllowedHosts(""),
+        every_s=0.1,
+        processes=1,
+        give_up_s=3600,
+        disk_bytes=1 << 20,
+        limits=Limits(),
+    )
+    async with running(exporter.run()):
+        await until(lambda: nothing_waits(server))
+    said = "wandb: given up, the figures after event 7 are not written: more than 1 of your jobs wait for loggers"
+    assert [await warnings(server, job) for job in jobs] == [[], [said]]
+    assert logger("standin").read(tmp_path / "loggers" / "default" / "wandb", jobs[0])
+
+
+async def warnings(server: ApiServer, job: str) -> list[str]:
+    """Newest first."""
+    events = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
+    return [event["message"] for event in events if event["level"] == "warn"]
+
+
+async def has_ended(server: ApiServer, job: str) -> bool:
+    return (await server.openai.fine_tuning.jobs.retrieve(job)).status in FINAL

@@ -1,12 +1,15 @@
 """What a pass keeps of a writer that fails, and that nothing of a writer outlives its pass."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from manager_service.export import writer
-from manager_service.export.passes import Answer, JobRows, Order, Passes
+from manager_service.export.passes import Answer, JobRows, Order, Passes, check_disk
 
 HANGS = """
 import json, subprocess, sys
@@ -42,16 +45,25 @@ async def test_what_a_writer_did_before_it_hung_is_kept_and_only_the_job_at_whic
 async def test_what_a_writer_started_in_a_session_of_its_own_ends_with_the_pass(tmp_path: Path) -> None:
     answers = await passes(HANGS, 60.0).write("wandb", order(tmp_path, "one", "two"))
     assert answers["two"].error == "the writer of wandb ended with status 0"
-    found = subprocess.run(
-        ["ps", "-o", "stat=", "-p", (tmp_path / "child").read_text()], capture_output=True, text=True
-    )
-    assert found.stdout.strip() in ("", "Z", "Zs")
+    ask = ["ps", "-o", "stat=", "-p", (tmp_path / "child").read_text()]
+    async with asyncio.timeout(60):
+        while subprocess.run(ask, capture_output=True, text=True).stdout.strip()[:1] not in ("", "Z"):
+            await asyncio.sleep(0.05)
 
 
 async def test_what_a_killed_exporter_left_running_ends_before_the_next_pass(tmp_path: Path) -> None:
     stray = subprocess.Popen(["sleep", "600"], env={**os.environ, "HOME": str(tmp_path / ".home")})
     await passes("", 60.0).write("wandb", order(tmp_path, "one"))
     assert stray.wait(60) == -9
+
+
+def test_a_tenants_files_have_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "trackio").mkdir()
+    for name in ("one", "trackio/two"):
+        (tmp_path / name).write_bytes(bytes(500))
+    check_disk(tmp_path, 1001)
+    with pytest.raises(OSError, match="1,000 bytes here, at most 1,000"):
+        check_disk(tmp_path, 1000)
 
 
 def test_no_part_of_a_key_is_in_an_error_that_is_cut() -> None:

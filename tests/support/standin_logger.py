@@ -1,4 +1,7 @@
-"""A logger that keeps a line of JSON for each row; the writer around it is the real one. `python -m tests.support.standin_logger x`."""
+"""A logger that keeps a line of JSON for each row; the writer around it is the real one. `python -m tests.support.standin_logger x`.
+
+It forgets what it is sent, once, where a file `forgets` is in its folder; and says then, as W&B does, only what it had before.
+"""
 
 import json
 import os
@@ -21,6 +24,10 @@ def write(file: Path, job: dict[str, Any]) -> int:
         lines.truncate(len(whole[0]) + len(whole[1]))  # the process may have died within a line
         held = json.loads(whole[0].splitlines()[-1])["sequence"] if whole[0] else 0
         if held < job["held"]:
+            return held
+        forgets = file.with_name("forgets")
+        if job["final"] and forgets.exists():
+            forgets.unlink()
             return held
         for row in job["rows"]:
             if row["sequence"] > held:

@@ -17,12 +17,15 @@ class WandbServer:
     url: str = ""
     history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     exit_codes: list[int] = field(default_factory=list[int])  # of streams that ended the run
+    num_opened: int = 0  # runs, how often
+    refuses_rows: bool = False
     keys: set[str] = field(default_factory=set[str])  # that came with requests
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if "file_stream" in path:
             return self._take(body)
         asked, variables = body.get("operationName"), body.get("variables") or {}
+        self.num_opened += asked == "UpsertBucket"
         run = {
             "id": "cnVu",
             "project": PROJECT,
@@ -52,6 +55,8 @@ class WandbServer:
         return {**run, **counts, "summaryMetrics": "{}", "config": "{}", "tags": [], "wandbConfig": '{"t": 1}'}
 
     def _take(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.refuses_rows:
+            return {}
         lines = body.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
         end = lines["offset"] + len(lines["content"])
         self.history[lines["offset"] : end] = [json.loads(line) for line in lines["content"]]
@@ -73,7 +78,7 @@ def wandb_server() -> Generator[WandbServer]:
             server.keys.add(self.headers.get("Authorization", ""))
             answer = {} if self.path == "/upload" else server.answer(self.path, json.loads(content))
             body = json.dumps(answer).encode()
-            self.send_response(200)
+            self.send_response(403 if server.refuses_rows and "file_stream" in self.path else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
