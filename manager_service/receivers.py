@@ -23,12 +23,19 @@ LOGGERS = GLOBAL + "loggers"
 MAX_WEBHOOKS = 8
 """Of one tenant."""
 
+# KEYS: the tenant's webhooks. ARGV: id, record, most.
+ADD = """
+if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then return 0 end
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
+
 
 class Receivers:
     """Records of loggers' keys and of webhooks, which the API writes and the exporter reads."""
 
     def __init__(self, redis: Any) -> None:
         self._redis = redis
+        self._add = redis.register_script(ADD)
 
     # ---- loggers ----------------------------------------------------------------------------------------------------
 
@@ -59,14 +66,13 @@ class Receivers:
 
     async def add_webhook(self, tenant: str, url: str, events: tuple[WebhookEvent, ...]) -> Webhook:
         """Raises InvalidInput if the tenant has too many."""
-        if await self._redis.hlen(_webhooks(tenant)) >= MAX_WEBHOOKS:
-            raise InvalidInput(
-                f"you have {MAX_WEBHOOKS} webhooks, which is the most: delete one", code="too_many_webhooks"
-            )
         secret = "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
         name = f"webhook-{secrets.token_hex(12)}"
         record = Webhook(id=name, url=url, secret=secret, events=events, created_at=int(time.time()))
-        await self._redis.hset(_webhooks(tenant), name, JSON.encode(record))
+        if not await self._add(keys=[_webhooks(tenant)], args=[name, JSON.encode(record), MAX_WEBHOOKS]):
+            raise InvalidInput(
+                f"you have {MAX_WEBHOOKS} webhooks, which is the most: delete one", code="too_many_webhooks"
+            )
         return record
 
     async def webhooks(self, tenant: str) -> list[Webhook]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+from common.errors import Unavailable
 from common.messages import JobCommand
 from common.streams import partition_of
 from manager_service.export.cells import FoundJob, JobCell
@@ -21,12 +22,13 @@ redis.call('HSET', KEYS[1], 'state', ARGV[3])
 return 'done'
 """
 AGAIN_S = 0.5
-TRIES = 120
-"""A job that is being archived is looked at again, until it is there."""
+TRIES = 6
+"""A job that is being archived is looked at again."""
 
 
 async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) -> None:
-    """Writes one event. A job that is gone needs none."""
+    """Writes one event. A job that is gone needs none. Raises Unavailable while it is being archived, which may take long: to be
+    called again."""
     for _ in range(TRIES):
         found = await cell.job(tenant, job)
         if found is None:
@@ -40,6 +42,7 @@ async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) 
         if await _warn(cell, found, text, limits) == b"done":
             return
         await asyncio.sleep(AGAIN_S)
+    raise Unavailable(f"the records of {job} are being moved")
 
 
 async def _warn(cell: JobCell, found: FoundJob, text: str, limits: Limits) -> bytes:

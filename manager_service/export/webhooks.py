@@ -10,6 +10,7 @@ import base64
 import hashlib
 import hmac
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from weakref import WeakValueDictionary
 import httpx
 import structlog
 
+from common.errors import Unavailable
 from common.outgoing import Caller, CallFailed, NotAllowed
 from common.places import Places
 from common.tasks import cancel_all
@@ -33,6 +35,10 @@ FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
 TIMEOUT_S = 10.0
 CALLS, CALLS_A_TENANT = 32, 4
 """Calls at once."""
+DELIVERIES_A_TENANT = 16
+"""That are being worked on at once."""
+MAX_WAITING = 1000
+"""Ends of one tenant's jobs of which webhooks are to hear; of more, the oldest are given up."""
 
 log = structlog.get_logger()
 
@@ -47,6 +53,8 @@ class Delivery:
     ended_at: float
     taken: set[str] = field(default_factory=set[str])  # ids of webhooks that have taken it, or never will
     num_tries: int = 0
+    num_waits: int = 0
+    excess: bool = False  # it is given up, since too many wait
     due: float = 0.0  # by the monotonic clock
 
     @property
@@ -104,17 +112,32 @@ class Webhooks:
         self._known = there
 
     def _begin(self) -> None:
+        """Begins what is due, a limited number of each tenant's, oldest first."""
         self._busy = {entry: task for entry, task in self._busy.items() if not task.done()}
+        waiting = Counter(delivery.tenant for delivery in self._known.values())
+        busy = Counter(entry.split()[0] for entry in self._busy)
         for entry, delivery in self._known.items():
-            if entry not in self._busy and delivery.due <= time.monotonic():
+            if waiting[delivery.tenant] > MAX_WAITING:
+                waiting[delivery.tenant] -= 1
+                delivery.excess = True
+            due = delivery.excess or delivery.due <= time.monotonic()
+            if due and entry not in self._busy and busy[delivery.tenant] < DELIVERIES_A_TENANT:
+                busy[delivery.tenant] += 1
                 self._busy[entry] = asyncio.create_task(self._guarded(delivery))
 
     async def _guarded(self, delivery: Delivery) -> None:
         try:
             await self._deliver(delivery)
         except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
-            log.exception("delivery_failed", job_id=delivery.job, reason=str(error))
-            delivery.due = time.monotonic() + MOST_WAIT_S
+            log.warning(
+                "delivery_failed", job_id=delivery.job, reason=str(error), exc_info=not isinstance(error, Unavailable)
+            )
+            self._wait(delivery)
+
+    def _wait(self, delivery: Delivery) -> None:
+        wait_s = min(MOST_WAIT_S, self._first_wait_s * 2 ** min(delivery.num_waits, 16))
+        delivery.num_waits += 1
+        delivery.due = time.monotonic() + wait_s
 
     async def _deliver(self, delivery: Delivery) -> None:
         """One try at each webhook that has not taken the event."""
@@ -126,12 +149,15 @@ class Webhooks:
             kind = f"fine_tuning.job.{found.state.status}"
             asked = [one for one in webhooks if kind in one.events]
             body = JSON.encode(event_of(delivery.job, kind, found.state))
+            if asked and delivery.excess:
+                text = (
+                    f"No webhook hears of this job's end: more than {MAX_WAITING} ends of your jobs wait for webhooks"
+                )
+                await notes.warn(cell, delivery.tenant, delivery.job, text, self._limits)
+                asked.clear()
             delivery.num_tries += 1
-            failed = [name for one in asked if (name := await self._try(delivery, one, body))]
-            if failed:
-                wait_s = min(MOST_WAIT_S, self._first_wait_s * 2 ** (delivery.num_tries - 1))
-                delivery.due = time.monotonic() + wait_s
-                return
+            if [name for one in asked if (name := await self._try(delivery, one, body))]:
+                return self._wait(delivery)
         await cell.bus.retrying(lambda: cell.bus.client.zrem(cell.bus.cell.ends, delivery.entry))
 
     async def _try(self, delivery: Delivery, webhook: Webhook, body: bytes) -> str:

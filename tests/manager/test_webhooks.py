@@ -20,6 +20,7 @@ from manager_service.export.cells import JobCell
 from manager_service.export.webhooks import Webhooks
 from manager_service.kept import Limits
 from manager_service.receivers import Receivers
+from manager_service.records import MOVING
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 
 
@@ -95,14 +96,19 @@ async def register(server: ApiServer, url: str, **more: Any) -> dict[str, Any]:
     return made.json()
 
 
-async def finished_job(server: ApiServer, **settings: Any) -> str:
-    async with running_jobs(server, **settings):
+async def finished_job(server: ApiServer, *, after: int = 0) -> str:
+    """`after`: ends that wait already."""
+
+    async def waits() -> bool:
+        return await server.api.redis.zcard(server.bus.cell.ends) > after
+
+    async with running_jobs(server):
         job = await server.openai.fine_tuning.jobs.create(
             model="tiny",
             training_file=await upload(server.openai),
             extra_body={"method": method(max_steps=1, batch_size=1, group_size=2)},
         )
-        await until(lambda: something_to_tell(server))
+        await until(waits)
     return job.id
 
 
@@ -110,10 +116,6 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.02)
-
-
-async def something_to_tell(server: ApiServer) -> bool:
-    return not await all_told(server)
 
 
 async def all_told(server: ApiServer) -> bool:
@@ -222,6 +224,41 @@ async def test_the_events_of_an_archived_job_say_what_was_not_delivered(server: 
     assert "answered with status 404" in said
     streamed = (await server.http.get(f"/v1/fine_tuning/jobs/{job.id}/events?stream=true")).text
     assert streamed.count("answered with status 404") == 1
+
+
+async def test_what_cannot_be_said_while_a_job_is_being_archived_is_said_later(
+    server: ApiServer, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manager_service.export.notes.AGAIN_S", 0.01)
+    host.statuses["/gone"] = [404]
+    await register(server, f"{host.url}/gone")
+    job = await finished_job(server)
+    key, redis = server.bus.cell.job(job), server.api.redis
+    await redis.hset(key, MOVING, "1")
+
+    async def tried_twice() -> bool:
+        return len(host.heard) > 1
+
+    async with delivering(server, give_up_s=0.0):
+        await until(tried_twice)
+        await redis.hdel(key, MOVING)
+        await until(lambda: all_told(server))
+    (said,) = await warnings(server, job)
+    assert "answered with status 404" in said
+
+
+async def test_of_more_ends_than_may_wait_the_oldest_are_given_up(
+    server: ApiServer, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manager_service.export.webhooks.MAX_WAITING", 1)
+    await register(server, f"{host.url}/hook")
+    jobs = [await finished_job(server)]
+    jobs.append(await finished_job(server, after=1))
+    async with delivering(server):
+        await until(lambda: all_told(server))
+    assert [json.loads(body)["data"]["id"] for _, _, body in host.heard] == jobs[1:]
+    said = "No webhook hears of this job's end: more than 1 ends of your jobs wait for webhooks"
+    assert [await warnings(server, job) for job in jobs] == [[said], []]
 
 
 async def test_a_tenant_without_webhooks_leaves_nothing_to_be_told(server: ApiServer) -> None:
