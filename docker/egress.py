@@ -1,8 +1,8 @@
-"""Configures and runs squid as the one way out of the env workers' network.
+"""Configures and runs squid as the one way out of the env workers' network, or of the exporter's.
 
-MARLAAS_ENDPOINT_HOSTS, MARLAAS_GRADER_HOSTS and MARLAAS_OPENENV_HOSTS are the same lists that the workers check: names, `*.` names,
-addresses and networks. A name that leads to a private address is refused unless that address, or its network, is in one of them too.
-Nothing is cached.
+MARLAAS_ENDPOINT_HOSTS, MARLAAS_GRADER_HOSTS and MARLAAS_OPENENV_HOSTS are the same lists that the workers check, MARLAAS_LOGGER_HOSTS
+and MARLAAS_WEBHOOK_HOSTS those that the exporter does: names, `*.` names, addresses and networks. A name that leads to a private
+address is refused unless that address, or its network, is in one of them too. Nothing is cached.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 CONFIG = Path("/tmp/squid.conf")
-LISTS = ("MARLAAS_ENDPOINT_HOSTS", "MARLAAS_GRADER_HOSTS", "MARLAAS_OPENENV_HOSTS")
+LISTS = tuple(f"MARLAAS_{name}_HOSTS" for name in ("ENDPOINT", "GRADER", "OPENENV", "LOGGER", "WEBHOOK"))
 PRIVATE = (
     "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.168.0.0/16 "
     "198.18.0.0/15 224.0.0.0/3 ::/128 ::1/128 64:ff9b::/96 fc00::/7 fe80::/10 ff00::/8"

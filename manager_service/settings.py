@@ -57,6 +57,8 @@ class ManagerSettings(Settings):
     """Hosts of W&B servers that tenants' figures may be sent to, as in `common.outgoing`: `api.wandb.ai`. Empty: none."""
     webhook_hosts: str = ""
     """Hosts that tenants' webhooks may be at. Empty: none."""
+    export_proxy: str = ""
+    """Where the exporter's calls go through, if it has no way out itself. It must refuse the operator's own addresses."""
     export_every_s: float = Field(default=30.0, gt=0)
     """The exporter writes a job's new figures to its loggers this often."""
     export_processes: int = Field(default=2, ge=1)

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import get_args
 
@@ -10,7 +11,7 @@ import structlog
 
 from common.bus import Bus
 from common.objects import Objects, patiently
-from common.outgoing import AllowedHosts, Caller
+from common.outgoing import Caller
 from common.redis_connection import make_client
 from common.service import heartbeat, run_with
 from common.streams import Cell
@@ -51,13 +52,14 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
         JobCell(Bus.connect(settings.redis_url, Cell(name), objects), Archive(objects, name))
         for name in settings.models
     ]
-    receivers, caller = Receivers(redis), Caller(settings.webhook_hosts)
+    receivers, caller = Receivers(redis), Caller(settings.webhook_hosts, proxy=settings.export_proxy)
+    servers = Caller(settings.logger_hosts, proxy=settings.export_proxy)
     exporter = Exporter(
         cells,
         receivers,
         folder=folder,
-        passes=passes,
-        hosts=AllowedHosts(settings.logger_hosts),
+        passes=replace(passes, proxy=settings.export_proxy),
+        servers=servers,
         every_s=settings.export_every_s,
         processes=settings.export_processes,
         give_up_s=settings.export_give_up_s,
@@ -77,6 +79,7 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
             await lease.work(lambda: running(tell_installed(), exporter.run(), webhooks.run()))
     finally:
         await caller.close()
+        await servers.close()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from common.errors import Unavailable
-from common.outgoing import AllowedHosts, CallFailed
+from common.outgoing import Caller, CallFailed
 from common.places import Places
 from common.tasks import cancel_all
 from manager_service.export import notes
@@ -37,7 +37,7 @@ JOBS_A_PASS = 20
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
 """Between two tries of a logger that is away."""
 MAX_WAITING = 5000
-"""Exports of one tenant; of more, those that have failed for the longest time are given up."""
+"""Jobs of one tenant on their way to one logger; of more, those that have failed for the longest time are given up."""
 FRAGMENT_ROWS, FRAGMENT_PASSES = 100, 10
 """An offline run gets a fragment once it has so many rows, or after so many times the seconds between passes."""
 
@@ -88,7 +88,7 @@ class Exporter:
         *,
         folder: Path,
         passes: Passes,
-        hosts: AllowedHosts,
+        servers: Caller,
         every_s: float,
         processes: int,
         give_up_s: float,
@@ -96,12 +96,12 @@ class Exporter:
         limits: Limits,
     ) -> None:
         """`every_s`: between two passes of a job. `processes`: writers at once. `give_up_s`: after a job's end, if its logger took
-        nothing for so long. `disk_bytes`: of one tenant's files."""
+        nothing for so long. `servers`: says which of W&B may be called. `disk_bytes`: of one tenant's files."""
         self._cells = cells
         self._receivers = receivers
         self._folder = folder
         self._passes = passes
-        self._hosts = hosts
+        self._servers = servers
         self._every_s = every_s
         self._places = Places(lambda: processes)
         self._give_up_s = give_up_s
@@ -133,7 +133,6 @@ class Exporter:
                     except Unavailable as error:
                         log.warning("export_delayed", job_id=name, reason=str(error))
         self._exports = there
-        await self._drop_excess()
 
     async def _of_job(self, cell: JobCell, job: str, fields: Mapping[str, bytes]) -> list[Export]:
         """The job's exports. Once all are done, nothing is left to be looked at."""
@@ -151,33 +150,30 @@ class Exporter:
             await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, *names))
         return exports
 
-    async def _drop_excess(self) -> None:
-        waiting = defaultdict[str, list[Export]](list)
-        for export in itertools.chain.from_iterable(self._exports.values()):
-            if not export.done:
-                waiting[export.tenant].append(export)
-        for exports in waiting.values():
-            if len(exports) > MAX_WAITING:
-                exports.sort(key=lambda export: export.since or math.inf)
-                for export in exports[: len(exports) - MAX_WAITING]:
-                    why = f"more than {MAX_WAITING} of your jobs wait for loggers"
-                    await self._safely(export, self._give_up(export, why))
-
     def _begin(self) -> None:
         """Begins a pass for each tenant and logger of which a job is due."""
         self._busy = {group: task for group, task in self._busy.items() if not task.done()}
-        now, due = time.monotonic(), defaultdict[Group, list[Export]](list)
+        now, waiting = time.monotonic(), defaultdict[Group, list[Export]](list)
         for export in itertools.chain.from_iterable(self._exports.values()):
-            if not export.done and export.due <= now:
-                due[export.tenant, export.logger].append(export)
-        for group, exports in due.items():
-            if group not in self._busy:
-                exports.sort(key=lambda export: export.due)
-                self._busy[group] = asyncio.create_task(self._guarded(*group, exports[:JOBS_A_PASS]))
+            if not export.done and (export.tenant, export.logger) not in self._busy:
+                waiting[export.tenant, export.logger].append(export)
+        for group, exports in waiting.items():
+            excess: list[Export] = []
+            if len(exports) > MAX_WAITING:
+                exports.sort(key=lambda export: export.since or math.inf)
+                excess, exports = exports[:-MAX_WAITING], exports[-MAX_WAITING:]
+            due = sorted((export for export in exports if export.due <= now), key=lambda export: export.due)
+            if due or excess:
+                self._busy[group] = asyncio.create_task(self._guarded(*group, due[:JOBS_A_PASS], excess))
 
-    async def _guarded(self, tenant: str, logger: LoggerName, exports: Sequence[Export]) -> None:
+    async def _guarded(
+        self, tenant: str, logger: LoggerName, exports: Sequence[Export], excess: Sequence[Export]
+    ) -> None:
         try:
-            await self._pass(tenant, logger, exports)
+            for export in excess:
+                await self._safely(export, self._give_up(export, f"more than {MAX_WAITING} of your jobs wait for it"))
+            if exports:
+                await self._pass(tenant, logger, exports)
         except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
             log.exception("pass_failed", tenant=tenant, logger_name=logger, reason=str(error))
             for export in exports:
@@ -251,7 +247,7 @@ class Exporter:
                 await asyncio.to_thread(check_disk, self._folder / tenant, self._disk_bytes)
             else:
                 async with asyncio.timeout(self._passes.timeout_s):
-                    await self._hosts.resolve(httpx.URL(key.base_url))
+                    await self._servers.host_to_call(httpx.URL(key.base_url))
         except (CallFailed, OSError) as error:
             where = f"{key.base_url}: " if key else ""
             return {job.job: Answer(job.job, error=f"{where}{error}") for job in jobs}
@@ -270,7 +266,7 @@ class Exporter:
             export.read, export.sent = answer.held, 0 if lost else last
         else:
             export.read, export.sent = max(answer.held, batch.read), last
-            export.done = export.done or batch.order.final is not None
+            export.done = batch.order.final is not None
         export.num_failures, export.told = 0, ""
         if export.since:
             export.since = 0.0

@@ -56,6 +56,7 @@ class Passes:
 
     command: Sequence[str] = WRITER
     timeout_s: float = TIMEOUT_S
+    proxy: str = ""  # where a logger's calls go through; empty: nowhere
 
     async def write(self, logger: LoggerName, order: Order) -> dict[str, Answer]:
         """Answers for the jobs that the writer has come to: the last of them may be an error that ended it."""
@@ -77,7 +78,7 @@ class Passes:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # a library may say a key there
-            env=_environment(home),
+            env=_environment(home, self.proxy),
             cwd=order.folder,
             start_new_session=True,
         )
@@ -145,7 +146,7 @@ def _end_all_of(home: Path) -> None:
                 os.kill(int(file.parent.name), signal.SIGKILL)
 
 
-def _environment(home: Path) -> Mapping[str, str]:
+def _environment(home: Path, proxy: str) -> Mapping[str, str]:
     """Nothing of this process's own: a logger finds neither the operator's keys nor Redis' password."""
     return {
         "PATH": os.defpath,
@@ -156,7 +157,7 @@ def _environment(home: Path) -> Mapping[str, str]:
         "TRACKIO_SQLITE_SYNCHRONOUS": "full",
         "WANDB_ERROR_REPORTING": "false",
         "HF_HUB_OFFLINE": "1",
-    }
+    } | dict.fromkeys(("http_proxy", "https_proxy") if proxy else (), proxy)
 
 
 def _answers(output: bytes) -> list[Answer]:

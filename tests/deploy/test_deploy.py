@@ -199,6 +199,7 @@ def test_compose_keeps_the_env_workers_in() -> None:
     members = {name: {s for s, d in services.items() if name in d["networks"]} for name in networks}
     assert services["env"]["networks"] == ["sandbox"] and networks["sandbox"]["internal"]
     assert members["sandbox"] == {"redis", "store", "egress", "env"}
+    assert services["exporter"]["networks"] == ["data"] and networks["data"]["internal"], "it leaves by its proxy"
     for service in services.values():
         assert service["cap_drop"] == ["ALL"] and service["read_only"]
         assert service["security_opt"] == ["no-new-privileges:true"]

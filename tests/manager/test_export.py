@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from common.messages import Failure
-from common.outgoing import AllowedHosts
+from common.outgoing import Caller
 from common.tasks import running
 from manager_service.archive.store import Archive
 from manager_service.export.cells import JobCell
@@ -204,7 +204,7 @@ async def test_of_more_exports_than_may_wait_those_that_have_failed_for_longest_
         Receivers(redis),
         folder=tmp_path / "loggers",
         passes=logger("standin").passes,
-        hosts=AllowedHosts(""),
+        servers=Caller(""),
         every_s=0.1,
         processes=1,
         give_up_s=3600,
@@ -213,7 +213,7 @@ async def test_of_more_exports_than_may_wait_those_that_have_failed_for_longest_
     )
     async with running(exporter.run()):
         await until(lambda: nothing_waits(server))
-    said = "wandb: given up, the figures after event 7 are not written: more than 1 of your jobs wait for loggers"
+    said = "wandb: given up, the figures after event 7 are not written: more than 1 of your jobs wait for it"
     assert [await warnings(server, job) for job in jobs] == [[], [said]]
     assert logger("standin").read(tmp_path / "loggers" / "default" / "wandb", jobs[0])
 

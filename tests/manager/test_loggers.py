@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,14 @@ async def test_a_server_of_wandb_has_each_row_once_though_writers_are_killed_and
     tmp_path: Path,
 ) -> None:
     one, key = logger("wandb"), "0123456789abcdef" * 3
+    base_url = "http://wandb.example.org"  # what is there answers as a proxy
 
     def to_server(numbers: range, held: int, final: str | None) -> Order:
-        return msgspec.structs.replace(order(tmp_path, numbers, held=held, final=final), key=key, base_url=server.url)
+        return msgspec.structs.replace(order(tmp_path, numbers, held=held, final=final), key=key, base_url=base_url)
 
     with wandb_server() as server:
-        server.refuses_rows = True
+        one = replace(one, proxy=server.url)
+        server.url, server.refuses_rows = base_url, True
         assert (await written(one, to_server(range(1, 4), 0, None)), server.history) == (0, [])
         server.refuses_rows = False
         num_opened = server.num_opened

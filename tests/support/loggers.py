@@ -26,6 +26,7 @@ class Logger:
     name: LoggerName
     command: Sequence[str]  # of its writer
     read: Callable[[Path, str], Held]  # of the writer's folder and a job
+    proxy: str = ""
 
     def amount(self, folder: Path, job: str) -> int:
         """Grows with what it has of a job; quick to find out."""
@@ -38,7 +39,7 @@ class Logger:
 
     @property
     def passes(self) -> Passes:
-        return Passes(self.command)
+        return Passes(self.command, proxy=self.proxy)
 
 
 def logger(kind: str) -> Logger:

@@ -76,7 +76,7 @@ def wandb_server() -> Generator[WandbServer]:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             content = gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
             server.keys.add(self.headers.get("Authorization", ""))
-            answer = {} if self.path == "/upload" else server.answer(self.path, json.loads(content))
+            answer = {} if self.path.endswith("/upload") else server.answer(self.path, json.loads(content))
             body = json.dumps(answer).encode()
             self.send_response(403 if server.refuses_rows and "file_stream" in self.path else 200)
             self.send_header("Content-Type", "application/json")
