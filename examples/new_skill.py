@@ -22,7 +22,7 @@ from marlaas_client.cli.output import say
 DATA_DIR = Path(".marlaas/new_skill")
 NUM_EXAMPLES, NUM_ITEMS, NUM_HELD_OUT = 4096, 1024, 512
 SUPERVISED: dict[str, Any] = {"batch_size": 32, "n_epochs": 2, "learning_rate_multiplier": 3}
-REINFORCEMENT: dict[str, Any] = {"batch_size": 32, "group_size": 8, "max_steps": 80}
+REINFORCEMENT: dict[str, Any] = {"batch_size": 32, "group_size": 8, "max_steps": 80, "target_reward": 0.96}
 GRADER: dict[str, Any] = {
     "type": "string_check",
     "name": "right",

@@ -29,11 +29,17 @@ START_S = 60.0
 
 
 @contextlib.asynccontextmanager
-async def serving(python: str, environment: Mapping[str, str] | None = None) -> AsyncGenerator[str]:
+async def serving(
+    python: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    module: str = "examples.largest_env.server.app",
+    cwd: Path | None = None,
+) -> AsyncGenerator[str]:
     """The URL of a server, while the block runs. Raises JobFailed if it does not start."""
     port = choose_port("127.0.0.1", 0)
-    argv = [python, "-m", "examples.largest_env.server.app", "--port", str(port)]
-    server = await asyncio.create_subprocess_exec(*argv, env={**os.environ, **(environment or {})})
+    argv = [python, "-m", module, "--port", str(port)]
+    server = await asyncio.create_subprocess_exec(*argv, env={**os.environ, **(environment or {})}, cwd=cwd)
     try:
         url = f"http://127.0.0.1:{port}"
         await _until_it_answers(url, server)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 class Gated:
     """An environment whose steps end when the test says so; `spec.name` is the tenant."""
 
-    open: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
     under_way: int = 0
     most: int = 0
 
@@ -45,7 +45,7 @@ class Gated:
         self.most = max(self.most, self.under_way)
         try:
             if turn.text == "slow":
-                await self.open.wait()
+                await self.gate.wait()
             return Step(state=None, messages=[], done=True, reward=1.0)
         finally:
             self.under_way -= 1
@@ -73,7 +73,7 @@ async def answers(bus: Bus, num: int) -> list[str]:
     while len(found) < num:
         entries = await bus.follow(bus.cell.reply("test"), cursor, block_ms=100)
         for _, message in entries:
-            assert isinstance(message, GradeResult) and message.reward == 1.0
+            assert isinstance(message, GradeResult) and message.reward == 1.0, message
             found.append(message.tenant)
         cursor = entries[-1][0] if entries else cursor
     return found[:num]
@@ -89,7 +89,7 @@ async def working(bus: Bus, environment: Gated) -> AsyncGenerator[None]:
     stop = asyncio.Event()
     async with running(worker.run(stop)):
         yield
-        environment.open.set()
+        environment.gate.set()
         stop.set()
 
 
@@ -113,6 +113,6 @@ async def test_with_more_workers_none_is_idle_while_messages_wait_in_another(bus
             while second.under_way < SLOTS:
                 await asyncio.sleep(0.01)
             assert first.under_way == SLOTS
-            first.open.set()
-            second.open.set()
+            first.gate.set()
+            second.gate.set()
             assert Counter(await answers(bus, SLOTS * 3)) == {"many": SLOTS * 3}

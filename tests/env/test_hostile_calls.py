@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from common.bus import Bus
 from common.errors import InvalidInput, Unavailable
-from common.streams import Cell
 from env_service import work
 from env_service.__main__ import build
 from env_service.sandbox import sandbox
@@ -285,13 +285,14 @@ def test_a_machine_without_the_layers_that_operators_are_told_of_is_refused() ->
 
 
 async def test_an_env_worker_starts_with_a_weak_sandbox_only_if_the_operator_says_so(
+    bus: Bus,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unknown(machine: str, *, own_files: bool) -> bytes:
         return filter_program("riscv64", own_files=own_files)
 
     monkeypatch.setattr("env_service.sandbox.sandbox.filter_program", unknown)
-    parts: Any = SimpleNamespace(cell=Cell("tiny"))
+    parts: Any = SimpleNamespace(cell=bus.cell, bus=bus, worker="env-1")
     with pytest.raises(InvalidInput, match="MARLAAS_WEAK_SANDBOX=1"):
         await build(EnvSettings(), parts)
     monkeypatch.setenv("MARLAAS_WEAK_SANDBOX", "1")

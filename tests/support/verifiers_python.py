@@ -22,16 +22,21 @@ PROGRAM_S = 300.0
 
 def verifiers_python(version: str, *more: str) -> Path:
     """An environment with this version, which is made when it is first needed. Raises RuntimeError if it cannot be made."""
+    return python_with("verifiers", version, *more)
+
+
+def python_with(package: str, version: str, *more: str) -> Path:
+    """An environment with this version of a package, as `verifiers_python` makes it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     names = "-".join([version, *more, f"py{sys.version_info.major}.{sys.version_info.minor}"])
-    folder = root / "marlaas" / f"verifiers-{names}"
+    folder = root / "marlaas" / f"{package}-{names}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
         try:
-            return make_python(folder, [f"verifiers=={version}", *more])
+            return make_python(folder, [f"{package}=={version}", *more])
         except (OSError, subprocess.SubprocessError) as error:
-            raise RuntimeError(f"verifiers {version} cannot be installed here: {error}") from error
+            raise RuntimeError(f"{package} {version} cannot be installed here: {error}") from error
 
 
 def with_packages(folder: Path, python: Path, packages: Path) -> Path:

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from examples.simulated_user import NUM_TURNS
-from examples.three_turns import HYPER, client_of, installed, learn
+from examples.three_turns import client_of, installed, learn
 from harness.live import is_balanced, running
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,6 @@ async def test_answers_to_a_user_of_three_turns_are_learned(tmp_path: Path) -> N
         ledger = await api.ledger(job["id"])
         path = f"/fine_tuning/jobs/{job['id']}/samples"
         lines = (await api.http.get(path, params={"format": "jsonl", "newest": 1})).text.splitlines()
-    assert len(rewards) == HYPER["max_steps"]
     assert fmean(rewards[:3]) < 0.5 and fmean(rewards[-5:]) > 0.8, rewards
     assert is_balanced(ledger) and not ledger["failed"] and ledger["trained"] == ledger["issued"]
     talks = [turns for line in lines if (turns := json.loads(line)["turns"])]  # not every sample's tokens are kept
