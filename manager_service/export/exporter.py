@@ -146,7 +146,7 @@ class Exporter:
                     delay = msgspec.json.decode(field, type=Delay)
                     export.since, export.held, export.read = delay.since, delay.held, delay.held
         if all(export.done for export in exports):
-            names = [job, *(export.field for export in exports)]
+            names = [name for name in fields if name.partition("/")[0] == job]
             await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, *names))
         return exports
 
@@ -292,8 +292,8 @@ class Exporter:
     async def _tell(self, export: Export, reason: str) -> None:
         """Writes a reason into the job's events, once."""
         if reason != export.told:
-            export.told = reason
             await notes.warn(export.cell, export.tenant, export.job, f"{export.logger}: {reason}", self._limits)
+            export.told = reason
 
 
 @dataclass(frozen=True, slots=True)

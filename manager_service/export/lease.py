@@ -49,6 +49,7 @@ class Lease:
         """Enters `working` whenever this exporter gets the lease, and leaves it before another one can have it. Until cancelled."""
         while True:
             valid_until = await self._taken()
+            log.info("lease_taken")
             async with working():
                 await self._kept(valid_until)
             log.warning("lease_lost")

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from common.errors import Unavailable
 from common.messages import Failure
 from common.outgoing import Caller
 from common.tasks import running
 from manager_service.archive.store import Archive
 from manager_service.export.cells import JobCell
 from manager_service.export.exporter import Exporter
+from manager_service.export.notes import warn
 from manager_service.export.rows import named
 from manager_service.kept import Limits
 from manager_service.receivers import Receivers
@@ -198,24 +200,49 @@ async def test_of_more_exports_than_may_wait_those_that_have_failed_for_longest_
             await until(lambda job=job: has_ended(server, job))
     key, redis = server.bus.cell.exports, server.api.redis
     await redis.hset(key, f"{jobs[1]}/wandb", json.dumps({"since": 1.0, "held": 7}))
-    cell = JobCell(server.bus, Archive(server.api.objects, "tiny"))
-    exporter = Exporter(
-        [cell],
-        Receivers(redis),
-        folder=tmp_path / "loggers",
-        passes=logger("standin").passes,
-        servers=Caller(""),
-        every_s=0.1,
-        processes=1,
-        give_up_s=3600,
-        disk_bytes=1 << 20,
-        limits=Limits(),
-    )
-    async with running(exporter.run()):
+    async with running(exporter_here(server, tmp_path, give_up_s=3600).run()):
         await until(lambda: nothing_waits(server))
     said = "wandb: given up, the figures after event 7 are not written: more than 1 of your jobs wait for it"
     assert [await warnings(server, job) for job in jobs] == [[], [said]]
     assert logger("standin").read(tmp_path / "loggers" / "default" / "wandb", jobs[0])
+
+
+async def test_what_cannot_be_said_of_a_job_that_is_given_up_is_said_later(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    num_said = 0
+
+    async def fails_once(*told: Any) -> None:
+        nonlocal num_said
+        num_said += 1
+        if num_said == 1:
+            raise Unavailable("the records are being moved")
+        await warn(*told)
+
+    monkeypatch.setattr("manager_service.export.notes.warn", fails_once)
+    await Receivers(server.api.redis).set_key("default", "wandb", "secret-of-mine", "https://wandb.example.org")
+    async with running_jobs(server):
+        job = await create(server.openai, "wandb", max_steps=1)
+        await until(lambda: has_ended(server, job))
+    async with running(exporter_here(server, tmp_path, give_up_s=0).run()):
+        await until(lambda: nothing_waits(server))
+    (said,) = await warnings(server, job)
+    assert said.startswith("wandb: given up, the figures after event 0 are not written: ")
+
+
+def exporter_here(server: ApiServer, folder: Path, *, give_up_s: float) -> Exporter:
+    return Exporter(
+        [JobCell(server.bus, Archive(server.api.objects, "tiny"))],
+        Receivers(server.api.redis),
+        folder=folder / "loggers",
+        passes=logger("standin").passes,
+        servers=Caller(""),
+        every_s=0.1,
+        processes=1,
+        give_up_s=give_up_s,
+        disk_bytes=1 << 20,
+        limits=Limits(),
+    )
 
 
 async def warnings(server: ApiServer, job: str) -> list[str]:
