@@ -73,7 +73,6 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     )
     sessions = sessions_of(settings, parts.worker)
     attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
-    await sessions.begin()
     await attendance.begin()
     handler = EnvHandler(
         cell=parts.cell,
@@ -101,6 +100,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         ahead=AHEAD * settings.env_slots,
         drain_s=DRAIN_S,
         counters=handler.counters,
+        beside=[sessions.close_idle, attendance.run],
         close=close,
     )
 

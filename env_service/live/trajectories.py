@@ -71,7 +71,7 @@ class Trajectories:
 
     async def go_on(self, environment: LiveEnvironment, result: TurnResult, context: Context, doing: Work) -> Seat:
         """The trajectory's session; if it is not here, a new one to which all happened that had to the old one."""
-        if self._sessions and doing.seat and self._sessions.can_go_on(doing.seat):
+        if self._sessions and doing.seat and await self._sessions.can_go_on(doing.seat):
             return doing.seat
         seat = await self.begin(environment, context.item, result.request.trajectory, doing)
         self._counters["replays"] += 1
