@@ -126,7 +126,7 @@ class Bus:
     async def ensure_group(self, stream: str, group: str) -> None:
         """Creates the consumer group, from the stream's beginning, unless it is there. The stream too, unless another stands in for
         it: whoever keeps such a one brings it into being."""
-        new = self.cell.instead_of(stream) == stream
+        new = self.cell.instead_of(stream) in ("", stream)
         call = partial(self.client.xgroup_create, stream, group, id="0", mkstream=new)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 

@@ -3,17 +3,20 @@
 import asyncio
 import math
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from common import environments
 from common.environments import validate_environment
 from common.messages import Cancel, EnvSpec, Failure, Message, ScoredTrajectory, Start, TurnRequest, TurnResult
 from common.tasks import running
 from common.wire import decode, encode
 from env_service.environments.catalogue import Catalogue
+from env_service.environments.openenv_server import Servers
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
@@ -40,11 +43,11 @@ def story(tmp_path: Path) -> Path:
 class EnvWorker:
     """An env worker's handler with its sessions, and messages over the wire and back."""
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, *, openenv: Servers | None = None, **options: Any) -> None:
         sandbox = Sandbox()
         graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=2.0)
         self.sessions = Sessions(name, **options)
-        self.environments = Catalogue(graders=graders, sandbox=sandbox, base_dir=TINY)
+        self.environments = Catalogue(graders=graders, sandbox=sandbox, base_dir=TINY, openenv=openenv)
         self.handler = EnvHandler(
             cell=CELL,
             tokenizer=TOKENIZER,
@@ -177,6 +180,18 @@ async def test_a_replay_that_shows_something_else_masks_the_trajectory(monkeypat
     await until(lambda: len(second.sessions) == 0)
 
 
+async def test_a_replay_whose_session_does_not_open_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = await EnvWorker("a").first(live_start())
+
+    async def broken(self: Adding, item: dict[str, Any], seed: int) -> Any:
+        raise RuntimeError("no such world")
+
+    monkeypatch.setattr(Adding, "open", broken)
+    scored = await EnvWorker("b").turn(request, "10")
+    lost = "the trajectory's session was lost, and its replay failed: RuntimeError: no such world"
+    assert scored.failure == Failure("infrastructure", lost)
+
+
 async def test_an_error_of_a_session_masks_the_trajectory_and_closes_it(story: Path) -> None:
     worker = EnvWorker("a")
     request = await worker.first(live_start(args={"story": str(story)}))
@@ -276,6 +291,29 @@ def test_a_live_environment_is_checked_when_the_job_is_created() -> None:
     validate_environment(EnvSpec("adding", {"turns": 2}))
     with pytest.raises(Exception, match="unknown field 'turn'"):
         validate_environment(EnvSpec("adding", {"turn": 2}))
+
+
+def test_packages_are_walked_through_once_until_one_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[str] = []
+
+    def counted(*, group: str) -> Any:
+        walks.append(group)
+        return entry_points(group=group)
+
+    monkeypatch.setattr(environments, "entry_points", counted)
+    catalogue = EnvWorker("a").environments
+    for _ in range(3):
+        assert catalogue.is_live(EnvSpec("adding", {})) and not catalogue.is_live(EnvSpec("supervised", {}))
+        assert not catalogue.is_live(EnvSpec("unknown", {}))
+    assert len(walks) == 1
+    # When one is installed, then it is found
+    (tmp_path / "late").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "late")
+    assert "late" not in environments.installed()
+    install(tmp_path / "late", names=("late",))
+    assert "late" in environments.installed()
 
 
 def test_a_worker_without_sessions_says_so() -> None:

@@ -70,11 +70,11 @@ def _said(text: str) -> dict[str, str]:
     return {"role": "user", "content": f"max {text}"}
 
 
-def install(folder: Path) -> Path:
+def install(folder: Path, names: Sequence[str] = NAMES) -> Path:
     """Writes what the installation of a package leaves. Returns the folder, for the path of modules."""
     info = folder / "live_environments-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: live-environments\nVersion: 1\n")
-    lines = [f"{name} = {__name__}:{name.title()}" for name in NAMES]
+    lines = [f"{name} = {__name__}:{name.title()}" for name in names]
     (info / "entry_points.txt").write_text("[marlaas.environments]\n" + "\n".join(lines) + "\n")
     return folder
