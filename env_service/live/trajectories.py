@@ -55,10 +55,13 @@ class Trajectories:
     def may_wait(self, message: Message) -> bool:
         """May it go on waiting for room for its session? It was refused just now."""
         now = asyncio.get_running_loop().time()
-        since = self._waits.setdefault(message.id, now)
-        while len(self._waits) > MAX_WAITS:
+        while len(self._waits) >= MAX_WAITS:
             self._waits.popitem(last=False)
-        return now - since < WAIT_S
+        since = self._waits.setdefault(message.id, now)
+        if now - since < WAIT_S:
+            return True
+        del self._waits[message.id]
+        return False
 
     def leave_seat(self, doing: Work) -> None:
         if doing.seat and self._sessions:

@@ -246,9 +246,11 @@ class Hosts:
     async def _make_room(self, key: bytes, tenant: str) -> None:
         """Raises NoRoom."""
         gone = [self._hosts.pop(key)] if key in self._hosts else []
-        while (idle := self._surplus(tenant)) is not None:
-            gone.append(self._hosts.pop(idle))
-        await asyncio.gather(*(host.stop() for host in gone))
+        try:
+            while (idle := self._surplus(tenant)) is not None:
+                gone.append(self._hosts.pop(idle))
+        finally:
+            await asyncio.gather(*(host.stop() for host in gone))
 
     def _surplus(self, tenant: str) -> bytes | None:
         """The process that must end before the tenant has another: the one longest idle of who has the most; its own first, if it has
