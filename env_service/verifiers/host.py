@@ -366,8 +366,9 @@ async def serve(channel: socket.socket, played: Any, server: Any) -> None:
         await Host(played, writer).run(reader)
 
 
-def end_with(worker: int) -> None:
+def end_with_worker() -> None:
     """Ends this process and all that it started once the worker is gone, also while an environment blocks the event loop."""
+    worker = os.getppid()
 
     def watch() -> None:
         while os.getppid() == worker:
@@ -379,7 +380,7 @@ def end_with(worker: int) -> None:
 
 
 def main() -> None:
-    end_with(int(sys.argv[2]))
+    end_with_worker()
     channel = socket.socket(fileno=int(sys.argv[1]))
     load = json.loads(channel.makefile("rb", buffering=0).readline())["load"]
     resource.setrlimit(resource.RLIMIT_DATA, (load["memory_bytes"], load["memory_bytes"]))

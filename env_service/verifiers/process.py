@@ -182,7 +182,6 @@ class Host:
                 str(python),
                 str(HOST),
                 str(theirs.fileno()),
-                str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
