@@ -70,7 +70,7 @@ class FromTRL:
         await session.begin(seed)
         return session
 
-    async def _run(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    async def _run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
         """Calls what may block, or be a coroutine."""
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)

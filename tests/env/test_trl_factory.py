@@ -63,8 +63,12 @@ class GuessEnv:
         """Never ends."""
         threading.Event().wait(1.0)
 
-    def show(self) -> list[dict[str, Any]]:
-        """Shows a picture."""
+    def show(self, function: str) -> list[dict[str, Any]]:
+        """Shows a picture.
+
+        Args:
+            function: Of what.
+        """
         return [{"type": "image", "image": b""}]
 
     def get_reward(self) -> float:
@@ -161,7 +165,7 @@ async def test_what_goes_wrong_masks_the_trajectory() -> None:
     with pytest.raises(ToolFailed, match=r"the tool hang took longer than 0\.05 seconds"):
         await session.step(turn(("hang", {}), tool_timeout_s=0.05))
     with pytest.raises(EnvironmentFailed, match="images"):
-        await session.step(turn(("show", {})))
+        await session.step(turn(("show", {"function": "x"})))
     with pytest.raises(InvalidInput, match="no get_reward, and its operator named no reward_funcs"):
         await Unrewarded().open(ITEM, 5)
 
