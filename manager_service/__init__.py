@@ -27,5 +27,6 @@ Its files:
     kept.py         bounds what is kept for people to read, by bytes
     data_format.py  refuses a Redis that another version wrote
     tenants.py      keeps tenants and their API keys
+    env_streams.py  names the streams of env workers that hold live sessions
     cluster.py      tells who is alive, and who worked for whom when, from the workers' telemetry
 """

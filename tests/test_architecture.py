@@ -71,6 +71,7 @@ CATCHES_ALL = {
     "env_service/environments/catalogue.py": "a constructor's error is told where it is a failed trajectory",
     "env_service/live/sessions.py": "nobody waits for a session that cannot be closed",
     "env_service/sandbox/child.py": "whatever a tenant's code raises is its result",
+    "env_service/environments/trl_factory.py": "a tool of a foreign environment: the model is told",
     "env_service/verifiers/host.py": "whatever a package raises fails its trajectory, or says why it cannot be loaded",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
