@@ -356,8 +356,13 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_path(tenant: str, file: str) -> str:
-    """Where a file's content is in object storage."""
+    """Where the items of a file are in object storage."""
     return f"files/{tenant}/{file}"
+
+
+def brought_path(tenant: str, file: str) -> str:
+    """Where an uploaded adapter is: not below `files`, because trainers may read it."""
+    return f"brought/{tenant}/{file}"
 
 
 DELETED, MOVING = "deleted", "moving"
