@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from marlaas_client.cli.output import print_json, say
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
-from marlaas_client.errors import InvalidInput
+from marlaas_client.errors import InvalidInput, Refused
 from marlaas_client.records import Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
 
@@ -74,21 +75,27 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
     training, held_out = sources(file, validation, dataset, split, validation_split)
-    with connect(url, data) as client, connect_operator(url, data) as operator:
+    with connect(url, data) as client, connect_operator(url, data) as operator, ExitStack() as unused:
+
+        def kept(file: str) -> str:
+            if estimate:
+                unused.callback(client.delete, f"/v1/files/{file}")
+            return file
+
         request = request_of(
             method,
             how,
             model=model,
-            training_file=upload(client, training, mapped) if training else None,
-            validation_file=upload(client, held_out, mapped) if held_out else None,
-            adapter_file=client.upload_adapter(adapter)["id"] if adapter else None,
+            training_file=kept(upload(client, training, mapped)) if training else None,
+            validation_file=kept(upload(client, held_out, mapped)) if held_out else None,
+            adapter_file=kept(client.upload_adapter(adapter)["id"]) if adapter else None,
             suffix=suffix,
             seed=seed,
         )
-        if estimate or not as_json:
-            show_estimate(client.estimate(request), as_json=as_json)
         if estimate:
-            return
+            return show_estimate(client.estimate(request), as_json=as_json)
+        if not as_json:
+            try_to_estimate(client, request)
         job = client.create(request)
         print_json(job) if as_json else print_status(job)
         if watch:
@@ -154,6 +161,15 @@ def _read(file: Path) -> str:
         return file.read_text("utf-8")
     except OSError as error:
         raise InvalidInput(f"{file}: {error.strerror}") from None
+
+
+def try_to_estimate(client: Client, request: Record) -> None:
+    """Says what the job would need, unless the service is an older one, which cannot tell."""
+    try:
+        show_estimate(client.estimate(request), as_json=False)
+    except Refused as error:
+        if error.status not in (404, 405):
+            raise
 
 
 def show_estimate(found: Record, *, as_json: bool) -> None:
