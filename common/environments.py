@@ -14,7 +14,9 @@ than `tool` says which in an attribute `reply_roles`, such as ("user", "system")
 refused as early. Without it each trajectory fails, with the reason.
 """
 
+import importlib
 import inspect
+import site
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, cast
@@ -228,9 +230,23 @@ def load_installed(name: str) -> Any:
             param="environment.name",
         )
     try:
-        return found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"the installed environment {quoted(name)} cannot be loaded: {error}") from error
+        return _loaded(found[name])
+    except Exception as error:  # foreign code
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidInput(
+            f"the installed environment {quoted(name)} cannot be loaded: {reason}", param="environment.name"
+        ) from error
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """What it names, also if it was installed a moment ago."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError:
+        importlib.invalidate_caches()
+        if entry.dist is not None:
+            site.addsitedir(str(entry.dist.locate_file("")))  # the `.pth` of an editable one says where its modules are
+        return entry.load()
 
 
 def _validate_installed(spec: EnvSpec, param: str) -> None:

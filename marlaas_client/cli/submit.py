@@ -15,7 +15,7 @@ from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
 from marlaas_client.errors import InvalidInput, Refused
-from marlaas_client.records import Record
+from marlaas_client.records import Job, Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
 
 Dataset = Annotated[
@@ -94,9 +94,7 @@ def submit(
         )
         if estimate:
             return show_estimate(client.estimate(request), as_json=as_json)
-        if not as_json:
-            try_to_estimate(client, request)
-        job = client.create(request)
+        job = create(client, request, says_estimate=not as_json)
         print_json(job) if as_json else print_status(job)
         if watch:
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
@@ -163,13 +161,15 @@ def _read(file: Path) -> str:
         raise InvalidInput(f"{file}: {error.strerror}") from None
 
 
-def try_to_estimate(client: Client, request: Record) -> None:
-    """Says what the job would need, unless the service is an older one, which cannot tell."""
+def create(client: Client, request: Record, *, says_estimate: bool) -> Job:
+    """Creates a job. Says before what it would need, unless the service is an older one, which cannot tell."""
     try:
-        show_estimate(client.estimate(request), as_json=False)
+        if says_estimate:
+            show_estimate(client.estimate(request), as_json=False)
     except Refused as error:
         if error.status not in (404, 405):
             raise
+    return client.create(request)
 
 
 def show_estimate(found: Record, *, as_json: bool) -> None:
