@@ -38,8 +38,8 @@ def _installed(entry: EntryPoint) -> EnvironmentObject:
         is_model = isinstance(declared, type) and issubclass(declared, BaseModel)
         return _shown(entry.name, schema_of(declared) if is_model else _schema_of_keywords(made), entry)
     except Exception as error:  # foreign code
-        where = {"package": _package(entry), "entry_point": entry.value}
-        return EnvironmentObject(id=entry.name, **where, args=None, error=str(error))
+        package = _package(entry)
+        return EnvironmentObject(id=entry.name, package=package, entry_point=entry.value, args=None, error=str(error))
 
 
 def _shown(name: str, args: dict[str, Any], entry: EntryPoint | None) -> EnvironmentObject:

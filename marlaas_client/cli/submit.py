@@ -122,15 +122,15 @@ def method_of(grader: str | None, environment: str | None, hyper: list[str], *, 
 def parse_grader(text: str) -> Record:
     """JSON, `@file`, or `type:field`. Raises InvalidInput."""
     if text.startswith("@"):
-        return _json("--grader", _read(Path(text[1:])))
+        return json_object("--grader", _read(Path(text[1:])))
     if text.lstrip().startswith("{"):
-        return _json("--grader", text)
+        return json_object("--grader", text)
     return grader_of(text)
 
 
 def parse_environment(text: str) -> Record:
     """JSON, or a name alone. Raises InvalidInput."""
-    return _json("--environment", text) if text.lstrip().startswith("{") else {"name": text}
+    return json_object("--environment", text) if text.lstrip().startswith("{") else {"name": text}
 
 
 def parse_hyper(text: str) -> tuple[str, Any]:
@@ -144,7 +144,8 @@ def parse_hyper(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _json(option: str, text: str) -> Record:
+def json_object(option: str, text: str) -> Record:
+    """Raises InvalidInput."""
     try:
         value: Any = json.loads(text)
     except ValueError as error:

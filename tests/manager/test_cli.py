@@ -233,6 +233,17 @@ def test_a_password_in_the_url_is_refused_and_never_shown(monkeypatch: pytest.Mo
         assert "secret" not in str(refused.value)
 
 
+def test_environments_are_listed_with_their_arguments(api: type[FakeApi]) -> None:
+    properties = {"folder": {}, "depth": {"default": 3}, "seed": {"default": None}}
+    args = {"properties": properties, "required": ["folder"], "additionalProperties": True}
+    own = {"id": "maze", "package": "mazes 1.2", "makes_items": True, "args": args, "error": None}
+    broken = {"id": "broken", "package": "broken 1.0", "makes_items": False, "args": None, "error": "cannot be loaded"}
+    api.answers["GET", "/v1/environments"] = {"data": [own, broken]}
+    rows = [" ".join(line.split()) for line in run("env", "list").splitlines()]
+    assert "maze mazes 1.2 its own folder, [depth=3], [seed], …" in rows
+    assert "broken broken 1.0 of a file cannot be loaded" in rows
+
+
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
     events = [metrics(1, step=1, version=1, reward_mean=None, loss=0.123456), metrics(2, version=1, eval_loss=0.5)]
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
