@@ -14,8 +14,10 @@ than `tool` says which in an attribute `reply_roles`, such as ("user", "system")
 refused as early. Without it each trajectory fails, with the reason.
 """
 
+import importlib
 import inspect
 import os
+import site
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -222,9 +224,11 @@ def is_live(spec: EnvSpec) -> bool:
     return hasattr(load_installed(spec.name), "open")
 
 
-def installed() -> dict[str, EntryPoint]:
-    """The environments that operators installed, by name; none can have a built-in name. They are looked for anew whenever a folder
-    has changed into which packages are installed."""
+def installed(*, anew: bool = False) -> dict[str, EntryPoint]:
+    """The environments that operators installed, by name; none can have a built-in name. They are looked for `anew` whenever a folder
+    has changed into which packages are installed, which it does before a package's entry points are there."""
+    if anew:
+        _installed.cache_clear()
     return _installed(tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder)))
 
 
@@ -237,15 +241,31 @@ def load_installed(name: str) -> Any:
     """The class behind an entry point. Raises InvalidInput if there is none, or if it cannot be imported."""
     found = installed()
     if name not in found:
+        found = installed(anew=True)
+    if name not in found:
         known = [*BUILT_IN, *found]
         raise InvalidInput(
             f"unknown environment {quoted(name)}{did_you_mean(name, known)}; known: {', '.join(known)}",
             param="environment.name",
         )
     try:
-        return found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"the installed environment {quoted(name)} cannot be loaded: {error}") from error
+        return _loaded(found[name])
+    except Exception as error:  # foreign code
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidInput(
+            f"the installed environment {quoted(name)} cannot be loaded: {reason}", param="environment.name"
+        ) from error
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """What it names, also if it was installed a moment ago."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError:
+        importlib.invalidate_caches()
+        if entry.dist is not None:
+            site.addsitedir(str(entry.dist.locate_file("")))  # the `.pth` of an editable one says where its modules are
+        return entry.load()
 
 
 def _validate_installed(spec: EnvSpec, param: str) -> None:

@@ -181,6 +181,9 @@ class Client:
     def post(self, path: str, body: Record | None = None) -> Record:
         return self._send("POST", path, json=body or {}).json()
 
+    def delete(self, path: str) -> Record:
+        return self._send("DELETE", path).json()
+
     def upload(self, filename: str, content: bytes | BinaryIO) -> Record:
         """A file of items, JSONL or CSV, which the API checks line by line."""
         files = {"file": (filename, content, "application/jsonl")}

@@ -308,6 +308,16 @@ class KeyObject(Identified):
     key: str | None = None  # only in the answer that makes it
 
 
+class EnvironmentObject(Identified):
+    object: Literal["environment"] = "environment"
+    package: str | None  # that was installed, with its version; None: it is built in
+    entry_point: str | None  # of that package
+    args: dict[str, Any] | None  # a JSON Schema; None: they are not known
+    makes_items: bool = False  # it needs no training file
+    live: bool = False  # its trajectories have sessions
+    error: str | None = None  # why an installed one cannot be used
+
+
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
