@@ -38,6 +38,8 @@ CLAIM_CHECK_BYTES = 1 << 20
 MAX_BACKOFF_S = 2.0
 DEADLINE_S = 10.0
 """Seconds in which Redis must answer a call that does not wait for anything."""
+NO_GROUP_S = 0.05
+"""Before a stream without a group is read again."""
 PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
 """Fields of an entry that stand beside its payload."""
 
@@ -122,8 +124,11 @@ class Bus:
     # ---- work streams -----------------------------------------------------------------------------------------------
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Creates the consumer group, from the stream's beginning, unless it is there."""
-        await self._unless("BUSYGROUP", lambda: self.client.xgroup_create(stream, group, id="0", mkstream=True))
+        """Creates the consumer group, from the stream's beginning, unless it is there. The stream too, unless another stands in for
+        it: whoever keeps such a one brings it into being."""
+        new = self.cell.instead_of(stream) in ("", stream)
+        call = partial(self.client.xgroup_create, stream, group, id="0", mkstream=new)
+        await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
     async def read(
         self,
@@ -175,10 +180,11 @@ class Bus:
         block_ms: int | None = None,
         aside: Aside | None = None,
     ) -> list[Delivery]:
-        found = await self._unless("NOGROUP", call, block_ms=block_ms)
+        found = await self._unless(call, "NOGROUP", block_ms=block_ms)
         if found is None:
             for stream in streams:
                 await self.ensure_group(stream, group)
+            await asyncio.sleep(NO_GROUP_S)
             return []
         rows = [(_text(stream), entry, fields) for stream, entries in _pairs(found) for entry, fields in entries]
         return await self._opened(rows, group, consumer, aside)
@@ -201,7 +207,7 @@ class Bus:
     ) -> list[Idle]:
         """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; none if one looked within `every_ms`."""
         args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, *own]
-        found = await self._unless("NOGROUP", lambda: self._find_idle(keys=[stream], args=args))
+        found = await self._unless(lambda: self._find_idle(keys=[stream], args=args), "NOGROUP")
         return [Idle(_text(entry), int(deliveries)) for entry, _, _, deliveries in found or ()]
 
     async def claim(
@@ -232,10 +238,7 @@ class Bus:
     async def reread(
         self, stream: str, group: str, consumer: str, entries: Sequence[str], *, aside: Aside | None = None
     ) -> list[Delivery]:
-        """Reads pending entries again, whoever has them, and makes them this consumer's. Leaves out those that are gone.
-
-        `aside`: as for `read`.
-        """
+        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's. `aside`: see `read`."""
         if not entries:
             return []
         found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
@@ -249,20 +252,19 @@ class Bus:
         entries: Sequence[str],
         progress: Mapping[str, Progress] = MappingProxyType({}),
     ) -> int:
-        """Resets the idle time of these entries, and keeps what is new of their progress until they are settled.
-
-        Returns the number that this consumer still owns; nothing is written of others.
-        """
+        """Resets the idle time of these entries, and keeps what is new of their progress until they are settled. Returns the number
+        that this consumer still owns; nothing is written of others."""
         if not entries:
             return 0
         arguments: list[Any] = [group, consumer]
         for entry in entries:
             new = progress.get(entry, NO_PROGRESS)
             arguments += [entry, self.cell.partial(stream, entry), new.head, new.start, new.tail]
-        return await self._unless("NOGROUP", lambda: self._renew(keys=[stream], args=arguments)) or 0
+        return await self._unless(lambda: self._renew(keys=[stream], args=arguments), "NOGROUP") or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Publishes and acknowledges, one script for all. False: somebody else settled it before, so nothing was published."""
+        """Publishes and acknowledges, one script for all. False: somebody else settled it before, so nothing was published. Once an
+        answer was lost nobody can say whether it was this call, so all are True."""
         if not settlements:
             return []
         arguments: list[Any] = [len(settlements)]
@@ -273,13 +275,14 @@ class Bus:
             for stream, message in settlement.outputs:
                 fields = await self.fields(message)
                 arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
-        keys = [settlements[0].delivery.stream]
-        done = await self._unless("NOGROUP", lambda: self._settle(keys=keys, args=arguments))
-        if done is None:
-            for stream, group in {(s.delivery.stream, s.delivery.group) for s in settlements}:
-                await self.ensure_group(stream, group)
-            return await self.settle(settlements)
-        return [bool(n) for n in done]
+        calls: list[Awaitable[Any]] = []
+
+        def call() -> Awaitable[Any]:
+            calls.append(self._settle(keys=[settlements[0].delivery.stream], args=arguments))
+            return calls[-1]
+
+        done = await self.retrying(call)
+        return [bool(n) or len(calls) > 1 for n in done]
 
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
@@ -384,12 +387,12 @@ class Bus:
             raise NotFound("the entry is a claim check, but this process has no object store")
         return await patiently(lambda: objects.get(path), meanwhile=renew)
 
-    async def _unless(self, code: str, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T | None:
-        """Like `retrying`; None if Redis answers with an error of this code."""
+    async def _unless(self, call: Callable[[], Awaitable[T]], *said: str, block_ms: int | None = None) -> T | None:
+        """Like `retrying`; None if Redis answers with an error that says one of these."""
         try:
             return await self.retrying(call, block_ms=block_ms)
         except redis_errors.ResponseError as error:
-            if code not in str(error):
+            if not any(words in str(error) for words in said):
                 raise
             return None
 

@@ -14,11 +14,17 @@ than `tool` says which in an attribute `reply_roles`, such as ("user", "system")
 refused as early. Without it each trajectory fails, with the reason.
 """
 
+import importlib
 import inspect
+import os
+import site
+import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, cast
 
+import msgspec
 from pydantic import BaseModel, Field, model_validator
 
 from common.errors import InvalidInput
@@ -35,6 +41,9 @@ SUPERVISED = "supervised"
 
 MAX_INLINE_CHARACTERS = 64 * 1024
 """Documents given in the arguments travel in every message; larger collections belong into a folder."""
+
+MAX_ARGS_BYTES = 64 * 1024
+"""Of an environment that is installed, or a server."""
 
 GraderArgs = dict[str, Any]
 
@@ -145,6 +154,8 @@ def validate_environment(spec: EnvSpec, *, param: str = "environment") -> None:
         return
     parse_args(spec, param=param)
     grader_of(spec, param=param)
+    if spec.name in LIVE:
+        _check_size(spec, param)
 
 
 def parse_args(spec: EnvSpec, *, param: str = "environment") -> Declared:
@@ -213,8 +224,16 @@ def is_live(spec: EnvSpec) -> bool:
     return hasattr(load_installed(spec.name), "open")
 
 
-def installed() -> dict[str, EntryPoint]:
-    """The environments that operators installed, by name; none can have a built-in name."""
+def installed(*, anew: bool = False) -> dict[str, EntryPoint]:
+    """The environments that operators installed, by name; none can have a built-in name. They are looked for `anew` whenever a folder
+    has changed into which packages are installed, which it does before a package's entry points are there."""
+    if anew:
+        _installed.cache_clear()
+    return _installed(tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder)))
+
+
+@lru_cache(maxsize=1)
+def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}
 
 
@@ -222,24 +241,47 @@ def load_installed(name: str) -> Any:
     """The class behind an entry point. Raises InvalidInput if there is none, or if it cannot be imported."""
     found = installed()
     if name not in found:
+        found = installed(anew=True)
+    if name not in found:
         known = [*BUILT_IN, *found]
         raise InvalidInput(
             f"unknown environment {quoted(name)}{did_you_mean(name, known)}; known: {', '.join(known)}",
             param="environment.name",
         )
     try:
-        return found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"the installed environment {quoted(name)} cannot be loaded: {error}") from error
+        return _loaded(found[name])
+    except Exception as error:  # foreign code
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidInput(
+            f"the installed environment {quoted(name)} cannot be loaded: {reason}", param="environment.name"
+        ) from error
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """What it names, also if it was installed a moment ago."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError:
+        importlib.invalidate_caches()
+        if entry.dist is not None:
+            site.addsitedir(str(entry.dist.locate_file("")))  # the `.pth` of an editable one says where its modules are
+        return entry.load()
 
 
 def _validate_installed(spec: EnvSpec, param: str) -> None:
     made: Any = load_installed(spec.name)
+    _check_size(spec, param)
     model: Any = getattr(made, "Args", None)
     if isinstance(model, type) and issubclass(model, BaseModel):
         parse(model, spec.args, param=f"{param}.args")
     else:
         _check_keywords(made, spec.args, param=f"{param}.args")
+
+
+def _check_size(spec: EnvSpec, param: str) -> None:
+    """Raises InvalidInput: arguments travel in every message."""
+    if (size := len(msgspec.json.encode(spec.args))) > MAX_ARGS_BYTES:
+        raise InvalidInput(f"{param}.args have {size} bytes, more than {MAX_ARGS_BYTES}", param=f"{param}.args")
 
 
 def _check_keywords(made: Any, args: Mapping[str, Any], *, param: str) -> None:

@@ -4,14 +4,16 @@
 # stream, group, entry, key of its progress, number of outputs, then for each output: stream, the stream in its place if it does
 # not exist ("": none), number of fields, fields. Above its memory limit Redis refuses a script's first write if that needs memory,
 # and none after it: so the DEL comes first. The outputs come before the acknowledgement, so that no failure between them loses the
-# input.
+# input. An entry whose group is gone is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
 local settled = {}
 for n = 1, tonumber(take()) do
   local stream, group, entry, progress, outputs = take(), take(), take(), take(), tonumber(take())
-  local open = #redis.call('XPENDING', stream, group, entry, entry, 1) == 1
+  local rows = redis.pcall('XPENDING', stream, group, entry, entry, 1)
+  if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
+  local open = #rows == 1
   if open then redis.call('DEL', progress) end
   for _ = 1, outputs do
     local key, instead, fields = take(), take(), tonumber(take())
@@ -87,24 +89,42 @@ return found
 """
 
 # KEYS: sorted set of the env workers with a stream of their own, by when they count as gone, ms; the stream of all. ARGV: worker,
-# milliseconds until it counts as gone (less than 0: at once), what stands before a worker's name in the key of its stream, and in
-# that of the mark of those who look for idle entries. Moves what lies in the streams of those that are gone to the stream of all.
-# Returns whether the worker was not in the set, and whether more is to be moved.
+# milliseconds until it counts as gone (less than 0: it leaves), what stands before a worker's name in the key of its stream, and in
+# that of the mark of those who look for idle entries; the group. Makes the worker's stream, which nobody else does, and moves what
+# lies in the streams of those that are gone to the stream of all. Returns whether the worker was not in the set, or had begun to
+# be emptied, and whether more is to be moved. The first write needs no memory, as in SETTLE.
+# Who comes late cannot tell whether others are gone or were kept from Redis as it was: they then have as long again.
 ATTEND = """
+local workers, worker, hold = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local absent = redis.call('ZREM', KEYS[1], ARGV[1]) == 0
-redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, 1)) do
-  local stream = ARGV[3] .. gone
-  local entries = redis.call('XRANGE', stream, '-', '+', 'COUNT', 100)
-  for _, entry in ipairs(entries) do
-    redis.call('XADD', KEYS[2], '*', unpack(entry[2]))
-    redis.call('XDEL', stream, entry[1])
+local till = tonumber(redis.call('ZSCORE', workers, worker) or 0)
+local absent = till == 0 and 1 or 0
+redis.call('ZREM', workers, worker)
+redis.call('ZADD', workers, now + hold, worker)
+if hold >= 0 then redis.pcall('XGROUP', 'CREATE', ARGV[3] .. worker, ARGV[5], '0', 'MKSTREAM') end
+local gone = redis.call('ZRANGEBYSCORE', workers, '-inf', '(' .. now)
+if hold < 0 then
+  gone = {worker}
+elseif till < now then
+  for _, other in ipairs(absent == 0 and redis.call('ZRANGEBYSCORE', workers, '(0', '(' .. now) or {}) do
+    redis.call('ZADD', workers, now + hold, other)
   end
-  if #entries == 100 then return {absent and 1 or 0, 1} end
-  redis.call('DEL', stream, ARGV[4] .. gone)
-  redis.call('ZREM', KEYS[1], gone)
+  return {absent, 0}
 end
-return {absent and 1 or 0, redis.call('ZCOUNT', KEYS[1], '-inf', '(' .. now)}
+if #gone == 0 then return {absent, 0} end
+local stream = ARGV[3] .. gone[1]
+local entries = redis.call('XRANGE', stream, '-', '+', 'COUNT', 100)
+for _, entry in ipairs(entries) do
+  redis.call('XADD', KEYS[2], '*', unpack(entry[2]))
+  redis.call('XACK', stream, ARGV[5], entry[1])
+  redis.call('XDEL', stream, entry[1])
+end
+if #entries == 100 then
+  redis.call('ZADD', workers, 0, gone[1])
+  return {absent, 1}
+end
+redis.call('DEL', stream, ARGV[4] .. gone[1])
+redis.call('ZREM', workers, gone[1])
+return {absent, #gone > 1 and 1 or 0}
 """

@@ -68,6 +68,8 @@ class BuiltService:
     on_adapter_new: Callable[[AdapterNew], None] | None = None
     has_room: Callable[[], bool] = lambda: True
     takes_leftovers: Callable[[], bool] = lambda: False
+    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """Loops that run as long as the worker; an error of one ends it."""
     close: Sequence[Callable[[], Awaitable[None]]] = ()
 
 
@@ -147,7 +149,7 @@ async def _serve(
     worker = _worker(settings, bus, service, reporter)
     try:
         if await _join(membership, reporter, bus, stop):
-            async with running(membership.keep(stop)):
+            async with running(membership.keep(stop), *(loop() for loop in service.beside)):
                 await worker.run(stop)
     finally:
         for close in service.close:

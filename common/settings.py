@@ -23,7 +23,8 @@ _KNOWN = (
     "max_dead_bytes max_telemetry_bytes sample_groups other_samples logger_hosts webhook_hosts "
     "export_proxy export_every_s export_processes export_give_up_s max_logger_bytes webhook_give_up_s "
     # env workers
-    "env_slots env_sessions env_session_idle_s sandbox_processes sandbox_memory_mb weak_sandbox grader_timeout_s step_timeout_s "
+    "env_slots env_sessions env_session_idle_s env_package_memory_mb sandbox_processes sandbox_memory_mb weak_sandbox "
+    "grader_timeout_s step_timeout_s "
     "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_timeout_s grader_model_calls openenv_hosts openenv_servers "
     "collections_dir "
     # rollout workers

@@ -33,7 +33,7 @@ _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
     exists expire del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
-_ENV = "xrange zcount zrangebyscore zrem"
+_ENV = "xrange zrangebyscore zrem"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat

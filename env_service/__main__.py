@@ -18,6 +18,7 @@ from env_service.live.attendance import Attendance
 from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
+from env_service.verifiers.process import Hosts
 
 AHEAD = 16
 """Messages that wait in a worker for a slot, for each slot: among them the next of a tenant whose turn it is can be found."""
@@ -70,10 +71,10 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         collections_dir=settings.collections_dir,
         openenv=openenv,
         base_dir=base_dir,
+        hosts=Hosts(memory_bytes=settings.env_package_memory_mb << 20),
     )
     sessions = sessions_of(settings, parts.worker)
     attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
-    await sessions.begin()
     await attendance.begin()
     handler = EnvHandler(
         cell=parts.cell,
@@ -101,6 +102,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         ahead=AHEAD * settings.env_slots,
         drain_s=DRAIN_S,
         counters=handler.counters,
+        beside=[sessions.close_idle, attendance.run],
         close=close,
     )
 

@@ -4,12 +4,18 @@ TrajectoryFailed
 ├── GraderFailed         the grader raised, hung, or gave something that is not a number
 ├── ToolFailed           a tool's process failed, or took too long
 └── EnvironmentFailed    the environment broke its own contract
+
+NoRoom is no failure: the trajectory waits.
 """
 
 from typing import ClassVar
 
-from common.errors import Permanent
+from common.errors import Permanent, Unavailable
 from common.messages import FailureKind
+
+
+class NoRoom(Unavailable):
+    """What the environment runs on is full: the message goes back, and another worker may have room."""
 
 
 class TrajectoryFailed(Permanent):

@@ -46,7 +46,7 @@ from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_o
 from env_service.environment import Environment, LiveEnvironment, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.examples import example_of, log_prob, measured_by, trained_on
-from env_service.failures import TrajectoryFailed
+from env_service.failures import NoRoom, TrajectoryFailed
 from env_service.graders.judging import Graded, graded_by, judge_request, resumed
 from env_service.graders.model import ModelAsked
 from env_service.live.sessions import Seat, Sessions
@@ -91,8 +91,18 @@ class EnvHandler:
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         """Works on a message once its tenant's turn for a slot comes. Puts it back if that takes long: another worker may have a
-        free slot, and messages of other tenants may stand behind it.
+        free slot, and messages of other tenants may stand behind it. So it does where a live environment has no room.
         """
+        try:
+            return await self._in_turn(message, beat)
+        except NoRoom as error:
+            if not self._live.may_wait(message):
+                return self.failed(message, Failure("infrastructure", _one_line(error)))
+            beat()
+            await asyncio.sleep(PUT_BACK_S)
+            return [(self._cell.env, message)]
+
+    async def _in_turn(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         doing = work.begin(beat, message.tenant, _weight_of(message))
         try:
             claim = await self._claim(message, doing)

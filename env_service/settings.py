@@ -15,6 +15,8 @@ class EnvSettings(Settings):
     Tenants share them by weight."""
     env_session_idle_s: float = Field(default=600.0, gt=0)
     """A session for which no turn comes for so long is closed; if one comes after all, its turns are replayed in a new one."""
+    env_package_memory_mb: int = Field(default=4096, ge=64)
+    """Data of one process in which a package for `verifiers` runs."""
     sandbox_processes: int = Field(default=4, ge=1)
     """Sandboxed calls that run at once in this worker, and one more of a tenant that has none running."""
     sandbox_memory_mb: int = Field(default=512, ge=64)

@@ -17,7 +17,14 @@ from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/three_turns")
 ENVIRONMENT: dict[str, Any] = {"name": "simulated_user", "args": {}}
-HYPER: dict[str, Any] = {"batch_size": 16, "group_size": 16, "max_steps": 40, "max_tokens": 8, "target_reward": 0.9}
+HYPER: dict[str, Any] = {
+    "batch_size": 8,
+    "group_size": 8,
+    "max_steps": 80,
+    "max_tokens": 8,
+    "learning_rate_multiplier": 2,
+    "target_reward": 0.9,
+}
 PERIOD_S = 0.5
 
 

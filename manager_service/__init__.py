@@ -29,5 +29,6 @@ Its files:
     data_format.py  refuses a Redis that another version wrote
     tenants.py      keeps tenants and their API keys
     receivers.py    keeps where their jobs report to: loggers' keys, webhooks
+    env_streams.py  names the streams of env workers that hold live sessions
     cluster.py      tells who is alive, and who worked for whom when, from the workers' telemetry
 """

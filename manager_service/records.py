@@ -183,7 +183,10 @@ class Progress(msgspec.Struct):
     step: int = 0
     best: float | None = None  # and the step that it is of
     best_step: int = 0
-    tokens: int = 0  # that the job had used when the newest version was committed
+    tokens: int = 0  # that the job had used when the newest version was committed, but for evaluations
+    step_tokens: int = 0  # of a step: the mean, without what was sampled for later ones
+    eval_tokens: int = 0  # of all evaluations so far, and their trajectories
+    num_evaluated: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -398,8 +401,13 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_path(tenant: str, file: str) -> str:
-    """Where a file's content is in object storage."""
+    """Where the items of a file are in object storage."""
     return f"files/{tenant}/{file}"
+
+
+def brought_path(tenant: str, file: str) -> str:
+    """Where an uploaded adapter is: not below `files`, because trainers may read it."""
+    return f"brought/{tenant}/{file}"
 
 
 DELETED, MOVING = "deleted", "moving"

@@ -49,7 +49,12 @@ def find(url: str | None = None, key: str | None = None, data: Path | None = Non
 
 
 def _host(text: str) -> str:
-    """The host of an API's URL. Raises InvalidInput unless it can be called."""
+    """The host of an API's URL. Raises InvalidInput unless it can be called; a password in it is not shown."""
+    if "@" in text:
+        raise InvalidInput(
+            f"the API's URL …@{text.rpartition('@')[2]} holds a name or a password, which this API does not take: "
+            "leave it out, and set MARLAAS_API_KEY"
+        )
     try:
         url = httpx.URL(text)
         url.host.encode("idna")

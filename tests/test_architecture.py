@@ -66,16 +66,19 @@ IMPORTERS = {
 """Foreign package -> the product's files and folders that may import it, and do."""
 
 CATCHES_ALL = {
+    "common/environments.py": "a package that cannot be imported is told of where its environment is named",
     "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
     "env_service/handler.py": "an environment's error is a failed trajectory",
     "env_service/environments/catalogue.py": "a constructor's error is told where it is a failed trajectory",
     "env_service/live/sessions.py": "nobody waits for a session that cannot be closed",
     "env_service/sandbox/child.py": "whatever a tenant's code raises is its result",
+    "env_service/environments/trl_factory.py": "a tool of a foreign environment: the model is told",
     "env_service/verifiers/host.py": "whatever a package raises fails its trajectory, or says why it cannot be loaded",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
     "manager_service/tinker/futures/patience.py": "a client that waits repeats at once after an error",
     "manager_service/tinker/futures/samples.py": "an error goes to whoever asks for the samples",
+    "manager_service/api/environments.py": "a package whose arguments cannot be told stands in the list with the error",
     "manager_service/api/event_stream.py": "a stream's client must hear that it ended in an error",
     "manager_service/owner/owner.py": "a partition that cannot be loaded must not stop the others",
     "manager_service/owner/partition.py": "one job's trouble must not stop the other tenants' owner",

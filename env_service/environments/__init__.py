@@ -14,5 +14,6 @@ Its files:
     openenv.py           gives each trajectory a session at an OpenEnv server
     openenv_server.py    finds those servers, and speaks their protocol
     openenv_mapping.py   makes actions of turns, and texts of observations
+    trl_factory.py       runs what TRL's trainer takes as `environment_factory`
     text_collections.py  indexes and searches the operator's texts, and a job's own
 """

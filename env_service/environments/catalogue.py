@@ -7,6 +7,8 @@ import msgspec
 
 from common.environments import (
     BUILT_IN,
+    LIVE,
+    SUPERVISED,
     CalculatorArgs,
     OpenEnvArgs,
     PythonArgs,
@@ -49,13 +51,15 @@ class Catalogue:
         collections_dir: Path | None = None,
         openenv: Servers | None = None,
         base_dir: Path = Path(),
+        hosts: Hosts | None = None,
     ) -> None:
-        """`openenv`: the servers that jobs may use; None: there are none. `base_dir`: the folder of the base model."""
+        """`openenv`: the servers that jobs may use; None: there are none. `base_dir`: the folder of the base model. `hosts`: the
+        processes of packages."""
         self._graders = graders
         self._openenv = openenv or Servers(Endpoints(""))
         self._sandbox = sandbox
         self._collections = Collections(collections_dir)
-        self._hosts = Hosts()
+        self._hosts = hosts or Hosts()
         self._base_dir = base_dir
         self._made: OrderedDict[bytes, AnyEnvironment] = OrderedDict()
 
@@ -75,6 +79,8 @@ class Catalogue:
 
     def is_live(self, spec: EnvSpec) -> bool:
         """Do its trajectories have sessions? False also for an environment that cannot be made: `get` says why."""
+        if spec.name in (*BUILT_IN, SUPERVISED):
+            return spec.name in LIVE
         try:
             return isinstance(self.get(spec), LiveEnvironment)
         except Exception:  # foreign code, which is called again where its error is made a value

@@ -15,6 +15,7 @@ from common.text.tokens import ToolCall
 from env_service.environment import Step, Turn, item_messages
 from env_service.environments.openenv_mapping import ACT, Shape, shape_of, shown, shown_result, tools_told
 from env_service.environments.openenv_server import ActionRefused, Connection, Observation, Servers
+from env_service.environments.tool_loop import MAX_CALLS
 from env_service.failures import EnvironmentFailed
 
 RESET_S = 120.0
@@ -92,8 +93,8 @@ class OpenEnvSession:
         """Calls run one after the other: each changes the environment."""
         replies, rewards, done = list[Mapping[str, Any]](), list[float](), not turn.calls
         for index, call in enumerate(turn.calls):
-            content = "error: the episode is over"
-            if not done:
+            content = "error: the episode is over" if done else "error: too many calls"
+            if not done and index < MAX_CALLS:
                 content, found = await self._call(call, turn.tool_timeout_s)
                 done = found is not None and found.done
                 rewards += [] if found is None or (reward := _reward(found)) is None else [reward]

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from env_service.environments.openenv_server import Schemas
+from env_service.environments.openenv_server import MAX_TOLD, Schemas
 from env_service.failures import EnvironmentFailed
 
 ACT = "act"
 MAX_SHOWN = 64 * 1024
 """Characters of an observation that the model is shown."""
+MAX_TOOLS_BYTES = 64 * 1024
 Definition = Mapping[str, Any]
 
 
@@ -54,6 +55,8 @@ def definition(name: str, description: str, parameters: Mapping[str, Any]) -> De
 
 def tools_told(observation: Mapping[str, Any]) -> list[Definition]:
     """The tools in the answer to `list_tools`. Raises EnvironmentFailed."""
+    if (size := len(msgspec.json.encode(observation))) > MAX_TOOLS_BYTES:
+        raise EnvironmentFailed(f"the OpenEnv server's tools have {size} bytes, more than {MAX_TOOLS_BYTES}")
     try:
         return [definition(tool["name"], tool["description"], tool["input_schema"]) for tool in observation["tools"]]
     except (LookupError, TypeError) as error:
@@ -64,7 +67,7 @@ def shown(observation: Mapping[str, Any], field: str = "") -> str:
     """What the model sees of an observation: a field, its only text, or all of it as JSON. Raises EnvironmentFailed."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     if field and field not in fields:
-        raise EnvironmentFailed(f"the observation has no {field!r}; it has {', '.join(fields)}")
+        raise EnvironmentFailed(f"the observation has no {field!r}; it has {', '.join(fields)}"[:MAX_TOLD])
     if field or len(fields) == 1:
         fields = {"": fields[field] if field else next(iter(fields.values()))}
     value = fields.get("", fields)

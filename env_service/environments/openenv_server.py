@@ -15,19 +15,23 @@ from typing import Any
 
 import httpx
 import msgspec
+import structlog
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
 from common.environments import OpenEnvArgs
-from common.errors import InvalidInput, Unavailable
+from common.errors import InvalidInput
 from common.spelling import did_you_mean, quoted
 from common.urls import check_url
-from env_service.failures import EnvironmentFailed, GraderFailed
+from env_service.failures import EnvironmentFailed, GraderFailed, NoRoom
 from env_service.graders.endpoint import Endpoints
 
-MAX_ANSWER_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 256 * 1024
+MAX_TOLD = 300
+"""Characters of a server's own words in a failure."""
 CONNECT_S = 20.0
 CLOSE_S = 2.0
+log = structlog.get_logger()
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -99,11 +103,14 @@ class Servers:
                 address,
                 proxy=self._proxy,
                 max_size=MAX_ANSWER_BYTES,
+                max_queue=1,
+                compression=None,
                 open_timeout=CONNECT_S,
                 close_timeout=CLOSE_S,
                 **fixed,
             )
         except (OSError, WebSocketException) as error:
+            log.info("openenv_unreachable", url=server.url, reason=f"{type(error).__name__}: {error}"[:MAX_TOLD])
             raise EnvironmentFailed(f"the OpenEnv server cannot be reached: {_named(error)}") from error
         return Connection(socket)
 
@@ -122,7 +129,7 @@ class Connection:
         self._socket = socket
 
     async def ask(self, kind: str, data: Mapping[str, Any], *, timeout_s: float) -> Observation:
-        """Raises ActionRefused, EnvironmentFailed, and Unavailable if the server has no room for a session now."""
+        """Raises ActionRefused, EnvironmentFailed, and NoRoom if the server has none for a session now."""
         try:
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(ConnectionClosed):  # a full server says so before it is asked, and leaves
@@ -137,7 +144,7 @@ class Connection:
         except (OSError, WebSocketException) as error:
             raise EnvironmentFailed(f"the connection to the OpenEnv server broke: {_named(error)}") from error
         except msgspec.DecodeError as error:
-            raise EnvironmentFailed(f"the OpenEnv server's answer is no observation: {error}") from error
+            raise EnvironmentFailed(f"the OpenEnv server's answer is no observation: {error}"[:MAX_TOLD]) from error
         raise _error_of(answer)
 
     async def close(self) -> None:
@@ -161,11 +168,11 @@ def read_servers(text: str) -> dict[str, str]:
 
 
 def _error_of(answer: _Answer) -> Exception:
-    code, message = answer.data.get("code"), str(answer.data.get("message", answer.type))
+    code, message = answer.data.get("code"), str(answer.data.get("message", answer.type))[:MAX_TOLD]
     if code == "CAPACITY_REACHED":
-        return Unavailable(f"the OpenEnv server has no room for a session: {message}")
+        return NoRoom(f"the OpenEnv server has no room for a session: {message}")
     if code == "VALIDATION_ERROR":
-        return ActionRefused(f"{message}: {answer.data.get('errors', '')}"[:500])
+        return ActionRefused(f"{message}: {answer.data.get('errors', '')}"[:MAX_TOLD])
     return EnvironmentFailed(f"the OpenEnv server: {message}")
 
 
@@ -174,4 +181,6 @@ def _port(scheme: str) -> int:
 
 
 def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
+    """Without its text, in which addresses of the operator's network may stand."""
+    status = f" {error.response.status_code}" if isinstance(error, InvalidStatus) else ""
+    return f"{type(error).__name__}{status}"

@@ -2,6 +2,7 @@
 
 reads: -   writes: `env-workers`, and to `env` what lies in the streams of workers that are gone
 waits for: nothing   unblocked by: -   after a crash: the others find it gone after `hold_s`
+after an outage of Redis: each has `hold_s` to come back, with its sessions, unless somebody has its turns
 """
 
 import asyncio
@@ -11,14 +12,15 @@ import structlog
 
 from common.bus import Bus
 from common.scripts import ATTEND
-from common.tasks import cancel_all
+from common.streams import GROUP_ENV
 from env_service.live.sessions import Sessions
 
 log = structlog.get_logger()
 
 
 class Attendance:
-    """Says that this worker is there, and does for those that are not what they can no longer do. `close` when done."""
+    """Says that this worker is there, and does for those that are not what they can no longer do. `begin` before use; while `run` runs
+    others leave this one its turns; `close` when done."""
 
     def __init__(self, bus: Bus, worker: str, sessions: Sessions, *, hold_s: float) -> None:
         """`hold_s`: how long it counts as being there after it said so."""
@@ -27,35 +29,42 @@ class Attendance:
         self._sessions = sessions
         self._hold_s = hold_s
         self._script = bus.client.register_script(ATTEND)
-        self._task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         await self._attend(self._hold_s)
-        self._task = asyncio.create_task(self._run(), name="attendance")
 
-    async def close(self) -> None:
-        """Gives to all what lies in this worker's stream."""
-        if self._task:
-            await cancel_all([self._task])
-            await self._attend(-1)
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Without it sessions are worth nothing: its error must end the worker."""
         while True:
             await asyncio.sleep(self._hold_s / 3)
             if await self._attend(self._hold_s):
                 log.warning("taken_for_gone", worker=self._worker)
-                self._sessions.missed()
+
+    async def close(self) -> None:
+        """Gives to all what lies in this worker's stream."""
+        await self._attend(-1)
 
     async def _attend(self, hold_s: float) -> bool:
-        """Returns whether this worker counted as gone, or is new."""
-        until_s = asyncio.get_running_loop().time() + hold_s
-        absent, more = await self._call(hold_s)
+        """Returns whether others have taken this worker for gone, or it is new."""
+        absent, until_s = False, 0.0
+        more = True
         while more:
-            _, more = await self._call(hold_s)
+            first, more, until_s = await self._call(hold_s)
+            absent = absent or first
+        if absent:
+            self._sessions.missed()
         self._sessions.trusted_until(until_s)
-        return bool(absent)
+        return absent
 
-    async def _call(self, hold_s: float) -> Any:
-        cell = self._bus.cell
-        words = [self._worker, int(hold_s * 1000), cell.env_worker(""), cell.looked(cell.env_worker(""))]
-        return await self._bus.retrying(lambda: self._script(keys=[cell.env_workers, cell.env], args=words))
+    async def _call(self, hold_s: float) -> tuple[bool, bool, float]:
+        """Whether it was absent, whether there is more to do, and until when it is there, by the event loop's clock."""
+        cell, clock, began_s = self._bus.cell, asyncio.get_running_loop(), 0.0
+        words = [self._worker, int(hold_s * 1000), cell.env_worker(""), cell.looked(cell.env_worker("")), GROUP_ENV]
+
+        async def call() -> Any:
+            nonlocal began_s
+            began_s = clock.time()
+            return await self._script(keys=[cell.env_workers, cell.env], args=words)
+
+        absent, more = await self._bus.retrying(call)
+        return bool(absent), bool(more), began_s + hold_s

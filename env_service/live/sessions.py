@@ -17,7 +17,6 @@ import structlog
 from common.environments import TOOL_REPLIES
 from common.messages import Cancel, Failure, Message
 from common.places import Claim, Places
-from common.tasks import cancel_all
 from env_service import work
 from env_service.environment import LiveEnvironment, Session, Step, Turn
 
@@ -98,7 +97,7 @@ def _together(step: Step, end: Step) -> Step:
 
 
 class Sessions:
-    """The seats of one env worker. `begin` before use, `close` when done."""
+    """The seats of one env worker. While `close_idle` runs those that nobody comes back for are closed; `close` when done."""
 
     def __init__(self, worker: str, *, num: int = 64, idle_s: float = 600.0, limit_s: float = 900.0) -> None:
         """`num`: sessions at once, and one more of a tenant that has none."""
@@ -110,11 +109,8 @@ class Sessions:
         self._lying: dict[str, Seat] = {}
         self._in_use: set[Seat] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._looking: asyncio.Task[None] | None = None
         self._trusted_until_s = math.inf
-
-    async def begin(self) -> None:
-        self._looking = asyncio.create_task(self._look(), name="idle sessions")
+        self._trusted = asyncio.Event()
 
     async def take(self, message: Message, session: str, turn: int, doing: work.Work) -> Seat:
         """The seat of a session that has answered so many turns; if it is not here, an empty one, once there is a place."""
@@ -129,11 +125,16 @@ class Sessions:
         self._in_use.add(seat)
         return seat
 
-    def can_go_on(self, seat: Seat) -> bool:
-        """Is there a session that no other worker can have replaced? If not, the seat is empty from now on."""
+    async def can_go_on(self, seat: Seat) -> bool:
+        """Is there a session that no other worker can have replaced? If not, the seat is empty from now on. Waits, while this worker
+        has come late, until it knows whether others took it for gone."""
         if seat.session is None:
             return False
-        if not seat.void and asyncio.get_running_loop().time() < self._trusted_until_s:
+        while not seat.void and asyncio.get_running_loop().time() >= self._trusted_until_s:
+            self._trusted.clear()
+            async with work.time_limit(self._limit_s):
+                await self._trusted.wait()
+        if not seat.void:
             return True
         self._spawn(_close(seat.name, seat.session))
         seat.name, seat.session, seat.num_turns, seat.void = self._name(), None, 0, False
@@ -159,6 +160,7 @@ class Sessions:
     def trusted_until(self, until_s: float) -> None:
         """Until then, by the event loop's clock, no other worker takes this one for gone. It may have been stopped since, unawares."""
         self._trusted_until_s = until_s
+        self._trusted.set()
 
     def missed(self) -> None:
         """Closes all sessions: others were given their turns."""
@@ -167,8 +169,6 @@ class Sessions:
         self._close_where(lambda _: True)
 
     async def close(self) -> None:
-        if self._looking:
-            await cancel_all([self._looking])
         self._close_where(lambda _: True)
         if self._closing:
             await asyncio.wait(self._closing)
@@ -176,7 +176,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._lying) + len(self._in_use)
 
-    async def _look(self) -> None:
+    async def close_idle(self) -> None:
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._idle_s))
             self._close_where(self._is_idle)

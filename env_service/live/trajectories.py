@@ -1,5 +1,7 @@
 """What becomes of a message of a live trajectory, beside what becomes of any: it has a seat while it is worked on."""
 
+import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,10 @@ from env_service.requests import alone, seed_of
 from env_service.trajectory import Context
 from env_service.work import Work
 
+WAIT_S = 600.0
+"""The longest that a trajectory waits in vain for what its environment runs on."""
+MAX_WAITS = 10_000
+
 
 class Trajectories:
     """Those of one env worker. Without `sessions` it holds none, and each fails with a reason."""
@@ -29,6 +35,8 @@ class Trajectories:
         self._conversation = conversation
         self._sessions = sessions
         self._counters = {"sessions": 0.0, "replays": 0.0}
+        self._waits: OrderedDict[str, float] = OrderedDict()
+        """Message for whose session there was no room -> since when, by the event loop's clock."""
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: sessions opened, and how many of them in place of lost ones."""
@@ -43,6 +51,17 @@ class Trajectories:
                 doing.seat = await sessions.take(message, "", 0, doing)
             case _:
                 pass
+
+    def may_wait(self, message: Message) -> bool:
+        """May it go on waiting for room for its session? It was refused just now."""
+        now = asyncio.get_running_loop().time()
+        while len(self._waits) >= MAX_WAITS:
+            self._waits.popitem(last=False)
+        since = self._waits.setdefault(message.id, now)
+        if now - since < WAIT_S:
+            return True
+        del self._waits[message.id]
+        return False
 
     def leave_seat(self, doing: Work) -> None:
         if doing.seat and self._sessions:
@@ -66,16 +85,18 @@ class Trajectories:
         if doing.seat is None:
             raise InvalidInput("this worker holds no live sessions")
         await doing.seat.open(environment, item, seed_of(of, "environment"))
+        self._waits.pop(doing.seat.message.id, None)
         self._counters["sessions"] += 1
         return doing.seat
 
     async def go_on(self, environment: LiveEnvironment, result: TurnResult, context: Context, doing: Work) -> Seat:
         """The trajectory's session; if it is not here, a new one to which all happened that had to the old one."""
-        if self._sessions and doing.seat and self._sessions.can_go_on(doing.seat):
+        if self._sessions and doing.seat and await self._sessions.can_go_on(doing.seat):
             return doing.seat
+        if doing.seat:
+            doing.seat.replaying = True
         seat = await self.begin(environment, context.item, result.request.trajectory, doing)
         self._counters["replays"] += 1
-        seat.replaying = True
         await replay(seat, result, context, self._conversation)
         seat.replaying = False
         return seat

@@ -12,4 +12,5 @@ Its files:
     session.py       one trajectory: requests become prompts, turns their answers
     process.py       starts the hosts, speaks with them, ends those that are idle
     host.py          the program that runs in the package's Python environment
+    host_model.py    its part that answers the package as a model
 """

@@ -40,6 +40,9 @@ class Verifiers:
     """`verifiers.v1`: the rest of the environment's configuration, such as its agent's harness and runtime."""
     renderer: ClassVar[Mapping[str, Any] | None] = None
     """`verifiers.v1`: the configuration of the renderer; None: the one that fits the base model's name, or else its chat template."""
+    variables: ClassVar[Sequence[str]] = ()
+    """Names of variables of the env worker's that the package needs, such as a judge's key. Its process has no others but those that
+    `process.py` lists."""
     reply_roles: ClassVar[Sequence[str]] = ()
     """Roles of the messages that the environment answers with: a base model that cannot show them is then refused at once."""
     Args: ClassVar[type[BaseModel]]
@@ -63,7 +66,7 @@ class Verifiers:
 
     async def open(self, item: dict[str, Any], seed: int) -> VerifiersSession:
         load = self._load | ({"tokenizer": str(self.base.resolve())} if self.taskset else {})
-        conversation = await self.hosts.begin(self.python, load, _task_of(item))
+        conversation = await self.hosts.begin(self.python, load, _task_of(item), self.variables)
         with ExitStack() as unless_open:
             unless_open.callback(conversation.close)
             asked = await conversation.next()

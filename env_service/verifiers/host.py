@@ -1,7 +1,7 @@
 """Runs environments of the package `verifiers` in the Python environment that they were installed into: a program of its own.
 
-It needs `verifiers` and the standard library, and imports nothing of MARLaaS. An env worker starts it with a socket, over which both
-send lines of JSON:
+It needs `verifiers` and the standard library, and imports nothing of MARLaaS but the file beside it. An env worker starts it with a
+socket, over which both send lines of JSON:
 
     worker: {"load": {...}}                             first of all; see `Tasksets` and `Environments`
     host:   {"ready": true}  or  {"failed": why}
@@ -18,37 +18,49 @@ The environment reaches its model by HTTP at a port of its own, as it reaches an
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import contextvars
 import functools
-import hmac
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
 import logging
+import math
+import os
+import pathlib
+import resource
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
-MODEL = "policy"
+
+def beside(name: str) -> Any:
+    """Loads another file of this program, which belongs to no package where it runs."""
+    spec: Any = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+model = beside("host_model")
+Refused: Any = model.Refused
+MAX_SENT_BYTES = 4 * 1024 * 1024
+MAX_PARTS = 64
+"""Of a reward, metrics included."""
+GRACE_S = 2.0
+"""Once the worker is gone, environments have so long to end what they started."""
 KEY_VARIABLE = "MARLAAS_HOST_API_KEY"
 """Holds the model's key, of this process alone; verifiers gives no program of a harness a variable of such a name."""
-SESSION_HEADER = "X-Session-ID"
 MAX_TASKS = 10_000
 """Of a taskset without an end."""
 HELD_OUT_EACH = 10
 """Every so manieth task of a taskset, which has no split of its own, is held out."""
-
-
-class Refused(Exception):
-    """The model does not answer."""
 
 
 class Failed(Exception):
@@ -75,9 +87,12 @@ class Episode:
             raise Refused(self.faults[-1])
         if not self.refused:
             self._answer = asyncio.get_running_loop().create_future()
-            self._send({"asks": self.name, **request})
             try:
+                self._send({"asks": self.name, **request})
                 answer = await self._answer
+            except ValueError as error:
+                self.faults.append(told(f"the environment's request to its model cannot be read: {error}"))
+                raise Refused(self.faults[-1]) from error
             finally:
                 self._answer = None
             if answer is not None:
@@ -113,7 +128,7 @@ class Tasksets:
         client = clients.TrainClientConfig(
             base_url=f"{url}/v1", api_key_var=KEY_VARIABLE, renderer_model_name=load["tokenizer"], **renderer
         )
-        self._context = clients.ModelContext(model=MODEL, client=client)
+        self._context = clients.ModelContext(model=model.MODEL, client=client)
         taskset = self._env.taskset
         tasks = list(taskset if taskset.bounded else itertools.islice(taskset, MAX_TASKS))
         held_out = tasks[::HELD_OUT_EACH] if len(tasks) >= 2 * HELD_OUT_EACH else tasks
@@ -206,14 +221,14 @@ class Environments:
         row = dict(chosen(item, self._train, self._train, self._held_out))
         self._current.set(episode)
         self._playing[episode.name] = episode
-        client = self._wrapped(self._openai.with_options(default_headers={SESSION_HEADER: episode.name}))
+        client = self._wrapped(self._openai.with_options(default_headers={model.SESSION_HEADER: episode.name}))
         sampling: dict[str, Any] = {}
         try:
             if self._old:
                 free = _Free()
-                state = await self._env.run_rollout(row, client, MODEL, sampling, free, free, score=True)
+                state = await self._env.run_rollout(row, client, model.MODEL, sampling, free, free, score=True)
             else:
-                state = await self._env.run_rollout(row, client, MODEL, sampling)
+                state = await self._env.run_rollout(row, client, model.MODEL, sampling)
         finally:
             self._playing.pop(episode.name, None)
         if state.get("error") is not None:
@@ -271,101 +286,7 @@ def _error_of(error: Any) -> str:
 
 
 def told(text: str) -> str:
-    return " ".join(text.split())[:400]
-
-
-# --------------------------------------------------------------------------------------------------------- their model
-
-
-class ModelServer(ThreadingHTTPServer):
-    """The model, as environments see it: one of OpenAI's API, or of vLLM's generation by token ids."""
-
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, key: str) -> None:
-        super().__init__(("127.0.0.1", 0), ModelHandler)
-        self.key = key
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.loop: Any = None
-        self.episode_of: Any = None
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def ask(self, session: str, request: "dict[str, Any]") -> "dict[str, Any]":
-        """Called in a request's thread. Raises Refused."""
-        episode = self.episode_of(session)
-        if episode is None:
-            raise Refused("there is no such session")
-        try:
-            return asyncio.run_coroutine_threadsafe(episode.ask(request), self.loop).result()
-        except concurrent.futures.CancelledError as error:
-            raise Refused("the trajectory has ended") from error
-
-
-class ModelHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Any
-
-    def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self._reply(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-        else:
-            self._error(404, f"there is no {self.path}")
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(min(int(self.headers.get("Content-Length") or 0), MAX_LINE_BYTES))
-        if not hmac.compare_digest(self.headers.get("Authorization") or "", f"Bearer {self.server.key}"):
-            return self._error(401, "wrong key")
-        routes = {"/inference/v1/generate": generate, "/v1/chat/completions": complete}
-        if self.path not in routes:
-            return self._error(404, f"there is no {self.path}; there are {', '.join(routes)}")
-        try:
-            ask = functools.partial(self.server.ask, self.headers.get(SESSION_HEADER) or "")
-            answer = routes[self.path](json.loads(body), ask)
-        except (Refused, ValueError, LookupError, TypeError) as error:
-            return self._error(400, str(error))
-        self._reply(200, answer)
-
-    def _error(self, status: int, message: str) -> None:
-        self._reply(
-            status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
-        )
-
-    def _reply(self, status: int, content: "dict[str, Any]") -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def generate(body: "dict[str, Any]", ask: Any) -> "dict[str, Any]":
-    """vLLM's `/inference/v1/generate`: tokens in, tokens with their log-probs out."""
-    answer = ask({"tokens": [int(token) for token in body["token_ids"]]})
-    pairs = zip(answer["tokens"], answer["logprobs"], strict=True)
-    content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
-    finish = "length" if answer["finish"] == "length" else "stop"
-    choice = {"index": 0, "token_ids": answer["tokens"], "logprobs": {"content": content}, "finish_reason": finish}
-    return {"request_id": "marlaas", "choices": [choice]}
-
-
-def complete(body: "dict[str, Any]", ask: Any) -> "dict[str, Any]":
-    """OpenAI's `/v1/chat/completions`, of one choice and without streaming."""
-    if body.get("stream") or (body.get("n") or 1) != 1:
-        raise ValueError("this model gives one whole completion: no `stream`, no `n`")
-    answer = ask({"messages": body["messages"], "tools": body.get("tools") or []})
-    message: dict[str, Any] = {"role": "assistant", "content": answer["text"]}
-    if answer["calls"]:
-        message["tool_calls"] = answer["calls"]
-    choice = {"index": 0, "message": message, "finish_reason": answer["finish"], "logprobs": None}
-    about = {"id": "chatcmpl-marlaas", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
-    counts = {"prompt_tokens": 0, "completion_tokens": len(answer["tokens"]), "total_tokens": len(answer["tokens"])}
-    return {**about, "choices": [choice], "usage": counts}
+    return " ".join(text.encode(errors="replace").decode().split())[:400]
 
 
 # ----------------------------------------------------------------------------------------------------------- the host
@@ -381,7 +302,11 @@ class Host:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def send(self, message: "dict[str, Any]") -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        """Raises ValueError for what the worker would not take: NaN, half a character, too much."""
+        line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if len(line) > MAX_SENT_BYTES:
+            raise ValueError(f"it has {len(line)} bytes, more than {MAX_SENT_BYTES}")
+        self._writer.write(line)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         async with self._played.serving():
@@ -397,7 +322,8 @@ class Host:
     def _obey(self, order: "dict[str, Any]") -> None:
         if (name := order.get("begin")) is not None:
             episode = self._episodes[name] = Episode(name, self.send)
-            self._tasks[name] = asyncio.ensure_future(self._play(episode, order["item"]))
+            task = self._tasks[name] = asyncio.ensure_future(self._play(episode, order["item"]))
+            task.add_done_callback(functools.partial(self._forget, episode))
         elif (name := order.get("close")) is not None:
             if task := self._tasks.get(name):
                 task.cancel()
@@ -409,27 +335,56 @@ class Host:
             reward, parts = await self._played.play(episode, item)
             if episode.faults:
                 raise Failed(episode.faults[0])
-            self.send({"ends": episode.name, "reward": float(reward), "parts": {k: float(v) for k, v in parts.items()}})
+            self.send({"ends": episode.name, "reward": checked(reward), "parts": finite(parts)})
         except Failed as error:
-            self.send({"fails": episode.name, "why": str(error)})
+            self.send({"fails": episode.name, "why": told(str(error))})
         except Exception as error:
             self.send({"fails": episode.name, "why": (episode.faults or [told(f"{type(error).__name__}: {error}")])[0]})
-        finally:
-            episode.end()
-            del self._episodes[episode.name], self._tasks[episode.name]
+
+    def _forget(self, episode: Episode, played: object) -> None:
+        """Called also if it was given up before it began."""
+        episode.end()
+        del self._episodes[episode.name], self._tasks[episode.name]
 
 
-async def serve(channel: socket.socket, played: Any, server: ModelServer) -> None:
-    reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE_BYTES)
+def checked(reward: Any) -> float:
+    """Raises Failed."""
+    if not math.isfinite(reward):
+        raise Failed(f"the environment's reward is {reward}")
+    return float(reward)
+
+
+def finite(parts: "dict[str, Any]") -> "dict[str, float]":
+    numbers = {str(name): float(value) for name, value in itertools.islice(parts.items(), MAX_PARTS)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+async def serve(channel: socket.socket, played: Any, server: Any) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel, limit=model.MAX_BYTES)
     server.loop, server.episode_of = asyncio.get_running_loop(), played.episode_of
     with contextlib.suppress(ConnectionError):
         await Host(played, writer).run(reader)
 
 
+def end_with_worker() -> None:
+    """Ends this process and all that it started once the worker is gone, also while an environment blocks the event loop."""
+    worker = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == worker:
+            time.sleep(0.5)
+        time.sleep(GRACE_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
+    end_with_worker()
     channel = socket.socket(fileno=int(sys.argv[1]))
     load = json.loads(channel.makefile("rb", buffering=0).readline())["load"]
-    server = ModelServer(load["key"])
+    resource.setrlimit(resource.RLIMIT_DATA, (load["memory_bytes"], load["memory_bytes"]))
+    server = model.ModelServer(load["key"])
     try:
         played: Any = (Tasksets if "config" in load else Environments)(load, server.url)
     except Exception as error:

@@ -12,28 +12,42 @@ import os
 import secrets
 import signal
 import socket
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
+from common.places import KEPT
 from common.tasks import cancel_all
-from env_service.failures import EnvironmentFailed
+from env_service import work
+from env_service.failures import EnvironmentFailed, NoRoom
 
 HOST = Path(__file__).with_name("host.py")
 KEY_VARIABLE = "MARLAAS_HOST_API_KEY"
 """Holds the key by which a package's own requests are told from those of other programs on this machine."""
-MAX_LINE_BYTES = 64 * 1024 * 1024
+_NAMES = """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE UV_CACHE_DIR UV_OFFLINE
+    OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TOKENIZERS_PARALLELISM
+    HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE
+"""
+VARIABLES = frozenset(_NAMES.split())
+"""Those of the worker that a package's process has too, beside LC_*. None of them is a secret."""
+MAX_LINE_BYTES = 4 * 1024 * 1024 + 1024
 MAX_HOSTS = 8
-"""Processes of one worker. Jobs that give a package different arguments have different ones."""
+"""Processes of one worker, and one more of a tenant that has none. Jobs that give a package different arguments have different ones."""
+MEMORY_BYTES = 4 << 30
+"""Data of one process."""
 START_S = 300.0
 """A package may fetch its data meanwhile."""
 STOP_S = 5.0
 AFTER_FAILURE_S = 30.0
 """So long after a package could not be loaded, it is not tried again."""
+WAITING_S = 10.0
+"""A tenant that found no room counts as waiting for so long."""
 KEPT_BYTES = 2000
 """Of what a process last wrote, for the operator's log."""
 
@@ -67,10 +81,20 @@ class Conversation:
 class Host:
     """One process, from its start to its end. `stop` when done."""
 
-    def __init__(self, python: str, load: Mapping[str, Any]) -> None:
-        """`python`: an interpreter, or the folder of a Python environment. `load`: what `host.py` says."""
+    def __init__(
+        self,
+        python: str,
+        load: Mapping[str, Any],
+        variables: Sequence[str] = (),
+        tenant: str = "",
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """`python`: an interpreter, or the folder of a Python environment. `load`: what `host.py` says. `variables`: names of the
+        worker's that the process has too."""
+        self.tenant = tenant
         self._python = python
-        self._load = load
+        self._load = {**load, "memory_bytes": memory_bytes}
+        self._variables = variables
         self._conversations: dict[str, Conversation] = {}
         self._num_begun = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -162,7 +186,7 @@ class Host:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=_variables(python) | {KEY_VARIABLE: key},
+                env=_variables(python, self._variables) | {KEY_VARIABLE: key},
                 start_new_session=True,
             )
         except OSError as error:
@@ -178,41 +202,82 @@ class Host:
         finally:
             self._writer.close()
             await _end(process)
-            log.info("environment_process_ended", status=process.returncode, output=await output)
+            await asyncio.wait({output}, timeout=STOP_S)  # what it started may hold the other end for ever
+            said = output.result() if output.done() else ""
+            await cancel_all([output])
+            log.info("environment_process_ended", status=process.returncode, output=said)
 
 
 class Hosts:
-    """The processes of one worker: one for each package and its arguments. `close` when done."""
+    """The processes of one worker: one for each package and its arguments. `close` when done.
 
-    def __init__(self, most: int = MAX_HOSTS) -> None:
+    Tenants share their number: one that has more than half of it gives one back when another waits, as soon as its trajectories end.
+    """
+
+    def __init__(self, most: int = MAX_HOSTS, *, memory_bytes: int = MEMORY_BYTES) -> None:
         self._most = most
+        self._memory_bytes = memory_bytes
         self._choosing = asyncio.Lock()
         self._hosts: OrderedDict[bytes, Host] = OrderedDict()
         """The one used last stands last."""
+        self._waited: dict[str, float] = {}
+        """Tenant -> when it last found no room, by the loop's clock."""
 
-    async def begin(self, python: str, load: Mapping[str, Any], item: Mapping[str, Any]) -> Conversation:
-        """Begins a trajectory. Raises EnvironmentFailed."""
-        key = msgspec.json.encode([python, load])
+    async def begin(
+        self, python: str, load: Mapping[str, Any], item: Mapping[str, Any], variables: Sequence[str] = ()
+    ) -> Conversation:
+        """Begins a trajectory of the tenant whose work this is. Raises EnvironmentFailed, and NoRoom if it must wait for a process."""
+        key, tenant = msgspec.json.encode([python, load, variables]), work.tenant()
         async with self._choosing:
             host = self._hosts.get(key)
+            if host is not None and self._gives_back(host):
+                raise NoRoom("this environment's process ends, since its tenant has too many and others wait")
             if host is None or host.is_over():
-                await self._make_room(key)
-                host = self._hosts[key] = Host(python, load)
+                await self._make_room(key, tenant)
+                self._waited.pop(tenant, None)
+                host = self._hosts[key] = Host(python, load, variables, tenant, self._memory_bytes)
             self._hosts.move_to_end(key)
         return await host.begin(item)
 
     async def close(self) -> None:
         await asyncio.gather(*(host.stop() for host in self._hosts.values()))
 
-    async def _make_room(self, key: bytes) -> None:
-        """Raises EnvironmentFailed if so many are at work already."""
+    async def _make_room(self, key: bytes, tenant: str) -> None:
+        """Raises NoRoom."""
         gone = [self._hosts.pop(key)] if key in self._hosts else []
-        while len(self._hosts) >= self._most:
-            idle = next((key for key, host in self._hosts.items() if host.idle), None)
-            if idle is None:
-                raise EnvironmentFailed(f"this worker's {self._most} processes of environments are all at work")
-            gone.append(self._hosts.pop(idle))
-        await asyncio.gather(*(host.stop() for host in gone))
+        try:
+            while (idle := self._surplus(tenant)) is not None:
+                gone.append(self._hosts.pop(idle))
+        finally:
+            await asyncio.gather(*(host.stop() for host in gone))
+
+    def _surplus(self, tenant: str) -> bytes | None:
+        """The process that must end before the tenant has another: the one longest idle of who has the most; its own first, if it has
+        half. None: it may have one now. Raises NoRoom if all are at work."""
+        held = self._held()
+        if len(self._hosts) < self._most + (0 if held[tenant] else KEPT):
+            return None
+        idle = [key for key, host in self._hosts.items() if host.idle]
+        if held[tenant] >= self._half:
+            idle = [key for key in idle if self._hosts[key].tenant == tenant]
+        if not idle:
+            self._waited[tenant] = asyncio.get_running_loop().time()
+            raise NoRoom(f"this worker's {self._most} processes of environments are all at work")
+        return max(idle, key=lambda key: held[self._hosts[key].tenant])
+
+    def _gives_back(self, host: Host) -> bool:
+        """Is it the one that a tenant with too many of them uses no more, so that another tenant gets its place?"""
+        since = asyncio.get_running_loop().time() - WAITING_S
+        self._waited = {tenant: at for tenant, at in self._waited.items() if at > since}
+        first = next(each for each in self._hosts.values() if each.tenant == host.tenant)
+        return first is host and self._held()[host.tenant] > self._half and bool(self._waited.keys() - {host.tenant})
+
+    def _held(self) -> Counter[str]:
+        return Counter(host.tenant for host in self._hosts.values())
+
+    @property
+    def _half(self) -> int:
+        return max(1, self._most // 2)
 
 
 async def _line(reader: asyncio.StreamReader) -> dict[str, Any]:
@@ -250,8 +315,8 @@ def _interpreter(python: str) -> Path:
     return Path(python) / "bin" / "python" if Path(python).is_dir() else Path(python)
 
 
-def _variables(python: Path) -> dict[str, str]:
-    """The worker's own, without the secrets of MARLaaS and what leads to the worker's own packages; programs that were installed
-    beside the interpreter are found first."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MARLAAS_", "PYTHON"))}
+def _variables(python: Path, more: Sequence[str]) -> dict[str, str]:
+    """The worker's own that a package may see; programs that were installed beside the interpreter are found first."""
+    known = VARIABLES.union(more)
+    kept = {name: value for name, value in os.environ.items() if name in known or name.startswith("LC_")}
     return kept | {"PATH": os.pathsep.join([str(python.parent), kept.get("PATH", os.defpath)])}

@@ -15,6 +15,9 @@ from env_service.environment import Step, Turn
 from env_service.failures import EnvironmentFailed
 from env_service.verifiers.process import Conversation
 
+MAX_SHOWN_BYTES = 256 * 1024
+"""Of the messages and tools that a trajectory begins with, and of those behind a turn."""
+
 
 class VerifiersSession:
     """Implements `Session`."""
@@ -23,6 +26,7 @@ class VerifiersSession:
         """`asked`: the environment's first request to its model, in token ids or in messages."""
         self.reply_roles = reply_roles
         self._conversation = conversation
+        _check_size([asked.get("messages"), asked.get("tools")])
         self.tokens: Sequence[int] = asked.get("tokens") or ()
         self.messages: Sequence[Mapping[str, Any]] = asked.get("messages") or ()
         self.tools: Sequence[Mapping[str, Any]] = asked.get("tools") or ()
@@ -45,6 +49,7 @@ class VerifiersSession:
             raise EnvironmentFailed("the environment changed its tools in the middle of the trajectory")
         said = _plain({"role": "assistant", "content": text, "tool_calls": calls})
         messages = asked["messages"]
+        _check_size(messages[len(self._shown) :])
         return Step(messages=self._rest([said], [*map(_plain, messages)], messages), done=False)
 
     async def end(self) -> Step:
@@ -61,6 +66,12 @@ class VerifiersSession:
             raise EnvironmentFailed("the environment's next prompt does not go on where the model's turn ended")
         self._shown = asked
         return whole[len(before) :]
+
+
+def _check_size(shown: Any) -> None:
+    """Raises EnvironmentFailed for more than the model could read, before it is rendered."""
+    if (size := len(msgspec.json.encode(shown))) > MAX_SHOWN_BYTES:
+        raise EnvironmentFailed(f"the environment's messages have {size} bytes, more than {MAX_SHOWN_BYTES}")
 
 
 def _shown_calls(turn: Turn) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ Its files:
     models.py            lists base models and the tenant's tuned ones
     model_names.py       finds the adapter that a model's name means
     grader_models.py     finds the models that answer for graders
+    environments.py      lists the environments that jobs may name
     graders.py           tries a grader before a job depends on it
     usage.py             tells what a tenant used
     page.py              serves the web page, which is in manager_service/page

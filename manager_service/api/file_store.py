@@ -4,7 +4,7 @@ memory as a whole. What a tenant keeps is bounded, in number and in bytes.
 marlaas:{@}:file:<file>       string   FileRecord
 marlaas:{@}:files:<tenant>    zset     file id by creation time
 marlaas:{@}:file-bytes:<tenant>  hash  file id -> bytes
-files/{tenant}/{file}         object   the content
+files/{tenant}/{file}         object   the content; of an adapter brought/{tenant}/{file}
 """
 
 import secrets
@@ -22,7 +22,7 @@ from manager_service.api.errors import ApiError
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
-from manager_service.records import GLOBAL, JSON, Brought, FileRecord, TenantRecord, file_path
+from manager_service.records import GLOBAL, JSON, Brought, FileRecord, TenantRecord, brought_path, file_path
 
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""
@@ -185,7 +185,8 @@ def _sizes(tenant: str) -> str:
 
 
 def _path(record: FileRecord) -> str:
-    return file_path(record.tenant, record.id)
+    path_of = file_path if record.adapter is None else brought_path
+    return path_of(record.tenant, record.id)
 
 
 async def content_of(file: UploadFile) -> tuple[ReadPart, int]:

@@ -12,10 +12,11 @@ from redis.exceptions import ResponseError
 from starlette.responses import Response
 
 from common.messages import WorkerReport
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, Cell
+from common.streams import GROUP_ENV, GROUP_MANAGER, NUM_PARTITIONS
 from manager_service.api.context import Admin, Api, Base, Parts
 from manager_service.api.errors import COMMON
 from manager_service.api.job_store import JobStore
+from manager_service.env_streams import env_streams
 
 router = APIRouter(tags=["health"], responses=COMMON)
 
@@ -68,15 +69,17 @@ def _gauge(name: str, text: str, labels: list[str], samples: Iterable[Sample]) -
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 
-def _work_streams(cell: Cell) -> list[tuple[str, str]]:
+async def _work_streams(base: Base) -> list[tuple[str, str]]:
+    cell = base.cell
     inboxes = [(stream, GROUP_MANAGER) for number in range(NUM_PARTITIONS) for stream in cell.inboxes(number)]
-    return [*cell.work, *inboxes]
+    own = [(stream, GROUP_ENV) for stream in await env_streams(base.redis, cell)]
+    return [*cell.work, *own, *inboxes]
 
 
 async def _streams(base: Base) -> list[Metric]:
     seconds, micros = await base.redis.time()
     now_s = seconds + micros / 1e6
-    rows = [(stream, *await _stream(base, stream, group, now_s)) for stream, group in _work_streams(base.cell)]
+    rows = [(stream, *await _stream(base, stream, group, now_s)) for stream, group in await _work_streams(base)]
     labels, prefix = ["base_model", "stream"], base.cell.key("")
 
     def samples(column: int) -> list[Sample]:

@@ -330,6 +330,16 @@ class NewWebhookObject(WebhookObject):
     secret: str
 
 
+class EnvironmentObject(Identified):
+    object: Literal["environment"] = "environment"
+    package: str | None  # that was installed, with its version; None: it is built in
+    entry_point: str | None  # of that package
+    args: dict[str, Any] | None  # a JSON Schema; None: they are not known
+    makes_items: bool = False  # it needs no training file
+    live: bool = False  # its trajectories have sessions
+    error: str | None = None  # why an installed one cannot be used
+
+
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
 

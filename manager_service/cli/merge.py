@@ -6,6 +6,7 @@ The new weights have the files, names and dtypes of the base's, so whatever load
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -54,11 +55,14 @@ def merge(adapter: Path, base: Path, to: Path) -> list[str]:
     places = check_fit(factors, config["target_modules"], [t for tensors in shards.values() for t in tensors], base)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InvalidInput(f"--merged {to}: there is something already; name a new folder")
-    try:
-        return _write(base, shards, {name: factors[layer] for name, layer in places.items()}, to)
-    except InvalidInput:
-        shutil.rmtree(to)
-        raise
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, to, ignore_errors=True)
+        try:
+            written = _write(base, shards, {name: factors[layer] for name, layer in places.items()}, to)
+        except OSError as error:
+            raise InvalidInput(f"--merged {to}: {error}") from error
+        undo.pop_all()
+    return written
 
 
 def _write(

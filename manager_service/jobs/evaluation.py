@@ -37,8 +37,28 @@ def next_unit(tally: EvalTally, version: int, spec: JobSpec) -> list[TrajectoryK
     return [TrajectoryKey(index, sample, "eval", version) for sample in range(spec.hyper.eval_samples)]
 
 
-def count(tally: EvalTally, message: ScoredTrajectory, spec: JobSpec) -> None:
-    """Adds an answer, or an example, that has settled."""
+def leave_out(spec: JobSpec, state: JobState) -> dict[str, EvalTally]:
+    """Takes away the evaluations that the job has no tokens for: one that has not begun if it would use more than are left, by the
+    mean of those so far, and all once none are left."""
+    limit, progress = spec.hyper.max_tokens_total, state.progress
+    if limit is None:
+        return {}
+    each = progress.eval_tokens / max(1, progress.num_evaluated)
+    beyond = [
+        version
+        for version, tally in state.evals.items()
+        if state.tokens >= limit or (not tally.issued and state.tokens + each * tally.expected > limit)
+    ]
+    return {version: state.evals.pop(version) for version in beyond}
+
+
+def count(spec: JobSpec, state: JobState, version: int, message: ScoredTrajectory) -> None:
+    """Adds an answer, or an example, that has settled, to what its version's evaluation has, unless that was given up."""
+    state.progress.num_evaluated += 1
+    state.progress.eval_tokens += message.usage.prompt_tokens + message.usage.sampled_tokens
+    tally = state.evals.get(str(version))
+    if tally is None:
+        return
     tally.settled += 1
     if message.reward is None:
         tally.failed += 1

@@ -52,6 +52,12 @@ class Group:
         """True if every reward is the same, so that there is no advantage."""
         return len({scored.message.reward for scored in self.scored.values()}) <= 1
 
+    @property
+    def tokens_used(self) -> int:
+        """By which its results were prefilled and sampled, over all of their turns."""
+        used = [scored.message.usage for scored in self.scored.values()]
+        return sum(usage.prompt_tokens + usage.sampled_tokens for usage in used)
+
     def rows(self) -> list[Scored]:
         """Results in order of their sample."""
         return [self.scored[sample] for sample in sorted(self.scored)]

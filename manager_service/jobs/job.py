@@ -13,14 +13,14 @@ from typing import Literal
 from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, TrainStep, Usage
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.evaluation import begin, count, next_unit
+from manager_service.jobs.evaluation import begin, count, leave_out, next_unit
 from manager_service.jobs.groups import MIN_USABLE, next_batch, sound
 from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.retention import droppable
-from manager_service.jobs.stopping import end_of
+from manager_service.jobs.stopping import end_of, note_step
 from manager_service.kept import LIMITS, Limits
 from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Stop, Training
 from manager_service.scheduling.lengths import Lengths
@@ -259,8 +259,7 @@ class Job:
         self.open.end_eval(key, changes)
         self.open.ack(entry, changes)
         self._dirty(changes)
-        if tally := self.state.evals.get(str(key.version)):
-            count(tally, message, self.spec)
+        count(self.spec, self.state, key.version, message)
 
     def on_parked(self, entry: str, message: Parked, changes: Changes) -> None:
         """Takes in a turn that a pause has stopped, to go on from there later."""
@@ -293,6 +292,10 @@ class Job:
             self.journal.evaluated(int(version), state.evals.pop(version), now, changes)
         if state.status == "running" and (ending := end_of(self.spec, state, self.steps_sent)):
             self._stop(*ending, now, changes)
+        if state.status == "running" and (left_out := leave_out(self.spec, state)):
+            self.journal.not_evaluated(left_out, now, changes)
+            if any(tally.issued for tally in left_out.values()):
+                self._take_back(changes)
         if state.failed_groups >= self.spec.hyper.batch_size:
             self.fail(state.unanswerable(), now, changes)
         elif state.status == "running" and state.version >= self.num_steps and not state.evals:
@@ -314,9 +317,7 @@ class Job:
     def _drop(self, number: int, outcome: Literal["failed", "filtered", "stale"], changes: Changes) -> None:
         group = self.open.drop(number, outcome, changes)
         if outcome == "stale":
-            used = [scored.message.usage for scored in group.scored.values()]
-            tokens = sum(usage.prompt_tokens + usage.sampled_tokens for usage in used)
-            changes.usage[self.spec.tenant, self.id, "wasted_tokens"] += tokens
+            changes.usage[self.spec.tenant, self.id, "wasted_tokens"] += group.tokens_used
         self.state.dropped.append(number)
         self._dirty(changes)
 
@@ -377,6 +378,7 @@ class Job:
         changes.dropped_versions += [(self.id, version) for version in training.drops]
         self._commit(message, now, changes)
         self.journal.trained(message, training, now, changes)
+        note_step(self.spec, self.state, ahead=sum(group.tokens_used for group in self.open.groups.values()))
 
     def _on_refused(self, batch: str, version: int, failure: Failure, now: float, changes: Changes) -> None:
         training = self.state.training

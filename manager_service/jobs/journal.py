@@ -1,6 +1,6 @@
 """Writes what the user reads of a job: its events, the figures of its steps, and the texts of some samples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +11,7 @@ from manager_service.jobs.evaluation import loss_summary, summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.samples import MAX_TEXT, chosen, record_of
-from manager_service.jobs.stopping import note_evaluation, note_step
+from manager_service.jobs.stopping import note_evaluation
 from manager_service.kept import Kept, Limits
 from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Stop, Training
 
@@ -65,6 +65,13 @@ class Journal:
         data = {"code": stop.reason, "version": stop.version}
         self.tell(now, changes, f"Training ends early, with version {stop.version}: {why}", data=data)
 
+    def not_evaluated(self, versions: Iterable[str], now: float, changes: Changes) -> None:
+        """Writes that there are too few tokens left to evaluate some versions."""
+        used = f"{self._state.tokens} of {self._spec.hyper.max_tokens_total} tokens are used"
+        for version in versions:
+            data = {"code": "max_tokens_total", "version": int(version)}
+            self.tell(now, changes, f"Version {version} is not evaluated: {used}", data=data)
+
     def warn(self, now: float, message: str, changes: Changes) -> None:
         self.tell(now, changes, message, level="warn")
 
@@ -112,7 +119,6 @@ class Journal:
             "step_tokens": update.usage.trained_tokens,
             "step_s": self._step_took(now),
         }
-        note_step(self._spec, state)
         said = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
         if failed_share <= WARN_FAILED_SHARE:
             self.tell(now, changes, said, metrics=data)

@@ -25,7 +25,7 @@ from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
 from manager_service.jobs.items import Items
 from manager_service.jobs.open_trajectories import TrajectoryKey
-from manager_service.records import JobSpec, JobState, file_path
+from manager_service.records import JobSpec, JobState, brought_path
 
 
 class Orders:
@@ -49,7 +49,7 @@ class Orders:
             seed=spec.seed,
             lora=spec.hyper.lora,
             source=spec.source,
-            file=file_path(spec.tenant, spec.adapter_file) if spec.adapter_file else "",
+            file=brought_path(spec.tenant, spec.adapter_file) if spec.adapter_file else "",
         )
         return self._cell.train, message
 

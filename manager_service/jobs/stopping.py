@@ -10,10 +10,11 @@ WINDOW = 5
 """Steps whose mean is compared: one step's is noisy."""
 
 
-def note_step(spec: JobSpec, state: JobState) -> None:
-    """Takes in the figures of the newest step."""
+def note_step(spec: JobSpec, state: JobState, *, ahead: int = 0) -> None:
+    """Takes in the figures of the newest step. `ahead`: tokens that were sampled for later ones."""
     progress = state.progress
-    progress.tokens = state.tokens
+    progress.tokens = state.tokens - progress.eval_tokens
+    progress.step_tokens = (progress.tokens - ahead) // state.version
     figure = _better(spec, state.last_loss if spec.is_supervised else state.last_reward)
     if figure is None or _compares_evaluations(spec):
         return
@@ -54,8 +55,8 @@ def end_of(spec: JobSpec, state: JobState, steps_sent: int) -> tuple[Stop, str] 
         return Stop(steps_sent, "max_tokens_total"), f"it has used {state.tokens} of {limit} tokens"
     if version < 1:
         return None
-    a_step = progress.tokens // version
-    if limit is not None and progress.tokens + a_step > limit:
+    a_step = progress.step_tokens
+    if limit is not None and progress.tokens + progress.eval_tokens + a_step > limit:
         used = f"it has used {state.tokens} of {limit} tokens, and a step takes about {a_step}"
         return Stop(steps_sent, "max_tokens_total"), used
     if progress.score is None or progress.best is None or progress.step < 1:
@@ -78,7 +79,7 @@ def _named(spec: JobSpec) -> str:
 def steps_left(spec: JobSpec, state: JobState) -> int:
     """Steps that are still to be trained, as far as is known."""
     left = (state.stop.version if state.stop else spec.hyper.num_steps) - state.version
-    limit, used = spec.hyper.max_tokens_total, state.progress.tokens
-    if limit is not None and state.version > 0 and used and state.stop is None:
-        left = min(left, max(0, limit - used) * state.version // used)
+    limit, progress = spec.hyper.max_tokens_total, state.progress
+    if limit is not None and progress.step_tokens and state.stop is None:
+        left = min(left, (limit - progress.tokens - progress.eval_tokens) // progress.step_tokens)
     return max(0, left)

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -327,7 +326,7 @@ class Owner:
         demand = allocator.demand
         frees_slots = demand.rollouts.tenants and not allocator.policy.holds_slots
         if demand.examples.tenants or (frees_slots and not allocator.room(in_env=0, share=allocator.share)):
-            backlog = await self._bus.retrying(lambda: self._bus.client.xlen(self._cell.env))
+            backlog = await self._surroundings.env_backlog()
         allocator.env_backlog = backlog
 
     async def _commit(self, number: int, changes: Changes) -> None:
@@ -423,25 +422,10 @@ class Owner:
         return f"workers wait: {waits_for}" if waits_for else STALL_REASON
 
     async def _nothing_under_way(self) -> bool:
-        """Are all streams empty? All are read in one transaction, so that nothing can move from one to another meanwhile.
-
-        Entries that an owner has read and keeps pending (half-full batches, parked turns) do not count.
-        """
-        work = [stream for stream, _ in self._cell.work]
-        inboxes = [name for partition, _ in self._owned.values() for name in partition.inboxes]
-        work += sorted({name for partition, _ in self._owned.values() for name in partition.runs.trainer_streams})
-
-        async def call() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=True)
-            for stream in (*work, *inboxes):
-                pipe.xlen(stream)
-            for stream in inboxes:
-                pipe.xpending(stream, GROUP_MANAGER)
-            return await pipe.execute()
-
-        answers = await self._bus.retrying(call)
-        lengths, held = answers[: -len(inboxes)], answers[-len(inboxes) :]
-        return sum(lengths) <= sum(row["pending"] for row in held)
+        partitions = [partition for partition, _ in self._owned.values()]
+        inboxes = [name for partition in partitions for name in partition.inboxes]
+        trainers = {name for partition in partitions for name in partition.runs.trainer_streams}
+        return await self._surroundings.nothing_under_way(inboxes, sorted(trainers))
 
 
 def _partition_number(delivery: Delivery) -> int:

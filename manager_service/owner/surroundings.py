@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 from common.bus import Bus
 from common.messages import WorkerReport
+from common.streams import GROUP_MANAGER
 from common.telemetry import KEEP_REPORTS, KEEP_S
+from manager_service.env_streams import env_streams, named
 from manager_service.kept import Limits
 from manager_service.owner.memory import RedisMemory, bound
 from manager_service.records import INFERENCE, ROLLOUT_COUNTERS, day_field
@@ -70,6 +72,40 @@ class Surroundings:
         for tenant, total in totals.items():
             self._allocator.charge_rollouts(tenant, max(0.0, total - self._completed.get(tenant, total)))
         self._completed = totals
+
+    async def env_backlog(self) -> int:
+        """Entries of the stream of all env workers, and of each one's own."""
+        streams = [self._cell.env, *await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))]
+
+        async def call() -> list[int]:
+            pipe = self._bus.client.pipeline(transaction=False)
+            for stream in streams:
+                pipe.xlen(stream)
+            return await pipe.execute()
+
+        return sum(await self._bus.retrying(call))
+
+    async def nothing_under_way(self, inboxes: Sequence[str], trainers: Sequence[str]) -> bool:
+        """Are all streams of work empty, and these? All are read in one transaction, so that nothing can move from one to another
+        meanwhile.
+
+        Entries that an owner has read from its inboxes and keeps pending (half-full batches, parked turns) do not count.
+        """
+        own = await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))
+        streams = [*(stream for stream, _ in self._cell.work), *trainers, *own, *inboxes]
+
+        async def call() -> tuple[list[str], list[int], list[Any]]:
+            pipe = self._bus.client.pipeline(transaction=True)
+            for stream in streams:
+                pipe.xlen(stream)
+            for stream in inboxes:
+                pipe.xpending(stream, GROUP_MANAGER)
+            pipe.zrange(self._cell.env_workers, 0, -1)
+            answers = await pipe.execute()
+            return named(answers[-1], self._cell), answers[: len(streams)], answers[len(streams) : -1]
+
+        own_then, lengths, held = await self._bus.retrying(call)
+        return own_then == own and sum(lengths) <= sum(row["pending"] for row in held)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
         """Those of these whose client has said nothing for too long."""

@@ -81,7 +81,7 @@ class Allocator:
     other_weight: float = 0.0  # of active tenants that other owners have
     admits: Callable[[Job], bool] = lambda job: True
     """May the job's complete batch be published? If not, the job is looked at again once it may."""
-    env_backlog: int = 0  # entries of the cell's `env` stream: trajectories not at a rollout worker, and examples
+    env_backlog: int = 0  # entries of the env workers' streams: trajectories not at a rollout worker, and examples
     demand: Demand = field(default_factory=Demand)
     _members: dict[str, Member] = field(default_factory=dict)
     _rollouts: Fairness = field(default_factory=Fairness)

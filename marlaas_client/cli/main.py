@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import typer
 
-from marlaas_client.cli import account, chat, jobs, models, pull, receivers, samples, submit, watch
+from marlaas_client.cli import account, chat, environments, jobs, models, pull, receivers, samples, submit, watch
 from marlaas_client.cli.output import visible
 from marlaas_client.errors import ClientError
 
@@ -41,6 +41,7 @@ def make_app(*operators: Callable[..., None]) -> typer.Typer:
     )
     for command in (*COMMANDS, *operators):
         app.command(command.__name__)(command)
+    app.add_typer(environments.app, name="env")
     return app
 
 

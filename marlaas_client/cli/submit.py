@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -13,8 +14,8 @@ from marlaas_client.cli.output import print_json, say
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
-from marlaas_client.errors import InvalidInput
-from marlaas_client.records import Record
+from marlaas_client.errors import InvalidInput, Refused
+from marlaas_client.records import Job, Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
 
 Dataset = Annotated[
@@ -27,6 +28,7 @@ Prompt = Annotated[str | None, typer.Option(help="The column that says what is a
 Answer = Annotated[str | None, typer.Option(help="The column that becomes the field `answer`.")]
 Completion = Annotated[str | None, typer.Option(help="The column that a supervised job learns.")]
 Kept = Annotated[str | None, typer.Option(help="The other columns that are kept, by commas. Default: all.")]
+Environment = Annotated[str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')]
 Hyper = Annotated[
     list[str] | None,
     typer.Option(
@@ -60,9 +62,7 @@ def submit(
     grader: Annotated[
         str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
     ] = None,
-    environment: Annotated[
-        str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')
-    ] = None,
+    environment: Environment = None,
     hyper: Hyper = None,
     model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
     adapter: Start = None,
@@ -79,23 +79,27 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
     training, held_out = sources(file, validation, dataset, split, validation_split)
-    with connect(url, data) as client, connect_operator(url, data) as operator:
+    with connect(url, data) as client, connect_operator(url, data) as operator, ExitStack() as unused:
+
+        def kept(file: str) -> str:
+            if estimate:
+                unused.callback(client.delete, f"/v1/files/{file}")
+            return file
+
         request = request_of(
             method,
             how,
             model=model,
-            training_file=upload(client, training, mapped) if training else None,
-            validation_file=upload(client, held_out, mapped) if held_out else None,
-            adapter_file=client.upload_adapter(adapter)["id"] if adapter else None,
+            training_file=kept(upload(client, training, mapped)) if training else None,
+            validation_file=kept(upload(client, held_out, mapped)) if held_out else None,
+            adapter_file=kept(client.upload_adapter(adapter)["id"]) if adapter else None,
             suffix=suffix,
             seed=seed,
             log=log or (),
         )
-        if estimate or not as_json:
-            show_estimate(client.estimate(request), as_json=as_json)
         if estimate:
-            return
-        job = client.create(request)
+            return show_estimate(client.estimate(request), as_json=as_json)
+        job = create(client, request, says_estimate=not as_json)
         print_json(job) if as_json else print_status(job)
         if watch:
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
@@ -123,15 +127,15 @@ def method_of(grader: str | None, environment: str | None, hyper: list[str], *, 
 def parse_grader(text: str) -> Record:
     """JSON, `@file`, or `type:field`. Raises InvalidInput."""
     if text.startswith("@"):
-        return _json("--grader", _read(Path(text[1:])))
+        return json_object("--grader", _read(Path(text[1:])))
     if text.lstrip().startswith("{"):
-        return _json("--grader", text)
+        return json_object("--grader", text)
     return grader_of(text)
 
 
 def parse_environment(text: str) -> Record:
     """JSON, or a name alone. Raises InvalidInput."""
-    return _json("--environment", text) if text.lstrip().startswith("{") else {"name": text}
+    return json_object("--environment", text) if text.lstrip().startswith("{") else {"name": text}
 
 
 def parse_hyper(text: str) -> tuple[str, Any]:
@@ -145,7 +149,8 @@ def parse_hyper(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _json(option: str, text: str) -> Record:
+def json_object(option: str, text: str) -> Record:
+    """Raises InvalidInput."""
     try:
         value: Any = json.loads(text)
     except ValueError as error:
@@ -160,6 +165,17 @@ def _read(file: Path) -> str:
         return file.read_text("utf-8")
     except OSError as error:
         raise InvalidInput(f"{file}: {error.strerror}") from None
+
+
+def create(client: Client, request: Record, *, says_estimate: bool) -> Job:
+    """Creates a job. Says before what it would need, unless the service is an older one, which cannot tell."""
+    try:
+        if says_estimate:
+            show_estimate(client.estimate(request), as_json=False)
+    except Refused as error:
+        if error.status not in (404, 405):
+            raise
+    return client.create(request)
 
 
 def show_estimate(found: Record, *, as_json: bool) -> None:

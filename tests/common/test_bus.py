@@ -78,7 +78,7 @@ async def test_the_second_to_settle_publishes_nothing(bus: Bus) -> None:
 
 
 async def test_what_is_for_a_worker_without_a_stream_goes_to_all(bus: Bus) -> None:
-    await bus.ensure_group(CELL.env_worker("here"), GROUP_ENV)
+    await bus.client.xgroup_create(CELL.env_worker("here"), GROUP_ENV, id="0", mkstream=True)
     await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
     await bus.publish([(CELL.rollout, start())])
     (held,) = await bus.read([CELL.rollout], GROUP_ROLLOUT, "w", count=1)
@@ -87,6 +87,37 @@ async def test_what_is_for_a_worker_without_a_stream_goes_to_all(bus: Bus) -> No
     found = {stream: await bus.follow(stream, "0", block_ms=None) for stream in (CELL.env_worker("here"), CELL.env)}
     assert [[message.id for _, message in entries] for entries in found.values()] == [["job/0"], ["job/1"]]
     assert not await bus.client.exists(CELL.env_worker("gone"), CELL.reply("gone"))
+
+
+async def test_reading_brings_no_stream_of_a_worker_into_being(bus: Bus) -> None:
+    inboxes = [CELL.env_worker("gone"), CELL.env]
+    assert not await bus.read_in_order(inboxes, GROUP_ENV, "gone", count=1)
+    assert not await bus.client.exists(inboxes[0]) and await bus.client.exists(inboxes[1])
+    # Nor does settling what it held when its stream was taken away
+    held = Delivery(inboxes[0], GROUP_ENV, "1-1", start())
+    assert await bus.settle([Settlement(held, [(CELL.rollout, start())])]) == [False]
+    assert not await bus.client.exists(inboxes[0], CELL.rollout)
+
+
+async def test_what_was_settled_by_a_call_whose_answer_was_lost_is_not_called_lost(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
+    settle: Any = bus._settle  # pyright: ignore[reportPrivateUsage]
+    answers: list[Any] = []
+
+    async def losing(**arguments: Any) -> Any:
+        answers.append(await settle(**arguments))
+        if len(answers) == 1:
+            raise ConnectionResetError
+        return answers[-1]
+
+    monkeypatch.setattr(bus, "_settle", losing)
+    assert await bus.settle([Settlement(held, [(CELL.rollout, start())])]) == [True]
+    assert answers == [[1], [0]]
+    assert await bus.client.xlen(CELL.rollout) == 1
 
 
 async def test_only_the_holder_renews(bus: Bus) -> None:

@@ -26,6 +26,8 @@ KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
 VERSIONS = ("1.32", "1.37")
 """Of Kubernetes: the oldest that is promised, and the newest."""
 
+TOLD = set(re.findall(r"`([a-z0-9-]+)`", (ROOT / "docs" / "operations.md").read_text()))
+"""Names that operators read."""
 TRIGGER_METADATA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -77,10 +79,16 @@ def test_what_kubectl_would_send_is_valid_and_whole(folder: Path) -> None:
     sent: list[dict[str, Any]] = list(yaml.safe_load_all(rendered))
     for document in sent:
         check(document)
-    # Then what the pods refer to is sent too, or the operator is told to make it
-    told = set(re.findall(r"`([a-z0-9-]+)`", (ROOT / "docs" / "operations.md").read_text()))
-    made = {d["metadata"]["name"] for d in sent if d["kind"] in ("ConfigMap", "Secret")}
-    assert references(sent) <= told | made
+    assert references(sent) <= TOLD | {d["metadata"]["name"] for d in sent if d["kind"] in ("ConfigMap", "Secret")}
+
+
+def test_what_the_pods_refer_to_is_made_or_the_operator_is_told_to_make_it() -> None:
+    made = {
+        row["name"] for row in yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["configMapGenerator"]
+    }
+    patches = [yaml.safe_load((KUBERNETES_GPU / f"{name}.yaml").read_text()) for name in ("rollout", "trainer")]
+    found = references([*MANIFESTS.values(), *patches])
+    assert made <= found <= TOLD | made
 
 
 def references(value: Any) -> set[str]:

@@ -1,17 +1,22 @@
 """Live environments: sessions that stay with an env worker, and what becomes of them when they are lost."""
 
 import asyncio
+import math
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from common import environments
 from common.environments import validate_environment
 from common.messages import Cancel, EnvSpec, Failure, Message, ScoredTrajectory, Start, TurnRequest, TurnResult
+from common.tasks import running
 from common.wire import decode, encode
 from env_service.environments.catalogue import Catalogue
+from env_service.environments.openenv_server import Servers
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
@@ -38,11 +43,11 @@ def story(tmp_path: Path) -> Path:
 class EnvWorker:
     """An env worker's handler with its sessions, and messages over the wire and back."""
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, *, openenv: Servers | None = None, **options: Any) -> None:
         sandbox = Sandbox()
         graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=2.0)
         self.sessions = Sessions(name, **options)
-        self.environments = Catalogue(graders=graders, sandbox=sandbox, base_dir=TINY)
+        self.environments = Catalogue(graders=graders, sandbox=sandbox, base_dir=TINY, openenv=openenv)
         self.handler = EnvHandler(
             cell=CELL,
             tokenizer=TOKENIZER,
@@ -94,14 +99,16 @@ async def test_one_session_answers_all_turns_of_a_trajectory(story: Path) -> Non
     assert len(worker.sessions) == 0
 
 
-async def test_each_sample_of_a_group_is_begun_alone_and_with_the_same_seed() -> None:
+async def test_each_sample_of_a_group_is_begun_alone_and_with_the_same_seed(story: Path) -> None:
     worker = EnvWorker("a")
-    begun = await worker.handle(live_start(samples=(0, 1, 2)))
+    begun = await worker.handle(live_start(args={"story": str(story)}, samples=(0, 1, 2)))
     assert [(stream, start.samples) for stream, start in begun] == [(CELL.env, (n,)) for n in range(3)]
     requests = [await worker.first(start) for _, start in begun]
     assert [start.id for _, start in begun] == [request.id for request in requests]
     assert len({request.session for request in requests}) == 3
-    assert len({bytes(request.tokens.data) for request in requests}) == 1
+    await worker.first(live_start(args={"story": str(story)}, group=1, samples=(0,)))
+    *seeds, another = [line.split()[3] for line in story.read_text().splitlines()]
+    assert len(seeds) == 3 and len({*seeds}) == 1 and another not in seeds
 
 
 async def test_a_lost_session_is_replayed_by_whoever_gets_the_next_turn(story: Path) -> None:
@@ -111,12 +118,12 @@ async def test_a_lost_session_is_replayed_by_whoever_gets_the_next_turn(story: P
     shown = request.tokens
     # When another worker gets the second turn
     request = await second.turn(request, "20")
+    assert told(story) == ["open", "step", "open", "step", "step"]
     # Then it has the session, with all that happened before
     assert CELL.holder(request.session) == CELL.env_worker("b")
     assert request.tokens.numpy()[: len(shown)].tolist() == shown.numpy().tolist()
     scored = await second.turn(request, "30")
     assert (scored.reward, scored.failure) == (0.65, None)
-    assert told(story)[:2] + told(story)[2:5] == ["open", "step", "open", "step", "step"]
     assert second.handler.counters()["replays"] == 1
 
 
@@ -140,13 +147,25 @@ async def test_a_worker_that_others_took_for_gone_closes_its_sessions(story: Pat
     assert (await worker.turn(request, "10")).turn == 1, "its turn may come here, and is replayed"
 
 
-async def test_a_worker_that_may_count_as_gone_goes_on_with_a_new_session(story: Path) -> None:
+@pytest.mark.parametrize("missed", [True, False])
+async def test_a_worker_that_came_late_goes_on_once_it_knows_whether_others_have_its_turns(
+    story: Path, missed: bool
+) -> None:
     worker = EnvWorker("a")
     request = await worker.first(live_start(args={"story": str(story)}))
     worker.sessions.trusted_until(0)
-    again = await worker.turn(request, "10")
-    assert again.session != request.session
-    await until(lambda: sorted(told(story)) == ["close", "open", "open", "step"])
+    turn = asyncio.create_task(worker.turn(request, "10"))
+    while not worker.sessions._trusted._waiters:  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+        await asyncio.sleep(0)
+    assert told(story) == ["open"]
+    # When it is told
+    if missed:
+        worker.sessions.missed()
+    worker.sessions.trusted_until(math.inf)
+    # Then the trajectory goes on in its session, or in a new one
+    assert ((await turn).session != request.session) == missed
+    wanted = ["close", "open", "open", "step"] if missed else ["open", "step"]
+    await until(lambda: sorted(told(story)) == wanted)
 
 
 async def test_a_replay_that_shows_something_else_masks_the_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +178,18 @@ async def test_a_replay_that_shows_something_else_masks_the_trajectory(monkeypat
     what = "the environment now shows the model something else before turn 2"
     assert (scored.reward, scored.failure) == (None, Failure("infrastructure", lost + what))
     await until(lambda: len(second.sessions) == 0)
+
+
+async def test_a_replay_whose_session_does_not_open_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = await EnvWorker("a").first(live_start())
+
+    async def broken(self: Adding, item: dict[str, Any], seed: int) -> Any:
+        raise RuntimeError("no such world")
+
+    monkeypatch.setattr(Adding, "open", broken)
+    scored = await EnvWorker("b").turn(request, "10")
+    lost = "the trajectory's session was lost, and its replay failed: RuntimeError: no such world"
+    assert scored.failure == Failure("infrastructure", lost)
 
 
 async def test_an_error_of_a_session_masks_the_trajectory_and_closes_it(story: Path) -> None:
@@ -215,10 +246,9 @@ async def test_a_result_that_came_too_late_takes_its_session_with_it(story: Path
 
 async def test_a_session_for_which_no_turn_comes_is_closed(story: Path) -> None:
     worker = EnvWorker("a", idle_s=0.05)
-    await worker.sessions.begin()
     await worker.first(live_start(args={"story": str(story)}))
-    await until(lambda: told(story) == ["open", "close"])
-    await worker.sessions.close()
+    async with running(worker.sessions.close_idle()):
+        await until(lambda: told(story) == ["open", "close"])
 
 
 async def test_a_worker_that_ends_closes_its_sessions(story: Path) -> None:
@@ -228,7 +258,8 @@ async def test_a_worker_that_ends_closes_its_sessions(story: Path) -> None:
     assert told(story) == ["open", "close"]
 
 
-async def test_places_are_bounded_and_one_is_kept_for_a_tenant_that_has_none() -> None:
+async def test_places_are_bounded_and_one_is_kept_for_a_tenant_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("env_service.handler.PUT_BACK_S", 0.05)
     worker = EnvWorker("a", num=2)
     held = [await worker.first(live_start(samples=(n,))) for n in range(2)]
     # When there is no place for a third trajectory, it goes back for another worker
@@ -260,6 +291,30 @@ def test_a_live_environment_is_checked_when_the_job_is_created() -> None:
     validate_environment(EnvSpec("adding", {"turns": 2}))
     with pytest.raises(Exception, match="unknown field 'turn'"):
         validate_environment(EnvSpec("adding", {"turn": 2}))
+
+
+def test_packages_are_walked_through_once_until_one_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[str] = []
+
+    def counted(*, group: str) -> Any:
+        walks.append(group)
+        return entry_points(group=group)
+
+    monkeypatch.setattr(environments, "entry_points", counted)
+    catalogue = EnvWorker("a").environments
+    for _ in range(3):
+        assert catalogue.is_live(EnvSpec("adding", {})) and not catalogue.is_live(EnvSpec("supervised", {}))
+    assert len(walks) == 1
+    assert not catalogue.is_live(EnvSpec("unknown", {}))
+    assert len(walks) == 2
+    # When one is installed, then it is found
+    (tmp_path / "late").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "late")
+    assert "late" not in environments.installed()
+    install(tmp_path / "late", names=("late",))
+    assert "late" in environments.installed()
 
 
 def test_a_worker_without_sessions_says_so() -> None:

@@ -76,6 +76,7 @@ class Cluster:
 
     async def begin(self, name: str) -> None:
         """Asks for trajectories, and waits until each has had its first turn."""
+        self.rollout.waiting = 0
         args = {"story": str(self.story)}
         groups = [
             start_of(name, args, item={"number": group}, group=group, samples=(0, 1, 2), id=f"job1/{group}/0/0")
@@ -140,7 +141,7 @@ async def test_trajectories_of_a_killed_worker_are_replayed_and_end_once(cluster
         f"{group}/{sample}": (group + 30) / 100 for group in range(NUM // 3) for sample in range(3)
     }
     assert cluster.told(killed.pid) == {"open": NUM, "step": NUM}
-    assert cluster.told(other.pid) == {"open": NUM, "step": 3 * NUM, "close": NUM}
+    await cluster.until(lambda: cluster.told(other.pid), {"open": NUM, "step": 3 * NUM, "close": NUM})
 
 
 async def test_trajectories_that_a_replay_shows_something_else_are_masked(cluster: Cluster) -> None:
@@ -180,6 +181,15 @@ async def test_a_worker_that_was_stopped_for_long_goes_on_with_none_of_its_sessi
     await cluster.bus.client.delete(CELL.scored(3))
     await cluster.begin("adding")
     assert {each.failure for each in (await cluster.ended()).values()} == {None}
+
+
+async def test_a_worker_that_cannot_say_that_it_is_there_ends(cluster: Cluster) -> None:
+    worker = cluster.env_worker()
+    await cluster.until(lambda: cluster.bus.client.zcard(CELL.env_workers), 1)
+    await cluster.bus.client.delete(CELL.env_workers)
+    await cluster.bus.client.set(CELL.env_workers, "not what it was")
+    await cluster.until(lambda: worker.poll() is not None)
+    assert worker.returncode == 1
 
 
 async def test_a_worker_that_ends_leaves_its_trajectories_to_others(cluster: Cluster) -> None:

@@ -17,16 +17,19 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
 from common.environments import OpenEnvArgs, validate_environment
-from common.errors import InvalidInput, Unavailable
-from common.messages import EnvSpec
+from common.errors import InvalidInput
+from common.messages import EnvSpec, Failure
 from common.text.tokens import ToolCall
 from env_service.environment import Turn
 from env_service.environments.openenv import OpenEnv
 from env_service.environments.openenv_mapping import shape_of, shown, shown_result
-from env_service.environments.openenv_server import Schemas, Servers, read_servers
+from env_service.environments.openenv_server import MAX_TOLD, Schemas, Servers, read_servers
 from env_service.failures import EnvironmentFailed
 from env_service.graders.endpoint import Endpoints
 from examples.openenv_job import serving
+from harness.redis_server import free_port
+from tests.env.test_env_handler import CELL
+from tests.env.test_live_sessions import EnvWorker, live_start, until
 
 pytestmark = pytest.mark.timeout(60)
 STANDIN = Path(__file__).parents[1] / "support" / "openenv_standin"
@@ -163,14 +166,15 @@ async def test_an_action_that_the_server_refuses_is_told_to_the_model() -> None:
             json.dumps({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}),
             "the OpenEnv server: boom",
         ),
+        (json.dumps({"type": "error", "data": {"message": "x" * 10_000}}), f"the OpenEnv server: x{{{MAX_TOLD}}}$"),
         ("[" * 100_000, "is no observation"),
         ("{}", "is no observation"),
         (observation(reward="much"), "is no observation"),
         (observation(observation={"text": "x" * 70_000}), "has 70000 characters, more than 65536"),
-        ("x" * (1 << 21), "the connection to the OpenEnv server broke"),
+        ("x" * (1 << 19), "the connection to the OpenEnv server broke"),
         (observation(done=True), "is over at its reset"),
     ],
-    ids=["raises", "deep", "empty", "reward", "long", "huge", "over"],
+    ids=["raises", "verbose", "deep", "empty", "reward", "long", "huge", "over"],
 )
 async def test_a_server_that_answers_wrongly_masks_the_trajectory(answer: str, reason: str) -> None:
     async with written(answering(answer)) as env:
@@ -178,15 +182,26 @@ async def test_a_server_that_answers_wrongly_masks_the_trajectory(answer: str, r
             await env.open({}, 1)
 
 
-async def test_a_full_server_is_waited_for() -> None:
+async def test_a_full_server_is_waited_for_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("env_service.handler.PUT_BACK_S", 0.01)
     full = json.dumps({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "at capacity"}})
 
     async def handle(connection: ServerConnection) -> None:
         await connection.send(full)
 
     async with written(handle) as env:
-        with pytest.raises(Unavailable, match="no room for a session: at capacity"):
-            await env.open({}, 1)
+        worker = EnvWorker("a", openenv=env._servers)  # pyright: ignore[reportPrivateUsage]
+        start = live_start("openenv", args={"url": env._args.url}, item={})  # pyright: ignore[reportPrivateUsage]
+        # While it is full the Start goes back to the end of the stream, and holds no place
+        for _ in range(2):
+            [(stream, message)] = await worker.handle(start)
+            assert (stream, message) == (CELL.env, start)
+        await until(lambda: len(worker.sessions) == 0)
+        # And after a while the trajectory fails
+        monkeypatch.setattr("env_service.live.trajectories.WAIT_S", 0.0)
+        [(_, scored)] = await worker.handle(start)
+        reason = "the OpenEnv server has no room for a session: at capacity"
+        assert scored.failure == Failure("infrastructure", reason)
 
 
 async def test_a_step_has_the_jobs_time_limit() -> None:
@@ -195,6 +210,13 @@ async def test_a_step_has_the_jobs_time_limit() -> None:
         with pytest.raises(EnvironmentFailed, match=r"took longer than 0\.1 seconds for a step"):
             await session.step(turn("?", timeout_s=0.1))
         await session.close()
+
+
+async def test_an_address_of_the_operators_network_is_not_told() -> None:
+    async with using("", named=f"largest=http://127.0.0.1:{free_port()}", server="largest") as environment:
+        environment._shape = shape_of(Schemas(ANSWER))  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(EnvironmentFailed, match=r"^the OpenEnv server cannot be reached: ConnectionRefusedError$"):
+            await environment.open({}, 1)
 
 
 async def test_a_redirect_is_not_followed() -> None:
@@ -209,7 +231,7 @@ async def test_a_redirect_is_not_followed() -> None:
         async with serve(answering(), "127.0.0.1", 0, process_request=away) as server:
             port = server.sockets[0].getsockname()[1]
             async with using(url=f"http://127.0.0.1:{port}") as redirected:
-                with pytest.raises(EnvironmentFailed, match="cannot be reached: InvalidStatus"):
+                with pytest.raises(EnvironmentFailed, match="cannot be reached: InvalidStatus 302"):
                     await redirected.open({}, 1)
 
 
@@ -240,11 +262,12 @@ async def test_a_call_is_an_action_and_a_turn_without_one_ends_the_episode() -> 
 
     async with written(handle, MOVE) as env:
         session = await env.open({}, 1)
-        calls = (call("act", x=1, y=2), call("jump"), call("act", x=3, y=4))
+        calls = (call("act", x=1, y=2), call("jump"), call("act", x=3, y=4), *[call("jump")] * 5, call("act", x=5, y=6))
         step = await session.step(turn("", calls=calls))
+        assert step.messages[-1]["content"] == "error: too many calls"
         assert asked[1:] == [{"x": 1, "y": 2}, {"x": 3, "y": 4}]
         assert (step.done, step.reward) == (False, 1.0)
-        assert [each["content"] for each in step.messages] == [
+        assert [each["content"] for each in step.messages[:3]] == [
             '{"at":[1,2],"wall":true}',
             "error: no tool jump",
             '{"at":[1,2],"wall":true}',
@@ -268,6 +291,13 @@ async def test_an_environment_of_tools_tells_them_and_takes_their_calls() -> Non
         await session.close()
 
 
+async def test_tools_beyond_all_bounds_are_refused() -> None:
+    tool = {"name": "look", "description": "x" * 70_000, "input_schema": {}}
+    async with written(answering(observation(), observation(observation={"tools": [tool]})), CALLS_TOOLS) as env:
+        with pytest.raises(EnvironmentFailed, match=r"the OpenEnv server's tools have 70[0-9]* bytes, more than 65536"):
+            await env.open({}, 1)
+
+
 def test_the_model_sees_a_field_the_only_field_or_all_of_them() -> None:
     assert shown({"question": "max 1,2", "metadata": {"answer": 2}}) == "max 1,2"
     assert shown({"board": [1, 2], "turn": "x", "metadata": {}}) == '{"board":[1,2],"turn":"x"}'
@@ -288,5 +318,7 @@ def test_a_job_names_one_server() -> None:
         "maze": "http://10.0.0.5:8000",
         "chess": "https://x.org",
     }
+    with pytest.raises(InvalidInput, match="args have 700"):
+        validate_environment(EnvSpec("openenv", {"server": "maze", "reset": {"map": "x" * 70_000}}))
     with pytest.raises(InvalidInput, match="MARLAAS_OPENENV_SERVERS: write name="):
         read_servers("http://10.0.0.5")

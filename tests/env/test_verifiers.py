@@ -16,8 +16,9 @@ from common.environments import makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput
 from common.messages import EnvSpec, StopReason, f32
 from common.text.tool_calls import ToolCall
+from env_service import work
 from env_service.environment import Turn
-from env_service.failures import EnvironmentFailed
+from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.verifiers.environment import Verifiers
 from env_service.verifiers.process import Hosts
 from tests.env.test_env_handler import TINY, ids_of
@@ -63,6 +64,12 @@ class Guess:
                     os._exit(3)
                 if self.mood == "raises":
                     raise KeyError("no such room")
+                if self.mood == "tells variables":
+                    raise KeyError(" ".join(os.environ))
+                if self.mood == "long":
+                    messages.append({"role": "user", "content": "x" * (5 << 20)})
+                if self.mood == "greedy":
+                    hoard = bytearray(1 << 30)
                 if said[-1].content == str(row["answer"]):
                     break
                 messages += [said[-1].model_dump(exclude_none=True), {"role": "user", "content": "no"}]
@@ -73,7 +80,10 @@ class Guess:
                 raise
         if self.mood == "swallows":
             logging.getLogger("verifiers.rubrics.rubric.Rubric").error("Error calling reward function right: oh")
-        return {"reward": float(said[-1].content == str(row["answer"])), "metrics": {"turns": float(len(said))}}
+        metrics = {"turns": float(len(said)), "bad": float("inf")}
+        if self.mood == "half a character":
+            metrics[chr(0xD800)] = 1.0
+        return {"reward": float("nan") if self.mood == "nan" else float(said[-1].content == str(row["answer"])), "metrics": metrics}
 def load_environment(mood="calm"):
     if mood == "absent":
         raise RuntimeError("the data is not there")
@@ -156,7 +166,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hosts() -> AsyncGenerator[Hosts]:
-    hosts = Hosts()
+    hosts = Hosts(memory_bytes=1 << 29)
     yield hosts
     await hosts.close()
 
@@ -231,15 +241,25 @@ async def test_the_last_turn_is_scored_though_the_environment_wants_more(hosts: 
         ("raises", "KeyError: 'no such room'"),
         ("swallows", "Error calling reward function right: oh"),
         ("dies", "the environment's process ended"),
+        ("nan", "the environment's reward is nan"),
+        ("half a character", "surrogates not allowed"),
+        ("long", "the environment's request to its model cannot be read: it has 5[0-9]* bytes, more than 4194304"),
+        ("greedy", "MemoryError"),
     ],
 )
 async def test_what_goes_wrong_fails_the_trajectory_with_the_reason(hosts: Hosts, mood: str, why: str) -> None:
     guess = ready(Guess(mood=mood), hosts)
+    other = await guess.open({"task": 1}, 0)
     for _ in range(2):  # the process goes on, or another one does
         session = await guess.open({"task": 0}, 0)
         with pytest.raises(EnvironmentFailed, match=why):
-            await session.step(turn("3" if mood == "swallows" else "4"))
+            await session.step(turn("3" if mood in ("swallows", "nan", "half a character") else "4"))
         await session.close()
+    # Then the other trajectories of that process are still heard
+    with pytest.raises(EnvironmentFailed) as told:
+        await other.end()
+    assert ("process ended" in str(told.value)) == (mood == "dies")
+    await other.close()
 
 
 async def test_an_environment_that_never_asks_or_cannot_be_loaded_fails_at_once(hosts: Hosts) -> None:
@@ -263,6 +283,8 @@ async def test_jobs_give_no_arguments_but_those_that_the_operator_opens(installe
     assert makes_items(EnvSpec("guess", {})) and not wants_tools(EnvSpec("guess", {}))
     with pytest.raises(InvalidInput, match="unknown field 'task'"):
         validate_environment(EnvSpec("guess", {"task": {"rewards": {"right": {"fn": "os:system"}}}}))
+    with pytest.raises(InvalidInput, match="args have 70011 bytes, more than 65536"):
+        validate_environment(EnvSpec("guess", {"mood": "x" * 70_000}))
     with pytest.raises(InvalidInput, match="one of them"):
         Verifiers()
 
@@ -270,11 +292,73 @@ async def test_jobs_give_no_arguments_but_those_that_the_operator_opens(installe
 async def test_processes_are_bounded_and_idle_ones_make_room() -> None:
     hosts = Hosts(most=1)
     session = await ready(Guess(), hosts).open({"task": 0}, 0)
-    with pytest.raises(EnvironmentFailed, match="all at work"):
+    with pytest.raises(NoRoom, match="all at work"):
         await ready(Guess(mood="raises"), hosts).open({"task": 0}, 0)
     await session.close()
     assert await question(ready(Guess(mood="raises"), hosts), {"task": 0}) == "guess 3"
     await hosts.close()
+
+
+async def test_tenants_share_the_processes() -> None:
+    hosts, sessions = Hosts(most=2), dict[str, Any]()
+
+    async def opens(tenant: str, mood: str) -> None:
+        work.begin(lambda: None, tenant)
+        sessions[mood] = await ready(Guess(mood=mood), hosts).open({"task": 0}, 0)
+
+    # Given a tenant that has all processes
+    await opens("acme", "one")
+    await opens("acme", "two")
+    # Then one more is there for another, but not for each
+    await opens("bluebird", "three")
+    with pytest.raises(NoRoom):
+        await opens("cobalt", "four")
+    # And the first gives one back: no trajectory begins in it any more, and when its last one has ended it makes room
+    with pytest.raises(NoRoom, match="its tenant has too many"):
+        await opens("acme", "one")
+    await sessions["one"].close()
+    await opens("cobalt", "four")
+    with pytest.raises(NoRoom, match="all at work"):
+        await opens("acme", "one")
+    await hosts.close()
+
+
+async def test_a_package_sees_no_secrets_of_the_worker(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "REDIS_PASSWORD", "MARLAAS_REDIS_URL", "JUDGE_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "x")
+
+    class Judged(Guess):
+        variables = ("JUDGE_KEY",)
+
+    session = await ready(Judged(mood="tells variables"), hosts).open({"task": 0}, 0)
+    with pytest.raises(EnvironmentFailed) as told:
+        await session.step(turn("4"))
+    names = set(str(told.value).split("'")[1].split())
+    assert names >= {"PATH", "JUDGE_KEY", "HF_HOME"}
+    assert not names & {"AWS_SECRET_ACCESS_KEY", "REDIS_PASSWORD", "MARLAAS_REDIS_URL"}
+    await session.close()
+
+
+async def test_a_package_ends_with_its_worker(python: Path, tmp_path: Path) -> None:
+    # Given a worker that is killed while a package loads, and hears nothing
+    (tmp_path / "guess.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:{python.parent} exec {sys.executable} "$@" >{tmp_path}/pid\n')
+    wrapper.chmod(0o755)
+    script = f"""
+import asyncio
+from env_service.verifiers.process import Hosts
+asyncio.run(Hosts().begin({str(wrapper)!r}, {{"environment": "guess", "args": {{}}}}, {{"task": 0}}))
+"""
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    async with asyncio.timeout(60):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            await asyncio.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        worker.kill()
+        await worker.wait()
+        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+            await asyncio.sleep(0.05)
 
 
 async def test_many_trajectories_share_a_process(hosts: Hosts) -> None:

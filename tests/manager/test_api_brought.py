@@ -80,7 +80,7 @@ async def test_the_trainer_is_told_which_file_it_is(server: ApiServer, monkeypat
     async with running_jobs(server):
         job = await create(server, file, max_steps=1, batch_size=1, group_size=2)
         await until_status(server.bus, job.id, "succeeded")
-    assert [init.file for init in seen] == [f"files/default/{file}"]
+    assert [init.file for init in seen] == [f"brought/default/{file}"]
 
 
 def with_tensor(name: str, tensor: torch.Tensor) -> bytes:

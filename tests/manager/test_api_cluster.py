@@ -150,6 +150,8 @@ async def test_metrics_tell_of_streams_workers_and_jobs(server: ApiServer) -> No
     await server.openai.fine_tuning.jobs.create(
         model="tiny", training_file=await upload(server.openai), extra_body={"method": method()}
     )
+    await server.bus.client.zadd(server.bus.cell.env_workers, {"env-1": 1})
+    await server.bus.client.xadd(server.bus.cell.env_worker("env-1"), {"payload": "a turn of a live session"})
     assert (await server.http.get("/metrics")).status_code == 403
     text = (await server.http.get("/metrics", headers=server.as_admin())).text
     assert 'marlaas_worker_busy{base_model="tiny",service="rollout",worker="r"} 0.5' in text
@@ -159,4 +161,5 @@ async def test_metrics_tell_of_streams_workers_and_jobs(server: ApiServer) -> No
         line for line in text.splitlines() if line.startswith('marlaas_stream_length{base_model="tiny",stream="jobs:')
     ]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in lengths) == 1.0
+    assert 'marlaas_stream_length{base_model="tiny",stream="env:env-1"} 1.0' in text
     assert 'marlaas_dead_letters{base_model="tiny"} 0.0' in text

@@ -8,6 +8,7 @@ import threading
 import unicodedata
 import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from marlaas_client.cli.submit import parse_environment, parse_grader, parse_hyp
 from marlaas_client.cli.view import event_line, live_view
 from marlaas_client.client import Client, error_message, server_sent_events
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile
-from marlaas_client.errors import ClientError, InvalidInput, JobFailed
+from marlaas_client.errors import ClientError, InvalidInput, JobFailed, Refused
 from marlaas_client.place import ClientSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,9 @@ class FakeApi(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self._answer("POST")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
 
     def _answer(self, method: str) -> None:
         path = urlsplit(self.path).path
@@ -195,6 +199,49 @@ def test_what_a_job_would_need_is_said_before_it_is_created(api: type[FakeApi]) 
     assert api.requests[0][1] == api.requests[1][1]
     assert json.loads(run(*words, "--estimate", "--json")) == ESTIMATE
     assert api.requests[-1][0] == ESTIMATED[1], "no job is created"
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_estimate_leaves_no_files_behind(api: type[FakeApi], tmp_path: Path, status: int) -> None:
+    (items := tmp_path / "items.jsonl").write_text('{"messages": [], "answer": "1"}\n')
+    api.answers = {
+        ("POST", "/v1/files"): {"id": "file-1"},
+        ("DELETE", "/v1/files/file-1"): {"deleted": True},
+        ESTIMATED: (status, ESTIMATE if status == 200 else {"error": {"message": "no such field"}}),
+    }
+    with nullcontext() if status == 200 else pytest.raises(Refused, match="no such field"):
+        run("submit", str(items), "--validation", str(items), "--grader", "math:answer", "--estimate")
+    asked = [path for path, _ in api.requests]
+    assert asked == ["/v1/files", "/v1/files", ESTIMATED[1], "/v1/files/file-1", "/v1/files/file-1"]
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_service_that_cannot_estimate_takes_jobs(api: type[FakeApi], status: int) -> None:
+    missing = (status, {"error": {"message": "there is no such address"}})
+    api.answers = {("POST", "/v1/fine_tuning/jobs"): JOB, ESTIMATED: missing}
+    words = ("submit", "--environment", "calculator", "--hyper", "max_steps=15")
+    assert "ftjob-1" in run(*words) and api.requests[-1][0] == "/v1/fine_tuning/jobs"
+    with pytest.raises(Refused, match="no such address"):
+        run(*words, "--estimate")
+
+
+def test_a_password_in_the_url_is_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("http://me:secret@host:8000/v1", "me:secret@host", "http://me:secret@host:99999", "ftp://secret@host"):
+        monkeypatch.setenv("MARLAAS_URL", url)
+        with pytest.raises(InvalidInput, match=r"…@host.* holds a name or a password") as refused:
+            run("jobs")
+        assert "secret" not in str(refused.value)
+
+
+def test_environments_are_listed_with_their_arguments(api: type[FakeApi]) -> None:
+    properties = {"folder": {}, "depth": {"default": 3}, "seed": {"default": None}}
+    args = {"properties": properties, "required": ["folder"], "additionalProperties": True}
+    own = {"id": "maze", "package": "mazes 1.2", "makes_items": True, "args": args, "error": None}
+    broken = {"id": "broken", "package": "broken 1.0", "makes_items": False, "args": None, "error": "cannot be loaded"}
+    api.answers["GET", "/v1/environments"] = {"data": [own, broken]}
+    rows = [" ".join(line.split()) for line in run("env", "list").splitlines()]
+    assert "maze mazes 1.2 its own folder, [depth=3], [seed], …" in rows
+    assert "broken broken 1.0 of a file cannot be loaded" in rows
 
 
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:

@@ -103,9 +103,10 @@ def test_every_evaluation_is_counted_once() -> None:
 
 
 def test_the_steps_that_are_left_end_with_the_tokens() -> None:
-    state = JobState(status="running", version=4, progress=Progress(tokens=400))
+    state = JobState(status="running", version=4, progress=Progress(tokens=400, step_tokens=100, eval_tokens=50))
     assert steps_left(job_spec(num_steps=20), state) == 16
     assert steps_left(job_spec(num_steps=20, max_tokens_total=1050), state) == 6
+    assert steps_left(job_spec(num_steps=20, max_tokens_total=440), state) == 0
 
 
 def test_a_pause_makes_no_step_longer() -> None:

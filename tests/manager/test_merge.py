@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidInput
 from common.settings import TINY
+from manager_service.cli import merge as merging
 from manager_service.cli.merge import base_of, floats, merge, stored
 from tests.manager.test_cli import FakeApi, api, run
 from tests.support.rollout_cases import files_of
@@ -96,6 +97,19 @@ def refused(tmp_path: Path, folder: Path, base: Path = TINY) -> str:
         merge(folder, base, tmp_path / "merged")
     assert not (tmp_path / "merged").exists(), "nothing is left"
     return str(error.value)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_is_left_of_a_merge_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(merging, "_merge", failing)
+    with pytest.raises((InvalidInput, KeyboardInterrupt), match=r"merged: \[Errno 28\] No space|^$"):
+        merge(adapter(tmp_path / "adapter"), TINY, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_an_adapter_that_does_not_fit_is_refused_by_layer(tmp_path: Path) -> None:

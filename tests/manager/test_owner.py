@@ -44,12 +44,15 @@ from manager_service.api.quota import count_inference
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.kept import LIMITS
 from manager_service.owner.leases import Held, Leases
+from manager_service.owner.memory import measured
 from manager_service.owner.owner import Owner
 from manager_service.owner.partition import Partition
-from manager_service.owner.surroundings import KEEP_HINTS
+from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.records import JSON, EventRecord, JobState, TenantRecord, Training
+from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS
 from manager_service.tenants import TENANTS, Tenants
 from tests.common.test_worker import length, until
@@ -323,6 +326,22 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
     # Then they are issued again, and the job ends as if nothing had been
     await until_status(system.bus, spec.id, "succeeded", seconds=30)
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_settled_them(bus: Bus) -> None:
+    allocator = Allocator(FixedSlots())
+    surroundings = Surroundings(bus, Tenants(bus.client), allocator, LIMITS)
+    inboxes = [bus.cell.scored(0), bus.cell.adapters(0)]
+    for stream in inboxes:
+        await bus.ensure_group(stream, GROUP_MANAGER)
+    await bus.client.zadd(bus.cell.env_workers, {"env-1": 1, "env-2": 2})
+    assert await surroundings.nothing_under_way(inboxes, [])
+    # When a turn waits for one of the env workers
+    await bus.client.xadd(bus.cell.env_worker("env-2"), {"payload": "x" * 4096})
+    # Then work is under way, and it is counted as such
+    assert not await surroundings.nothing_under_way(inboxes, [])
+    assert await surroundings.env_backlog() == 1
+    assert (await measured(bus))["env"] > 4096
 
 
 async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus, objects: Objects) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from common.bus import Bus
 from common.environments import SUPERVISED
-from common.messages import EnvSpec, Start
+from common.messages import EnvSpec, Start, TrainStep, Usage
 from common.objects import Objects
-from harness.standin import create_job, job_spec, ledger_of, until_status
+from harness.standin import StandInEnv, create_job, job_spec, ledger_of, until_status
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
@@ -102,6 +102,74 @@ def test_a_job_that_stops_settles_every_trajectory(seed: int, limits: dict[str, 
     state = world.job.state
     assert state.status == "succeeded" and state.stop and world.open == set()
     assert state.version == state.stop.version == len({step.adapter for step in world.steps}) < 50
+
+
+class Orderly(World):
+    """Everything comes back at once and in order. A trajectory has 3 tokens, or `eval_tokens` if it measures a later version than the
+    first; of a step 10 are trained."""
+
+    eval_tokens = 3
+    told: list[dict[str, Any]]
+
+    def work(self, message: Any) -> list[Any]:
+        if not isinstance(message, Start):
+            return [
+                msgspec.structs.replace(
+                    self.made(message), usage=Usage(trained_tokens=10 * isinstance(message, TrainStep))
+                )
+            ]
+        found = [StandInEnv(CELL).scored(message, sample) for sample in message.samples]
+        if message.purpose == "train" or message.adapter.version == 0:
+            return found
+        return [msgspec.structs.replace(one, usage=Usage(sampled_tokens=self.eval_tokens)) for one in found]
+
+    def turn(self) -> None:
+        job, changes = self.job, Changes()
+        if self.on_its_way:
+            self.deliver(self.on_its_way.pop(0), changes)
+        elif job.wants_eval():
+            job.issue_eval(changes)
+        elif job.wants_group():
+            job.issue_group(changes)
+        job.advance(self.now, changes)
+        if not self.on_its_way and not job.wants_group() and (numbers := job.next_batch()) is not None:
+            job.publish_step(numbers, changes)
+        self.told += [event.data for _, event in changes.events if event.data.get("code")]
+        self.apply(changes)
+
+
+def played(limit: int, *, num_steps: int, held_out: int = 0, eval_tokens: int = 3, staleness: int = 0) -> Orderly:
+    """Steps have 22 tokens, and an evaluation 6 for each of the items that are held out."""
+    spec = job_spec(num_steps=num_steps, batch_size=2, group_size=2, max_tokens_total=limit, max_staleness=staleness)
+    spec = msgspec.structs.replace(spec, num_eval_items=held_out)
+    items = Items([b'{"messages": []}'] * held_out)
+    world = Orderly(random.Random(0), Job(CELL, spec, JobState(), Items(), items))
+    world.eval_tokens, world.told = eval_tokens, list[dict[str, Any]]()
+    changes = Changes()
+    world.job.queue(0, changes)
+    world.job.start(0, changes)
+    world.apply(changes)
+    for _ in range(1000):
+        world.turn()
+    assert world.job.settled and world.job.state.status == "succeeded" and not world.job.num_waiting
+    return world
+
+
+@pytest.mark.parametrize("trained", [1, 3, 4])
+def test_evaluations_and_what_is_sampled_ahead_make_no_step_dearer(trained: int) -> None:
+    assert played(24 + trained * 22, num_steps=30, held_out=4).job.state.version == trained
+    ahead = 2 * 12
+    assert played(ahead + trained * 22, num_steps=30, staleness=2).job.state.version == trained
+
+
+def test_the_tokens_that_a_job_may_use_bound_its_last_evaluation() -> None:
+    whole = played(114, num_steps=3, held_out=4)
+    assert (whole.job.state.evaluated, whole.job.state.tokens, whole.told) == (3, 114, [])
+    short = played(113, num_steps=3, held_out=4)
+    assert (short.job.state.evaluated, short.job.state.tokens, short.job.state.stop) == (0, 90, None)
+    assert short.told == [{"code": "max_tokens_total", "version": 3}]
+    dear = played(114, num_steps=3, held_out=4, eval_tokens=10)
+    assert (dear.job.state.evaluated, dear.job.state.tokens) == (0, 120), "nothing is issued once they are used"
 
 
 @pytest.fixture

@@ -102,12 +102,13 @@ def measured(index: int, log_prob: float | None, tokens: int) -> ScoredTrajector
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_all_learned_tokens() -> None:
     spec = msgspec.structs.replace(supervised(), num_eval_items=3)
-    tally = new_tally(spec)
+    state = JobState(evals={"5": new_tally(spec)})
+    tally = state.evals["5"]
     keys = [next_unit(tally, 5, spec) for _ in range(tally.units)]
     assert [str(key) for unit in keys for key in unit] == ["eval@5.0/0", "eval@5.1/0", "eval@5.2/0"]
     for message in (measured(0, -1.0, 1), measured(1, -0.2, 4), measured(2, None, 9)):
         assert not tally.done
-        count(tally, message, spec)
+        count(spec, state, 5, message)
     assert tally.done
     found = loss_summary(5, tally)
     assert found == {
@@ -119,9 +120,9 @@ def test_the_version_of_the_smallest_loss_is_the_best() -> None:
     spec = msgspec.structs.replace(supervised(), num_eval_items=1)
     job, changes = Job(Cell("tiny"), spec, JobState(status="running", version=2), Items(), Items()), Changes()
     for version, log_prob in ((0, -3.0), (1, -0.5), (2, -0.75)):
-        tally = new_tally(spec)
-        count(tally, measured(0, log_prob, 2), spec)
-        job.journal.evaluated(version, tally, 0.0, changes)
+        job.state.evals = {str(version): new_tally(spec)}
+        count(spec, job.state, version, measured(0, log_prob, 2))
+        job.journal.evaluated(version, job.state.evals.popitem()[1], 0.0, changes)
     state = job.state
     assert (state.best_version, state.last_eval_loss, state.last_eval) == (1, 0.75, None)
     assert changes.events[-1][1].message == "Evaluation of version 2: loss 0.7500 over 1 examples"

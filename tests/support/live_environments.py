@@ -20,7 +20,7 @@ class Adding:
         self._story = story
 
     async def open(self, item: dict[str, Any], seed: int) -> "AddingSession":
-        return AddingSession(item["number"], self._turns, self.tell, self.shown)
+        return AddingSession(item["number"], seed, self._turns, self.tell, self.shown)
 
     def tell(self, *words: Any) -> None:
         if self._story:
@@ -42,13 +42,13 @@ class AddingSession:
     tools: Sequence[Mapping[str, Any]] = ()
     reply_roles = ("user",)
 
-    def __init__(self, number: int, turns: int, tell: Any, shown: Any) -> None:
+    def __init__(self, number: int, seed: int, turns: int, tell: Any, shown: Any) -> None:
         self._total = number
         self._turns = turns
         self._tell = tell
         self._shown = shown
         self.messages = [_said(str(number))]
-        tell("open", id(self))
+        tell("open", id(self), seed)
 
     async def step(self, turn: Turn) -> Step:
         if turn.text == "0":
@@ -70,11 +70,11 @@ def _said(text: str) -> dict[str, str]:
     return {"role": "user", "content": f"max {text}"}
 
 
-def install(folder: Path) -> Path:
+def install(folder: Path, names: Sequence[str] = NAMES) -> Path:
     """Writes what the installation of a package leaves. Returns the folder, for the path of modules."""
     info = folder / "live_environments-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: live-environments\nVersion: 1\n")
-    lines = [f"{name} = {__name__}:{name.title()}" for name in NAMES]
+    lines = [f"{name} = {__name__}:{name.title()}" for name in names]
     (info / "entry_points.txt").write_text("[marlaas.environments]\n" + "\n".join(lines) + "\n")
     return folder

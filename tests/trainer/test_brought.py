@@ -9,12 +9,19 @@ from base_model.adapter import WEIGHTS_FILE, load_adapter
 from base_model.decoder import Decoder
 from common.adapters import PEFT_FILES
 from common.messages import AdapterRef, LoraSpec
+from manager_service.records import brought_path
 from tests.support.rollout_cases import adapter_of, files_of
 from tests.support.trainer_cases import load_tiny, make_init, nothing
 from tests.trainer.test_run_handler import System
 
-FILE = "files/t/file-1"
+FILE = brought_path("t", "file-1")
 LORA = LoraSpec(4, 8.0, ("q_proj", "up_proj"))
+
+
+def test_operators_are_told_to_let_trainers_read_it_and_no_files_of_items() -> None:
+    told = Path("docs/operations.md").read_text()
+    trainer = next(line.split("|")[2] for line in told.splitlines() if line.startswith("| trainer | `"))
+    assert f"`{FILE.partition('/')[0]}/*`" in trainer and "`files/*`" not in trainer
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ async def test_version_0_is_the_adapter_in_the_file(system: System) -> None:
 @pytest.mark.parametrize(
     ("lora", "file", "reason"),
     [
-        (LORA, "files/t/file-2", "file-2"),
+        (LORA, brought_path("t", "file-2"), "file-2"),
         (replace(LORA, rank=8), FILE, "rank in adapter_config.json"),
         (replace(LORA, targets=("q_proj",)), FILE, "is missing, or not targeted"),
     ],

@@ -1,0 +1,115 @@
+"""The list of environments, and packages that are installed while the service runs, through the real HTTP API."""
+
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.api_server import ApiServer, running_api
+
+MODULE = """
+import math
+{first}
+
+class Late:
+    def __init__(self, depth, bound=math.nan, how=print, **more): ...
+    def make_item(self, seed): return {{}}
+    def reset(self, item, seed): ...
+    def step(self, state, turn): ...
+"""
+
+
+def install(folder: Path, name: str, *, first: str = "", modules: Path | None = None) -> None:
+    """What the installation of a package leaves. `modules`: the folder of its source, if the installation is editable."""
+    info = folder / f"{name}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[marlaas.environments]\n{name} = {name}_module:Late\n")
+    if modules:
+        modules.mkdir()
+        (folder / f"{name}.pth").write_text(f"{modules}\n")
+    ((modules or folder) / f"{name}_module.py").write_text(MODULE.format(first=first))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """On the path, and not there yet."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "late"), *sys.path])
+    yield tmp_path / "late"
+    for name in [name for name in sys.modules if name.endswith("_module")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path, folder: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data") as running:
+        yield running
+
+
+async def listed(server: ApiServer) -> dict[str, dict[str, Any]]:
+    answer = await server.http.get("/v1/environments")
+    assert answer.status_code == 200, answer.text
+    return {row["id"]: row for row in answer.json()["data"]}
+
+
+async def create(server: ApiServer, name: str, **args: Any) -> Any:
+    hyper = {"max_steps": 1, "batch_size": 1, "group_size": 2}
+    method = {"environment": {"name": name, "args": args}, "hyperparameters": hyper}
+    return await server.http.post(
+        "/v1/fine_tuning/jobs", json={"model": "tiny", "method": {"type": "reinforcement", "reinforcement": method}}
+    )
+
+
+async def test_built_in_environments_are_listed_with_their_arguments(server: ApiServer) -> None:
+    found = await listed(server)
+    assert list(found) == ["single_turn", "calculator", "search", "python", "openenv"]
+    assert found["search"]["args"]["properties"]["top_k"]["default"] == 3
+    assert [name for name in found if found[name]["makes_items"]] == ["calculator", "openenv"]
+    assert [name for name in found if found[name]["live"]] == ["openenv"]
+    assert {(row["package"], row["entry_point"], row["error"]) for row in found.values()} == {(None, None, None)}
+
+
+async def test_a_package_that_is_installed_while_the_service_runs_is_found(server: ApiServer, folder: Path) -> None:
+    # Given a service that has looked for it
+    refused = await create(server, "fresh", depth=1)
+    assert refused.status_code == 400 and "unknown environment 'fresh'" in refused.text
+    assert "fresh" not in await listed(server) and find_spec("fresh_module") is None
+    # When it is installed, and another one whose modules are elsewhere
+    install(folder, "fresh")
+    install(folder, "edited", modules=folder.parent / "source")
+    # Then jobs may name them
+    found = await listed(server)
+    assert found["fresh"] == {
+        "id": "fresh",
+        "object": "environment",
+        "package": "fresh 1.2",
+        "entry_point": "fresh_module:Late",
+        "args": {
+            "type": "object",
+            "properties": {"depth": {}, "bound": {"default": None}, "how": {"default": repr(print)}},
+            "required": ["depth"],
+            "additionalProperties": True,
+        },
+        "makes_items": True,
+        "live": False,
+        "error": None,
+    }
+    assert found["edited"]["error"] is None
+    for name in ("fresh", "edited"):
+        assert (await create(server, name, depth=1)).status_code == 200
+
+
+async def test_a_package_that_cannot_be_imported_is_listed_with_the_reason(server: ApiServer, folder: Path) -> None:
+    for name, first in (("raising", "raise RuntimeError('no licence')"), ("lacking", "import none_such")):
+        install(folder, name, first=first)
+    found = await listed(server)
+    assert "RuntimeError: no licence" in found["raising"]["error"] and found["raising"]["args"] is None
+    assert "No module named 'none_such'" in found["lacking"]["error"]
+    refused = await create(server, "raising")
+    assert refused.status_code == 400 and "cannot be loaded: RuntimeError: no licence" in refused.text
+    with pytest.raises(openai.AuthenticationError):
+        await openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none").get("/environments", cast_to=object)
