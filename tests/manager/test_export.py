@@ -94,7 +94,7 @@ async def test_wandb_offline_and_trackio_hold_every_step_once_though_the_exporte
 ) -> None:
     command = (str(environment_with_loggers()), "-m", "manager_service.export")
     loggers = {"wandb": logger("wandb"), "trackio": logger("trackio")}
-    await killed_three_times(server, command, loggers, step_s=2.0)
+    await killed_three_times(server, command, loggers, step_s=1.5)
 
 
 async def killed_three_times(

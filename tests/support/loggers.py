@@ -74,8 +74,11 @@ def read_standin(folder: Path, job: str) -> Held:
 
 
 READ_WANDB = """
-import json, sys
+import importlib.util, json, sys, types
 from pathlib import Path
+found = importlib.util.find_spec("wandb")
+sys.modules["wandb"] = types.ModuleType("wandb")  # the library itself takes a second
+sys.modules["wandb"].__path__ = found.submodule_search_locations
 from wandb.proto.wandb_internal_pb2 import Record
 from manager_service.export.wandb_runs import _contents
 for file in sorted(Path(sys.argv[1]).glob("offline-run-*/run-*.wandb")):
