@@ -91,10 +91,8 @@ def _tokens(base: Base, spec: JobSpec, file: FileRecord | None, length: float | 
 def num_evaluated(spec: JobSpec) -> int:
     """Answers, or examples, in all evaluations of a job that ends with its last step."""
     hyper = spec.hyper
-    versions = {0, hyper.num_steps} | (
-        set(range(hyper.eval_interval, hyper.num_steps, hyper.eval_interval)) if hyper.eval_interval else set()
-    )
-    return len(versions) * spec.num_eval_items * (1 if spec.is_supervised else hyper.eval_samples + 1)
+    between = range(hyper.eval_interval, hyper.num_steps, hyper.eval_interval) if hyper.eval_interval else ()
+    return (2 + len(between)) * spec.num_eval_items * (1 if spec.is_supervised else hyper.eval_samples + 1)
 
 
 def _estimate(

@@ -3,11 +3,12 @@
 from typing import Annotated, Literal, get_args
 
 import httpx
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, NotFound
 from common.outgoing import AllowedHosts, NotAllowed
+from common.spelling import quoted
 from common.urls import check_url
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, declared
@@ -48,15 +49,25 @@ async def list_loggers(api: Parts, tenant: Tenant) -> Page[LoggerObject]:
     return page([shown_logger(record) for record in found.values()], has_more=False)
 
 
-@router.post("/loggers/{logger}")
-async def set_logger(api: Parts, tenant: Tenant, logger: Literal["wandb"], body: LoggerKeyGiven) -> LoggerObject:
+def _with_key(logger: str) -> Literal["wandb"]:
+    """The logger, if it takes a key. Raises NotFound."""
+    if logger != "wandb":
+        raise NotFound(f"there is no logger {quoted(logger)} that takes a key; wandb does")
+    return logger
+
+
+WithKey = Annotated[Literal["wandb"], Depends(_with_key)]
+
+
+@router.post("/loggers/{logger}", responses=declared(404))
+async def set_logger(api: Parts, tenant: Tenant, logger: WithKey, body: LoggerKeyGiven) -> LoggerObject:
     """Set or replace the key with which your jobs' figures are sent to a logger's server. It is never shown again."""
     _check_host(body.base_url, api.settings.logger_hosts, "base_url", "MARLAAS_LOGGER_HOSTS")
     return shown_logger(await Receivers(api.redis).set_key(tenant.id, logger, body.api_key, body.base_url.rstrip("/")))
 
 
 @router.delete("/loggers/{logger}", responses=declared(404))
-async def delete_logger(api: Parts, tenant: Tenant, logger: Literal["wandb"]) -> Deleted:
+async def delete_logger(api: Parts, tenant: Tenant, logger: WithKey) -> Deleted:
     """Forget the key."""
     await Receivers(api.redis).delete_key(tenant.id, logger)
     return Deleted(id=logger, object="logger")
