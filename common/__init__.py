@@ -27,6 +27,7 @@ It imports no service and no torch.
     telemetry.py          tells once a second what a worker does
     tasks.py              ends tasks for certain, beats while one runs
     objects.py            reads and writes object storage
+    advantages.py         compares an answer with the others of its group
     adapters.py           keeps versions of adapters in object storage
     own_folder.py         keeps temporary files that vanish with their process, or with the next one
     byte_cache.py         caches what was used last, up to a number of bytes

@@ -249,12 +249,30 @@ def load_installed(name: str) -> Any:
             param="environment.name",
         )
     try:
-        return _loaded(found[name])
+        made = _loaded(found[name])
+        _in_use.setdefault(found[name].value, _version(found[name]))
+        return made
     except Exception as error:  # foreign code
         reason = f"{type(error).__name__}: {error}"
         raise InvalidInput(
             f"the installed environment {quoted(name)} cannot be loaded: {reason}", param="environment.name"
         ) from error
+
+
+_in_use: dict[str, str] = {}
+"""Entry point -> version of its package when it was loaded first: Python keeps what it has imported."""
+
+
+def outdated(entry: EntryPoint) -> str | None:
+    """Says that another version of its package was installed since this process has loaded it; None: no."""
+    used, now = _in_use.get(entry.value), _version(entry)
+    if used in (None, now):
+        return None
+    return f"{now} is installed, and {used} in use until managers and env workers start again"
+
+
+def _version(entry: EntryPoint) -> str:
+    return entry.dist.version if entry.dist else "unknown"
 
 
 def _loaded(entry: EntryPoint) -> Any:

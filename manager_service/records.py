@@ -243,6 +243,7 @@ class JobState(msgspec.Struct, kw_only=True):
     last_loss: float | None = None  # of the newest step
     last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
     sampling_gap: float | None = None  # of the newest step that measured one
+    steps_without_signal: int = 0  # the newest ones in a row
     truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
     tokens: int = 0  # prompt, sampled and trained; what was used since the state was last written may be missing
     evaluated: int = -1  # the version of the newest evaluation
@@ -332,6 +333,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     written: Written | None = None  # None: not kept
     kept: KeptAs = "first"
     step: int = 0  # that trained on it, or left it out since it failed
+    advantage: float | None = None  # by which it is learned from; None: it is not, or its reward is no matter
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 
 

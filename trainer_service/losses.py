@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.advantages import ADVANTAGES, AdvantageKind, group_advantages
 from common.messages import LossName, LossSpec
 from trainer_service.batch import Batch, Bools, Floats, Ints, SampledRows, Terms
 
-STD_EPSILON = 1e-6
 MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as exp(20) without gradient: exp overflows float32 at 88
 
 
@@ -43,7 +43,6 @@ MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as exp(20) without gradient: ex
 class Rule:
     """The properties in which the losses differ."""
 
-    advantage: Literal["standardised", "centred", "leave_one_out", "one"]
     ratio: Literal["token", "sequence", "weight", "none"]
     clip_low: float
     clip_high: float
@@ -51,17 +50,17 @@ class Rule:
 
 
 RULES: dict[LossName, Rule] = {
-    "grpo": Rule("standardised", "token", 0.2, 0.2, "rows"),
-    "dr_grpo": Rule("centred", "token", 0.2, 0.2, "max_tokens"),
-    "dapo": Rule("standardised", "token", 0.2, 0.28, "tokens"),
-    "rloo": Rule("leave_one_out", "none", 0.0, 0.0, "rows"),
-    "cispo": Rule("standardised", "weight", 0.0, 4.0, "tokens"),
-    "gspo": Rule("standardised", "sequence", 3e-4, 4e-4, "rows"),
-    "ppo": Rule("standardised", "token", 0.2, 0.2, "tokens"),
+    "grpo": Rule("token", 0.2, 0.2, "rows"),
+    "dr_grpo": Rule("token", 0.2, 0.2, "max_tokens"),
+    "dapo": Rule("token", 0.2, 0.28, "tokens"),
+    "rloo": Rule("none", 0.0, 0.0, "rows"),
+    "cispo": Rule("weight", 0.0, 4.0, "tokens"),
+    "gspo": Rule("sequence", 3e-4, 4e-4, "rows"),
+    "ppo": Rule("token", 0.2, 0.2, "tokens"),
 }
 
 
-CROSS_ENTROPY = Rule("one", "weight", 1.0, 1.0, "tokens")
+CROSS_ENTROPY = Rule("weight", 1.0, 1.0, "tokens")
 
 
 def rule_of(spec: LossSpec) -> Rule:
@@ -166,7 +165,7 @@ def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -
 def row_terms(batch: SampledRows, spec: LossSpec) -> RowTerms:
     """Computes the terms of each row of a batch."""
     rule = rule_of(spec)
-    advantages_R = advantages(batch.rewards_R, batch.groups_R, rule.advantage)
+    advantages_R = advantages(batch.rewards_R, batch.groups_R, ADVANTAGES[spec.name])
     kept_R = batch.num_written_R() > 0
     if spec.mask_truncated:
         kept_R &= ~batch.truncated_R
@@ -211,27 +210,13 @@ def _bounds(rule: Rule, spec: LossSpec) -> tuple[float, float]:
     return (low, high) if rule.ratio == "weight" else (1.0 - low, 1.0 + high)
 
 
-def advantages(rewards_R: Floats, groups_R: Ints, kind: str) -> Floats:
+def advantages(rewards_R: Floats, groups_R: Ints, kind: AdvantageKind) -> Floats:
     """Compares each row's reward with those of its group, [R]; `one`: 1 whatever the rewards."""
     advantages_R = np.zeros(len(rewards_R))
     for group in np.unique(groups_R):
         member_R = groups_R == group
-        advantages_R[member_R] = _group_advantages(rewards_R[member_R], kind)
+        advantages_R[member_R] = group_advantages(rewards_R[member_R], kind)
     return advantages_R
-
-
-def _group_advantages(rewards: Floats, kind: str) -> Floats:
-    n = len(rewards)
-    if kind == "one":
-        return np.ones(n)
-    if n < 2 or rewards.min() == rewards.max():
-        return np.zeros(n)
-    centred = rewards - rewards.mean()
-    if kind == "standardised":
-        return centred / (rewards.std(ddof=1) + STD_EPSILON)
-    if kind == "leave_one_out":
-        return centred * n / (n - 1)  # R - (sum - R) / (n - 1)
-    return centred
 
 
 def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:

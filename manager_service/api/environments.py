@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from common.environments import BUILT_IN, installed, is_live, load_installed, makes_items
+from common.environments import BUILT_IN, installed, is_live, load_installed, makes_items, outdated
 from common.messages import EnvSpec
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
@@ -38,7 +38,8 @@ def _installed(entry: EntryPoint) -> EnvironmentObject:
         made = load_installed(entry.name)
         declared: Any = getattr(made, "Args", None)
         is_model = isinstance(declared, type) and issubclass(declared, BaseModel)
-        return _shown(entry.name, schema_of(declared) if is_model else _schema_of_keywords(made), entry)
+        shown = _shown(entry.name, schema_of(declared) if is_model else _schema_of_keywords(made), entry)
+        return shown.model_copy(update={"error": outdated(entry)})
     except Exception as error:  # foreign code
         package = _package(entry)
         return EnvironmentObject(id=entry.name, package=package, entry_point=entry.value, args=None, error=str(error))

@@ -160,6 +160,7 @@ class SampleObject(BaseModel):
     prompt: str
     text: str
     reward: float | None
+    advantage: float | None = None  # by which each of its tokens is learned from
     stop_reason: str
     reward_parts: dict[str, float] = {}
     failure: FailureObject | None = None

@@ -10,7 +10,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import loss_summary, summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.orders import Orders
-from manager_service.jobs.samples import MAX_TEXT, chosen, record_of
+from manager_service.jobs.samples import MAX_TEXT, advantages, chosen, record_of
 from manager_service.jobs.stopping import note_evaluation
 from manager_service.kept import Kept, Limits
 from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Stop, Training
@@ -23,6 +23,7 @@ METRICS = (
 )
 """Metrics that every step's event has, null where there is no signal."""
 WARN_FAILED_SHARE = 0.05
+WARN_STEPS_WITHOUT_SIGNAL = 5
 AVERAGED_STEPS = 8
 """Newest steps that the time of a step is averaged over, the newest of them most."""
 
@@ -125,6 +126,19 @@ class Journal:
         else:
             said = f"{said}; {failed_share:.0%} of its trajectories failed, most of them: {training.failed_reason}"
             self.tell(now, changes, said, level="warn", metrics=data)
+        self._note_signal(metrics.get("num_signal_rows"), now, changes)
+
+    def _note_signal(self, num_rows: float | None, now: float, changes: Changes) -> None:
+        """Warns when no step has learned anything for a while."""
+        state = self._state
+        state.steps_without_signal = state.steps_without_signal + 1 if num_rows == 0 else 0
+        if state.steps_without_signal == WARN_STEPS_WITHOUT_SIGNAL:
+            self.warn(
+                now,
+                f"For {WARN_STEPS_WITHOUT_SIGNAL} steps the rewards in each group were all the same, so nothing was learned:"
+                " read the samples to see whether the task is too hard, too easy, or wrongly graded",
+                changes,
+            )
 
     def _shown(self) -> str:
         """The newest step's figure."""
@@ -168,12 +182,19 @@ class Journal:
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
         others = 0 if self._spec.is_supervised else self._limits.other_samples
+        compared = advantages(batch, self._spec.hyper.loss.name)
         records = [
-            record_of(scored.message, orders.item(number), kept, whole=kept != "first" or place < WHOLE_SAMPLES)
+            record_of(
+                scored.message,
+                orders.item(number),
+                kept,
+                whole=kept != "first" or place < WHOLE_SAMPLES,
+                advantage=compared[number][place],
+            )
             for number, place, scored, kept in chosen(batch, groups=self._limits.sample_groups, others=others)
         ]
         if self._spec.is_supervised:  # an example has no reward
-            records = [msgspec.structs.replace(record, reward=None) for record in records]
+            records = [msgspec.structs.replace(record, reward=None, advantage=None) for record in records]
         self._keep(self._state.version + 1, records, changes)
 
     def keep_failed(self, changes: Changes) -> None:

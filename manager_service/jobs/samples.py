@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from common.messages import ScoredTrajectory
+from common.advantages import ADVANTAGES, group_advantages
+from common.messages import JobLoss, ScoredTrajectory
 from manager_service.jobs.groups import Group, Scored
 from manager_service.records import KeptAs, SampleRecord, Written
 
@@ -15,7 +16,7 @@ MAX_TEXT = 4000
 MAX_TOKENS = 2048
 """Tokens that are kept of a trajectory, from its beginning."""
 DECIMALS = 3
-"""Of a log-prob, in nats."""
+"""Of a log-prob, in nats, and of an advantage."""
 
 
 Chosen = tuple[int, int, Scored, KeptAs]
@@ -36,14 +37,25 @@ def chosen(batch: Sequence[tuple[int, Group]], *, groups: int, others: int) -> l
     return [(*row, kept[row[:2]]) for row in rows if row[:2] in kept]
 
 
+def advantages(batch: Sequence[tuple[int, Group]], loss: JobLoss) -> dict[int, list[float]]:
+    """Of the rows of each group, by its number; a failed trajectory is none."""
+    rewards = {number: [scored.message.reward or 0.0 for scored in group.rows()] for number, group in batch}
+    return {number: group_advantages(np.array(row), ADVANTAGES[loss]).tolist() for number, row in rewards.items()}
+
+
 def _reward(row: tuple[int, int, Scored]) -> float:
     return row[2].message.reward or 0.0
 
 
 def record_of(
-    message: ScoredTrajectory, item: dict[str, Any] | None, kept: KeptAs, *, whole: bool = True
+    message: ScoredTrajectory,
+    item: dict[str, Any] | None,
+    kept: KeptAs,
+    *,
+    whole: bool = True,
+    advantage: float | None = None,
 ) -> SampleRecord:
-    """`whole`: token by token too."""
+    """`whole`: token by token too. `advantage`: by which it is learned from."""
     return SampleRecord(
         version=message.adapter.version,
         group=message.trajectory.group,
@@ -56,6 +68,7 @@ def record_of(
         failure=message.failure,
         written=written_of(message) if whole else None,
         kept=kept,
+        advantage=None if advantage is None else round(advantage, DECIMALS),
     )
 
 

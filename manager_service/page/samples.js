@@ -72,7 +72,7 @@ function pane(view, step, go, isFirst) {
   async function read(one) {
     for (const button of names.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.at === `${one.group}/${one.sample}`));
     const found = await get(`/v1/fine_tuning/jobs/${encodeURIComponent(id)}/samples/${state.step}/${one.group}/${one.sample}`, {tenant, signal});
-    fill(reads, conversation(view, found, state.samples));
+    fill(reads, conversation(view, found));
     announce(`Sample ${one.sample} of group ${one.group}`);
   }
   return {node, open};
@@ -86,12 +86,10 @@ function grouped(samples) {
 
 const cut = (text) => text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;
 
-function conversation(view, {sample, turns, num_dropped: dropped}, samples) {
-  const group = samples.filter((one) => one.group === sample.group && one.reward !== null).map((one) => one.reward);
-  const mean = group.reduce((sum, value) => sum + value, 0) / Math.max(1, group.length);
+function conversation(view, {sample, turns, num_dropped: dropped}) {
   const facts = [
     ["reward", sample.reward === null ? "none" : number(sample.reward)],
-    sample.reward !== null && sample.kept === "first" && ["less the group's mean", number(sample.reward - mean)],
+    sample.advantage != null && ["advantage", number(sample.advantage)],
     ...Object.entries(sample.reward_parts).map(([part, value]) => [part, number(value)]),
     ["written by", `version ${sample.version}`], ["ended by", sample.stop_reason], sample.kept !== "first" && ["kept as", `one of the step's ${sample.kept}`],
   ].filter(Boolean);
@@ -100,7 +98,7 @@ function conversation(view, {sample, turns, num_dropped: dropped}, samples) {
   return [
     h("dl", {class: "facts"}, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     sample.failure && h("p", {class: "error"}, `${sample.failure.kind}: ${sample.failure.reason}`),
-    turns.length ? turns.map(turn) : plain(sample),
+    turns.length ? turns.map((one) => turn(one, sample.advantage)) : plain(sample),
     dropped > 0 && h("p", {class: "muted"}, `${dropped} more tokens are not kept.`),
     again && h("p", {}, again),
   ];
@@ -114,16 +112,17 @@ function plain(sample) {
 
 const TITLES = {prompt: "Prompt", model: "Model", environment: "Environment or tool"};
 
-function turn({by, tokens, logprobs}) {
+function turn({by, tokens, logprobs}, advantage) {
   const total = logprobs?.reduce((sum, value) => sum + value, 0);
   const title = `${TITLES[by]} · ${tokens.length} tokens${logprobs ? ` · log-prob ${number(total)}` : ""}`;
-  return h("div", {class: `turn ${by}`}, h("h4", {}, title), h("div", {class: "tokens", tabindex: "0"}, tokens.map((text, i) => token(text, logprobs?.[i]))));
+  return h("div", {class: `turn ${by}`}, h("h4", {}, title), h("div", {class: "tokens", tabindex: "0"}, tokens.map((text, i) => token(text, logprobs?.[i], advantage))));
 }
 
-function token(text, logprob) {
+function token(text, logprob, advantage) {
   const kinds = [/^<\|.*\|>$/.test(text) && "special"];
   if (logprob === undefined) return kinds[0] ? h("span", {class: "special"}, text) : text;
   const shade = RARE.filter((from) => -logprob >= from).length;
   kinds.push(shade && `p${shade}`);
-  return h("span", {class: kinds.filter(Boolean).join(" ") || null, title: `log-prob ${logprob.toFixed(3)}, p ${Math.exp(logprob).toPrecision(2)}`}, text || "·");
+  const learned = advantage == null ? "" : `, advantage ${number(advantage)}`;
+  return h("span", {class: kinds.filter(Boolean).join(" ") || null, title: `log-prob ${logprob.toFixed(3)}, p ${Math.exp(logprob).toPrecision(2)}${learned}`}, text || "·");
 }

@@ -101,6 +101,12 @@ async def test_a_package_that_is_installed_while_the_service_runs_is_found(serve
     assert found["edited"]["error"] is None
     for name in ("fresh", "edited"):
         assert (await create(server, name, depth=1)).status_code == 200
+    # When another version is installed, then it is said that the first is in use
+    info = folder / "fresh-1.2.dist-info" / "METADATA"
+    info.write_text(info.read_text().replace("Version: 1.2", "Version: 1.3"))
+    found = await listed(server)
+    assert (found["fresh"]["package"], found["edited"]["error"]) == ("fresh 1.3", None)
+    assert found["fresh"]["error"].startswith("1.3 is installed, and 1.2 in use until")
 
 
 async def test_a_package_that_cannot_be_imported_is_listed_with_the_reason(server: ApiServer, folder: Path) -> None:

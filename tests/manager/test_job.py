@@ -1,5 +1,6 @@
 """The job's state machine against a world in which messages come late, twice, in any order, or not at all."""
 
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.messages import (
     BASE,
+    AdapterRef,
     AdapterUpdate,
     DeadLetter,
     Failure,
@@ -33,8 +35,10 @@ from harness.standin import StandInEnv, job_spec
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.jobs.journal import Journal
 from manager_service.jobs.open_trajectories import OpenTrajectory, TrajectoryKey
 from manager_service.jobs.retention import droppable, has_version
+from manager_service.kept import LIMITS
 from manager_service.records import EvalTally, JobState, Training
 
 CELL = Cell("tiny")
@@ -349,6 +353,17 @@ def test_a_step_says_what_share_of_its_trajectories_failed_and_why(num_failed: i
     assert ("of its trajectories failed, most of them: environment" in event.message) == bool(num_failed)
 
 
+def test_steps_that_learn_nothing_are_warned_of_once_until_one_learns() -> None:
+    journal, changes = Journal(job_spec(), JobState(status="running", version=0), LIMITS), Changes()
+    adapter = AdapterRef(tenant="t", job="j", version=1)
+    about: dict[str, Any] = {"id": "u", "tenant": "t", "job": "j", "partition": 0, "adapter": adapter, "batch": "b"}
+    for num_rows in (0.0, 0.0, 8.0, *[0.0] * 12, 8.0, *[0.0] * 5):
+        update = AdapterUpdate(**about, metrics={"num_signal_rows": num_rows})
+        journal.trained(update, Training("b", (), 0, (0,)), 1.0, changes)
+    warned = [at for at, (_, event) in enumerate(changes.events) if "nothing was learned" in event.message]
+    assert warned == [8, 22]  # of all events, behind those of the steps 8 and 21
+
+
 # ---- a new owner ----------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +397,18 @@ def test_counted_results_are_taken_back_whatever_the_new_owner_reads_before_them
     job.open.expect_counted()
     assert len(job.open.groups[0].scored) == 4 and job.next_batch() == [0]
     assert not changes.ledger
+
+
+def test_samples_have_the_advantage_by_which_they_are_learned_from() -> None:
+    job, changes = running_job(), Changes()
+    job.issue_group(changes)
+    start = next(message for _, message in changes.published if isinstance(message, Start))
+    for sample in start.samples:
+        result = StandInEnv(CELL).scored(start, sample)
+        job.on_scored(f"{sample}-0", msgspec.structs.replace(result, reward=float(sample)), changes)
+    job.publish_step(job.next_batch() or [], changes)
+    ((_, _, samples),) = changes.samples
+    assert [one["advantage"] for one in json.loads(samples)] == [-1.162, -0.387, 0.387, 1.162]
 
 
 def test_counted_results_that_are_gone_are_waited_for() -> None:

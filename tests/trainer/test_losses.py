@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.advantages import AdvantageKind
 from common.messages import LossSpec
 from trainer_service.batch import Batch, SampledRows
 from trainer_service.losses import (
@@ -204,7 +205,7 @@ def test_micro_batches_do_not_change_the_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["standardised", "centred", "leave_one_out"])
-def test_equal_rewards_and_lone_rows_have_no_advantage(kind: str) -> None:
+def test_equal_rewards_and_lone_rows_have_no_advantage(kind: AdvantageKind) -> None:
     rewards = np.array([0.1] * 7 + [5.0])  # the mean of seven times 0.1 is not 0.1 in floating point
 
     got = advantages(rewards, np.array([0] * 7 + [1]), kind)
