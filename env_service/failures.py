@@ -8,6 +8,8 @@ TrajectoryFailed
 NoRoom is no failure: the trajectory waits.
 """
 
+import traceback
+from pathlib import Path
 from typing import ClassVar
 
 from common.errors import Permanent, Unavailable
@@ -32,3 +34,13 @@ class ToolFailed(TrajectoryFailed):
 
 class EnvironmentFailed(TrajectoryFailed):
     kind: ClassVar[FailureKind] = "environment"
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def place_of(error: BaseException) -> str:
+    """Where foreign code raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

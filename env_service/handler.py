@@ -8,6 +8,7 @@ An error of an environment, a tool or a grader becomes a ScoredTrajectory withou
 """
 
 import asyncio
+import inspect
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -43,10 +44,10 @@ from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.conversation import Conversation
 from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result
-from env_service.environment import Environment, LiveEnvironment, Turn
+from env_service.environment import Environment, LiveEnvironment, Step, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.examples import example_of, log_prob, measured_by, trained_on
-from env_service.failures import NoRoom, TrajectoryFailed
+from env_service.failures import EnvironmentFailed, NoRoom, TrajectoryFailed, one_line, place_of
 from env_service.graders.judging import Graded, graded_by, judge_request, resumed
 from env_service.graders.model import ModelAsked
 from env_service.live.sessions import Seat, Sessions
@@ -97,7 +98,7 @@ class EnvHandler:
             return await self._in_turn(message, beat)
         except NoRoom as error:
             if not self._live.may_wait(message):
-                return self.failed(message, Failure("infrastructure", _one_line(error)))
+                return self.failed(message, Failure("infrastructure", one_line(error)))
             beat()
             await asyncio.sleep(PUT_BACK_S)
             return [(self._cell.env, message)]
@@ -296,7 +297,7 @@ class EnvHandler:
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.go_on(environment, result, context, doing)
         turn = self._conversation.turn(result, context, _tools(environment))
-        step = await environment.step(decode_state(context.state), turn)
+        step = await _stepped(environment, decode_state(context.state), turn)
         work.beat()
         if step.done or turn.last:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
@@ -304,7 +305,7 @@ class EnvHandler:
         reply = self._conversation.reply(result, step)
         written = Written(result.request, result)
         if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
-            step = await environment.step(decode_state(context.state), replace(turn, last=True))
+            step = await _stepped(environment, decode_state(context.state), replace(turn, last=True))
             return context, ending_of("context", context, step), []
         return advanced(context, step), None, reply
 
@@ -397,7 +398,7 @@ class EnvHandler:
             raise InvalidInput(f"the environment {request.env.name} grades no answer without its session")
         state = None if request.env.name in BUILT_IN else environment.reset(request.item, 0)[0]
         turn = Turn(item=request.item, text=request.output_text, last=True, key=request.id)
-        step = await environment.step(state, turn)
+        step = await _stepped(environment, state, turn)
         return ending_of("stop", None, step)
 
     async def _guarded(self, steps: Coroutine[Any, Any, T]) -> T | Failure:
@@ -408,13 +409,13 @@ class EnvHandler:
         except Retryable:
             raise
         except TrajectoryFailed as error:
-            return Failure(error.kind, _one_line(error))
+            return Failure(error.kind, one_line(error))
         except Permanent as error:
-            return Failure("invalid", _one_line(error))
+            return Failure("invalid", one_line(error))
         except TimeoutError:
             return Failure("infrastructure", f"the environment took longer than {self._step_timeout_s:g} seconds")
         except Exception as error:
-            return Failure("environment", f"{type(error).__name__}: {_one_line(error)}")
+            return Failure("environment", f"{type(error).__name__}: {one_line(error)}{place_of(error)}")
 
 
 def _weight_of(message: Message) -> float:
@@ -428,5 +429,11 @@ def _tools(environment: Environment | Seat) -> Sequence[Mapping[str, Any]]:
     return getattr(environment, "tools", ())
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+async def _stepped(environment: Environment | Seat, state: Any, turn: Turn) -> Step:
+    """Raises EnvironmentFailed if what `step` returns is something else."""
+    made: Any = environment.step(state, turn)
+    step = await made if inspect.isawaitable(made) else made
+    if made is step or not isinstance(step, Step):
+        is_what = type(step).__name__
+        raise EnvironmentFailed(f"step must be `async def`, and return env_service.environment.Step, not {is_what}")
+    return step

@@ -679,6 +679,8 @@ class Countdown:
     async def step(self, state, turn):
         from env_service.environment import Step
         left = state["left"] - 1
+        if self.mode == "tuple":
+            return state, [], True, 1.0
         if self.mode == "nothing":
             return Step(state=state, done=True)
         if self.mode == "nan":
@@ -718,7 +720,8 @@ def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
     [
         ("large", "environment", "more than 65536"),
         ("object", "environment", "cannot be packed"),
-        ("raise", "environment", "RuntimeError: broken indeed"),
+        ("raise", "environment", "RuntimeError: broken indeed (countdown_env.py:"),
+        ("tuple", "environment", "return env_service.environment.Step, not tuple"),
         ("nothing", "environment", "without a reward"),
         ("nan", "grader", "nan"),
     ],
