@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 MANAGERS = ("manager-0", "manager-1")
 WORKERS = ("rollout-0", "rollout-1", "env-0", "env-1", "trainer-0", "trainer-1")
-PROCESSES = MANAGERS + WORKERS
+PROCESSES = (*MANAGERS, "exporter", *WORKERS)
 HELPED = ("env-0", "env-1", *MANAGERS)
 REDIS, STORE = "redis", "store"
 LINKS = ("redis link", "store link")
@@ -34,7 +34,7 @@ KINDS = (
     Kind(
         "clock", 6, PROCESSES, (0.5, 8)
     ),  # the wall clock is off by a second to a day, either way, and then right again
-    Kind("full disk", 3, PROCESSES, (0.5, 4)),  # no file of the process can grow
+    Kind("full disk", 5, PROCESSES, (0.5, 4)),  # no file of the process can grow
     Kind("kill", 4, (REDIS,), (0, 2)),  # SIGKILL, and started from its file
     Kind("freeze", 4, (REDIS,), (0.2, 4)),
     Kind("restart", 3, (REDIS,), (0, 2)),  # SIGTERM, and started from its file
