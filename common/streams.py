@@ -40,6 +40,7 @@
     num-archived               string   number of jobs whose records are in object storage
     exports                    hash     job -> tenant: jobs whose figures a logger still waits for, <job>/<logger> -> Delay
     ends                       zset     `<tenant> <job>` of which webhooks are to hear, by when the job ended, s
+    told                       hash     an entry of `ends` -> Told: which webhooks have taken it
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
@@ -301,6 +302,10 @@ class Cell:
     @property
     def ends(self) -> str:
         return self.key("ends")
+
+    @property
+    def told(self) -> str:
+        return self.key("told")
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""

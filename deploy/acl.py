@@ -2,8 +2,9 @@
 
     user       reads and settles        appends to                                              besides
     manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
-    exporter   exports, ends; jobs and  jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
-               their events, at its end ended
+    exporter   exports, ends, told;     jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
+               jobs and their events,   ended
+               at its end
     env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
     rollout    rollout, rollout:first   env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
     trainer    train, train:*           adapters:<p>, dead                                      follows control
@@ -134,7 +135,7 @@ class _Keys:
     def told(self) -> tuple[str, ...]:
         """What the exporter reads, and changes of a job that has ended."""
         cell = self.cell
-        return (cell.exports, cell.ends, cell.job("*"), cell.events("*"))
+        return (cell.exports, cell.ends, cell.told, cell.job("*"), cell.events("*"))
 
     @property
     def work(self) -> tuple[str, ...]:

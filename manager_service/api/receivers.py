@@ -1,5 +1,6 @@
 """/v1/loggers, /v1/webhooks: where a tenant's jobs report to. Keys and secrets come in, and never out again."""
 
+import re
 from typing import Annotated, Literal, get_args
 
 import httpx
@@ -22,6 +23,9 @@ router = APIRouter(prefix="/v1", tags=["receivers"], responses=COMMON, route_cla
 
 WANDB_URL = "https://api.wandb.ai"
 Secret = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[!-~]+$")]
+
+TOKEN, SECRET = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+"), re.compile(r"[\w-]{40,}")
+"""W&B's keys: a JSON web token, or what stands in a key after its first dash."""
 
 
 class LoggerKeyGiven(BaseModel):
@@ -62,6 +66,7 @@ WithKey = Annotated[Literal["wandb"], Depends(_with_key)]
 @router.post("/loggers/{logger}", responses=declared(404))
 async def set_logger(api: Parts, tenant: Tenant, logger: WithKey, body: LoggerKeyGiven) -> LoggerObject:
     """Set or replace the key with which your jobs' figures are sent to a logger's server. It is never shown again."""
+    _check_key(body.api_key)
     _check_host(body.base_url, api.settings.logger_hosts, "base_url", "MARLAAS_LOGGER_HOSTS")
     return shown_logger(await Receivers(api.redis).set_key(tenant.id, logger, body.api_key, body.base_url.rstrip("/")))
 
@@ -95,6 +100,17 @@ async def delete_webhook(api: Parts, tenant: Tenant, webhook_id: str) -> Deleted
     """Tell the URL nothing more."""
     await Receivers(api.redis).delete_webhook(tenant.id, webhook_id)
     return Deleted(id=webhook_id, object="webhook")
+
+
+def _check_key(key: str) -> None:
+    """Raises InvalidInput for what W&B's library refuses before it calls a server."""
+    secret = key.split("-", 1)[-1]  # what stands before the dash names a server of one's own
+    if not (TOKEN.fullmatch(key) or SECRET.fullmatch(secret)):
+        raise InvalidInput(
+            f"api_key: W&B's keys have at least 40 letters, digits and underscores, after a dash if there is one; yours has {len(secret)} "
+            "characters there: copy it whole, from the page /authorize of the server",
+            param="api_key",
+        )
 
 
 def _check_host(url: str, hosts: str, param: str, setting: str) -> None:

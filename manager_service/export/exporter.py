@@ -95,7 +95,8 @@ class Exporter:
         disk_bytes: int,
         limits: Limits,
     ) -> None:
-        """`every_s`: between two passes of a job. `processes`: writers at once. `give_up_s`: after a job's end, if its logger took
+        """`every_s`: between two passes of a job. `processes`: writers at once of those that call a server, and as many of the
+        others. `give_up_s`: after a job's end, if its logger took
         nothing for so long. `servers`: says which of W&B may be called. `disk_bytes`: of one tenant's files."""
         self._cells = cells
         self._receivers = receivers
@@ -103,7 +104,7 @@ class Exporter:
         self._passes = passes
         self._servers = servers
         self._every_s = every_s
-        self._places = Places(lambda: processes)
+        self._calling, self._local = Places(lambda: processes), Places(lambda: processes)
         self._give_up_s = give_up_s
         self._disk_bytes = disk_bytes
         self._limits = limits
@@ -194,9 +195,12 @@ class Exporter:
         export.due = time.monotonic() + min(MOST_WAIT_S, first_s * 2 ** min(export.num_failures - 1, 16))
 
     async def _pass(self, tenant: str, logger: LoggerName, exports: Sequence[Export]) -> None:
-        async with self._places.one(tenant, 1.0, lambda: None):
-            keys = await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))
-            key = keys.get(logger)
+        calls = await self._key(tenant, logger) is not None
+        places = self._calling if calls else self._local  # a server that hangs keeps no file waiting
+        async with places.one(tenant, 1.0, lambda: None):
+            key = await self._key(tenant, logger)
+            if (key is not None) != calls:
+                return  # set or deleted meanwhile: the next look begins anew
             made = [await self._safely(export, self._batch(export, offline=key is None)) for export in exports]
             batches = [batch for batch in made if batch]
             if batches:
@@ -204,6 +208,9 @@ class Exporter:
                 for batch in batches:
                     if answer := answers.get(batch.export.job):
                         await self._safely(batch.export, self._take(batch, answer))
+
+    async def _key(self, tenant: str, logger: LoggerName) -> LoggerKey | None:
+        return (await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))).get(logger)
 
     async def _batch(self, export: Export, *, offline: bool) -> "Batch | None":
         """What a job has to be written; None if it is too little, or nothing."""

@@ -1,6 +1,6 @@
 """Tells tenants' webhooks of the ends of jobs, signed as OpenAI signs (Standard Webhooks), at least once.
 
-reads: ends, job:<job>, webhooks:<tenant>     writes: ends
+reads: ends, told, job:<job>, webhooks:<tenant>     writes: ends, told
 An entry of `ends` goes once every webhook has taken the event, or has refused it for so long that the job's events say so. A
 repeat has the same `webhook-id`.
 """
@@ -11,12 +11,13 @@ import hashlib
 import hmac
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 import httpx
+import msgspec
 import structlog
 
 from common.errors import Unavailable
@@ -41,6 +42,13 @@ MAX_WAITING = 1000
 """Ends of one tenant's jobs of which webhooks are to hear; of more, the oldest are given up."""
 
 log = structlog.get_logger()
+
+
+class Told(msgspec.Struct, frozen=True):
+    """Beside an entry of `ends`, once a webhook was called: so that a new exporter knows it too."""
+
+    taken: set[str]
+    num_tries: int
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +114,18 @@ class Webhooks:
             found: Any = await cell.bus.retrying(
                 lambda client=client, key=key: client.zrange(key, 0, -1, withscores=True)
             )
-            for entry, ended_at in found:
-                tenant, job = entry.decode().split()
-                there[f"{tenant} {job}"] = self._known.get(f"{tenant} {job}") or Delivery(cell, tenant, job, ended_at)
+            ends = {entry.decode(): ended_at for entry, ended_at in found}
+            told = await self._told(cell, ends) if ends.keys() - self._known.keys() else {}
+            there |= {entry: self._known.get(entry) or _delivery(cell, entry, at, told) for entry, at in ends.items()}
         self._known = there
+
+    async def _told(self, cell: JobCell, ends: Collection[str]) -> dict[str, Told]:
+        """By entry. What is left of entries that are gone goes too."""
+        (found,) = await cell.bus.read_hashes([cell.bus.cell.told])
+        told = {entry.decode(): msgspec.json.decode(one, type=Told) for entry, one in found.items()}
+        if gone := [entry for entry in told if entry not in ends]:
+            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.told, *gone))
+        return told
 
     def _begin(self) -> None:
         """Begins what is due, a limited number of each tenant's, oldest first."""
@@ -157,8 +173,15 @@ class Webhooks:
                 asked.clear()
             delivery.num_tries += 1
             if [name for one in asked if (name := await self._try(delivery, one, body))]:
+                await self._keep(delivery)
                 return self._wait(delivery)
         await cell.bus.retrying(lambda: cell.bus.client.zrem(cell.bus.cell.ends, delivery.entry))
+        await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.told, delivery.entry))
+
+    async def _keep(self, delivery: Delivery) -> None:
+        """Has Redis know how far a delivery is."""
+        bus, told = delivery.cell.bus, JSON.encode(Told(delivery.taken, delivery.num_tries))
+        await bus.retrying(lambda: bus.client.hset(bus.cell.told, delivery.entry, told))
 
     async def _try(self, delivery: Delivery, webhook: Webhook, body: bytes) -> str:
         """Why it is to be tried again; empty if it is not."""
@@ -175,6 +198,7 @@ class Webhooks:
             text = f"The webhook {webhook.id} at {host} did not take this job's end in {delivery.num_tries} tries: {reason}"
             await notes.warn(delivery.cell, delivery.tenant, delivery.job, text, self._limits)
         delivery.taken.add(webhook.id)
+        await self._keep(delivery)
         return ""
 
     async def _call(self, delivery: Delivery, webhook: Webhook, body: bytes) -> tuple[str, bool]:
@@ -191,6 +215,12 @@ class Webhooks:
             except TimeoutError:
                 return f"no answer within {self._timeout_s:g} s", False
         return ("", False) if 200 <= status < 300 else (f"answered with status {status}", False)
+
+
+def _delivery(cell: JobCell, entry: str, ended_at: float, told: Mapping[str, Told]) -> Delivery:
+    """A delivery that is new to this exporter."""
+    (tenant, job), known = entry.split(), told.get(entry) or Told(set(), 0)
+    return Delivery(cell, tenant, job, ended_at, known.taken, known.num_tries, known.num_tries)
 
 
 def event_of(job: str, kind: str, state: JobState) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     standard input    the order: a JSON object with `folder`, `key`, `base_url` and `jobs` (see `Order` and `JobRows` in passes.py)
     standard output   for each job a line of JSON: `{"job", "held"}`, the sequence number of the last row that the logger surely has, or
-                      `{"job", "error"}`, without the key
+                      `{"job", "error"}`, without any text of a server
 
 The logger says which rows it has, and those are left out: so a row is written once, whenever a process was killed. If it has fewer
 than it once said, nothing is written and the answer says so. It needs Python and the logger's package alone.
@@ -11,6 +11,7 @@ than it once said, nothing is written and the answer says so. It needs Python an
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ Order = dict[str, Any]
 Job = dict[str, Any]
 Write = Callable[[Job], int]
 """Writes a job's rows and returns `held`."""
+STATUS = re.compile(r"(?:error|HTTP|status|code):? ([45]\d\d)\b")
+"""An HTTP status, where W&B's library names it."""
 
 
 def main() -> None:
@@ -44,12 +47,17 @@ def answered(order: Order, open_logger: Callable[[], Write]):
             write = write or open_logger()
             yield {"job": job["job"], "held": write(job)}
         except Exception as error:  # the boundary: whatever a logger raises is the job's answer
-            yield {"job": job["job"], "error": masked(f"{type(error).__name__}: {error}", order["key"])[:500]}
+            yield {"job": job["job"], "error": reason(error, order["key"])[:500]}
 
 
-def masked(text: str, key: str) -> str:
-    """The text without the key. To be called before it is cut: a part of the key would stay."""
-    return text.replace(key, "[key]") if key else text
+def reason(error: Exception, key: str) -> str:
+    """Why a job was not written. With a key, the error's text may be a server's, which may quote the key in any form: only its kind
+    and the HTTP status in it are passed on."""
+    name = type(error).__name__
+    if not key:
+        return f"{name}: {error}"
+    status = STATUS.search(str(error))
+    return f"{name}{f', status {status[1]}' if status else ''} (a server's text is not shown: it may quote your key)"
 
 
 if __name__ == "__main__":

@@ -230,13 +230,33 @@ async def test_what_cannot_be_said_of_a_job_that_is_given_up_is_said_later(
     assert said.startswith("wandb: given up, the figures after event 0 are not written: ")
 
 
-def exporter_here(server: ApiServer, folder: Path, *, give_up_s: float) -> Exporter:
+async def test_servers_that_hang_keep_no_file_waiting(server: ApiServer, tmp_path: Path) -> None:
+    folder = tmp_path / "loggers"
+
+    async def all_hang() -> bool:
+        return all((folder / tenant / "wandb" / ".home").exists() for tenant in ("beta", "gamma"))
+
+    async with running_jobs(server), running(exporter_here(server, tmp_path, give_up_s=3600, hosts="127.0.0.1").run()):
+        for tenant in ("beta", "gamma"):
+            await Receivers(server.api.redis).set_key(tenant, "wandb", "hangs", "http://127.0.0.1")
+            await create(await server.new_tenant(tenant), "wandb", max_steps=1)
+        await until(all_hang)
+        job = await create(server.openai, "trackio", max_steps=1)
+        await until(lambda: has_ended(server, job))
+
+        async def is_written() -> bool:
+            return logger("standin").read(folder / "default" / "trackio", job) == await figures(server, job)
+
+        await until(is_written)
+
+
+def exporter_here(server: ApiServer, folder: Path, *, give_up_s: float, hosts: str = "") -> Exporter:
     return Exporter(
         [JobCell(server.bus, Archive(server.api.objects, "tiny"))],
         Receivers(server.api.redis),
         folder=folder / "loggers",
         passes=logger("standin").passes,
-        servers=Caller(""),
+        servers=Caller(hosts),
         every_s=0.1,
         processes=1,
         give_up_s=give_up_s,

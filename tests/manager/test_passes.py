@@ -1,6 +1,7 @@
 """What a pass keeps of a writer that fails, and that nothing of a writer outlives its pass."""
 
 import asyncio
+import base64
 import os
 import subprocess
 import sys
@@ -66,9 +67,20 @@ def test_a_tenants_files_have_a_limit(tmp_path: Path) -> None:
         check_disk(tmp_path, 1000)
 
 
-def test_no_part_of_a_key_is_in_an_error_that_is_cut() -> None:
+@pytest.mark.parametrize("before", ["", "api:", "x", "xy"])
+def test_no_form_of_a_key_that_a_server_quotes_is_in_an_error(before: str) -> None:
+    quoted = base64.b64encode(f"{before}{KEY}".encode()).decode()
+
     def refuses() -> writer.Write:
-        raise OSError("x" * (500 - len("OSError: ") - len(KEY) // 2) + KEY)
+        raise OSError(f"returned error 400: Basic {quoted}, {KEY}, {KEY.encode().hex()}")
 
     (answer,) = writer.answered({"key": KEY, "jobs": [{"job": "one"}]}, refuses)
-    assert KEY[:4] not in str(answer["error"])
+    assert answer["error"] == "OSError, status 400 (a server's text is not shown: it may quote your key)"
+
+
+def test_an_error_without_a_key_says_what_is_wrong() -> None:
+    def refuses() -> writer.Write:
+        raise OSError("the disk is full")
+
+    (answer,) = writer.answered({"key": "", "jobs": [{"job": "one"}]}, refuses)
+    assert answer["error"] == "OSError: the disk is full"

@@ -15,7 +15,7 @@ from manager_service.cli.main import app
 from manager_service.receivers import MAX_WEBHOOKS, Receivers
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
 
-KEY = "wandb-key-of-a-tenant-0123456789"
+KEY = "local-key_of_a_tenant_0123456789_0123456789_01"
 
 
 @pytest.fixture
@@ -103,6 +103,7 @@ def wrong_keys() -> list[dict[str, Any]]:
         {"api_key": KEY, "unknown": 1},
         {"api_key": [KEY]},
         {"api_key": KEY * 100},
+        {"api_key": KEY.replace("-", "+")},
     ]
 
 
@@ -113,6 +114,13 @@ async def every_get(server: ApiServer, job: str, headers: dict[str, str]) -> lis
         path.replace("{job_id}", job).replace("{tenant_id}", "default") for path in paths if "get" in paths[path]
     ]
     return [await server.http.get(path, headers=headers) for path in readable if "{" not in path]
+
+
+async def test_a_key_that_wandbs_library_would_refuse_is_refused_at_once(server: ApiServer) -> None:
+    given = [KEY[:-1], KEY, "a" * 39, "a" * 40, "aa.bb.cc"]
+    answers = [await server.http.post("/v1/loggers/wandb", json={"api_key": key}) for key in given]
+    assert [answer.status_code for answer in answers] == [400, 200, 400, 200, 200]
+    assert "yours has 39 characters" in answers[0].json()["error"]["message"]
 
 
 async def test_an_error_does_not_repeat_a_key(server: ApiServer) -> None:

@@ -1,11 +1,13 @@
 """A logger that keeps a line of JSON for each row; the writer around it is the real one. `python -m tests.support.standin_logger x`.
 
 It forgets what it is sent, once, where a file `forgets` is in its folder; and says then, as W&B does, only what it had before.
+With the key `hangs` it hangs.
 """
 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from manager_service.export import writer
 
 
 def open_runs(order: dict[str, Any]) -> Callable[[dict[str, Any]], int]:
+    if order["key"] == "hangs":
+        time.sleep(600)
     return lambda job: write(Path(order["folder"]) / f"{job['job']}.jsonl", job)
 
 
