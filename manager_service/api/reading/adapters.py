@@ -117,7 +117,9 @@ def _shapes(tensors: Sequence[StoredTensor], rank: int) -> tuple[dict[str, tuple
         layer, leaf, side = int(found[1]), found[2], found[3]
         shape = tensor.shape if side == "A" else tensor.shape[::-1]  # [R, width]
         if len(shape) != 2 or shape[0] != rank or shape[1] != widths.setdefault((leaf, side), shape[1]):
-            raise _wrong(f"{quoted(tensor.name)} has the shape {tensor.shape}: r is {rank}, and layers must be alike")
+            raise _wrong(
+                f"{quoted(tensor.name)} has the shape {quoted(tensor.shape)}: r is {rank}, and layers must be alike"
+            )
         seen.add((leaf, side, layer))
     leaves = sorted({leaf for leaf, _ in widths})
     num_layers = 1 + max((layer for _, _, layer in seen), default=-1)
