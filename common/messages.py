@@ -40,6 +40,9 @@ MAX_REWARD = 1e6
 TEMPERATURE, MAX_TOKENS = 1.0, 64
 """What a job samples with unless its hyperparameters say otherwise."""
 
+LEAST_TEMPERATURE = 1e-5
+"""Smaller ones are greedy, as with vLLM: scores that are divided by 1e-38 are no finite numbers."""
+
 EMPTY_I32, EMPTY_F32, EMPTY_U8 = i32([]), f32([]), u8([])
 
 
@@ -91,7 +94,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    temperature: float = TEMPERATURE  # 0 is greedy: evaluation and inference only
+    temperature: float = TEMPERATURE  # 0 is greedy: evaluation and inference only; so is less than LEAST_TEMPERATURE
     max_tokens: int = MAX_TOKENS  # bounds each turn
     top_p: float = 1.0  # inference only
     stop: tuple[str, ...] = ()  # strings; the tokens that complete one are kept, text is cut by the reader
@@ -105,6 +108,10 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     max_context: int = (
         0  # bounds the trajectory over all of its turns, the prompt included; 0: the service's own bound alone
     )
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            msgspec.structs.force_setattr(self, "temperature", 0.0)
 
     def context(self, served: int) -> int:
         """The most tokens of the trajectory, where the service takes `served`."""

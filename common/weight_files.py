@@ -13,7 +13,8 @@ from common.spelling import quoted
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 MAX_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
-
+MAX_DIMS = 64
+"""Of a tensor, as numpy has it."""
 
 METADATA = "__metadata__"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -82,11 +83,17 @@ def parse_header(header: bytes, size: int) -> list[StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its header is none: {type(error).__name__} {str(error)[:200]}") from error
     for tensor in found:
-        item_bytes = ITEM_BYTES.get(tensor.dtype)
-        whole = item_bytes is None or prod(tensor.shape) * item_bytes == tensor.num_bytes
-        if tensor.start != start or tensor.num_bytes < 0 or not whole or min(tensor.shape, default=0) < 0:
+        if tensor.start != start or not _is_whole(tensor, size):
             raise ValueError(f"{quoted(tensor.name)} is not where or as large as its header says")
         start += tensor.num_bytes
     if start != size:
         raise ValueError(f"it has {size} bytes, and its header describes {start}")
     return found
+
+
+def _is_whole(tensor: StoredTensor, size: int) -> bool:
+    """Whether its shape has as many bytes as it says. `size`: of the file, a bound on each number before they are multiplied."""
+    if len(tensor.shape) > MAX_DIMS or not all(0 <= number <= size for number in (tensor.num_bytes, *tensor.shape)):
+        return False
+    item_bytes = ITEM_BYTES.get(tensor.dtype)
+    return item_bytes is None or prod(tensor.shape) * item_bytes == tensor.num_bytes

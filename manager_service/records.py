@@ -382,7 +382,7 @@ class Brought(msgspec.Struct, frozen=True):
     """An adapter that its user has uploaded."""
 
     lora: LoraSpec
-    shapes: dict[str, tuple[int, int]]  # (out, in) by the leaf name of a layer
+    shapes: dict[str, tuple[int, int]]  # (out, in) by the name of a module within a layer, as `mlp.up_proj`
     num_layers: int
 
 

@@ -28,7 +28,7 @@ async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config
     data_at = header_bytes(start, size)
     header = await read(0, data_at)
     task = ReadAdapter(header, size, config)
-    found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header)), Found)
+    found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header) + len(config)), Found)
     for at in range(data_at, size, SLICE_BYTES):
         await asyncio.to_thread(check_finite, await read(at, min(SLICE_BYTES, size - at)), found.dtype)
     return found.adapter
@@ -42,11 +42,12 @@ def check_fits(adapter: Brought, base: Base) -> None:
     num_layers = 1 + max(int(name.partition(".")[0]) for name in there)
     if adapter.num_layers != num_layers:
         raise _misfit(base, f"it is for {adapter.num_layers} layers, and the base has {num_layers}")
-    for leaf, shape in adapter.shapes.items():
-        shapes = {of for name, of in there.items() if name.rpartition(".")[2] == leaf}
-        if shapes != {shape}:
-            known = ", ".join(f"{of[0]} x {of[1]}" for of in sorted(shapes)) or "not there"
-            raise _misfit(base, f"its {leaf} is {shape[0]} x {shape[1]}, the base's {known}")
+    for module, shape in adapter.shapes.items():
+        for layer in range(num_layers):
+            of = there.get(f"{layer}.{module}")
+            if of != shape:
+                known = f"{of[0]} x {of[1]}" if of else "not there"
+                raise _misfit(base, f"its {module} is {shape[0]} x {shape[1]}, the base's {known}")
 
 
 def _misfit(base: Base, reason: str) -> InvalidInput:

@@ -7,10 +7,19 @@ const VIEWS = ["jobs", "job", "compare", "chat", "submit", "cluster", "usage"];
 const main = document.getElementById("main");
 let leaving = new AbortController();
 
+/** What stands for a part of an address; a part that is no such text stands for itself. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 /** The view's name, what follows it, and its parameters. */
 function place() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, ...rest] = path.split("/").map(decodeURIComponent);
+  const [view, ...rest] = path.split("/").map(decoded);
   return {view: VIEWS.includes(view) ? view : "jobs", rest, params: new URLSearchParams(query)};
 }
 

@@ -1,5 +1,6 @@
 """What the headers of weights say."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from common.settings import TINY
-from common.weight_files import Weights, read_weights
+from common.weight_files import Weights, parse_header, read_weights
 
 
 def test_the_weights_of_all_files_count(tmp_path: Path) -> None:
@@ -29,3 +30,11 @@ def test_a_folder_without_weights_is_not_known_and_a_broken_file_is_named(tmp_pa
     (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"a\.safetensors is no safetensors file"):
         read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[10**4200] * 240, [1] * 65, [-1, -1]])
+def test_numbers_that_cannot_be_a_shape_are_not_multiplied(shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    monkeypatch.delattr("common.weight_files.prod")
+    with pytest.raises(ValueError, match="'x' is not where or as large as its header says"):
+        parse_header(header, 8 + len(header) + 4)

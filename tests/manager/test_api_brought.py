@@ -87,6 +87,10 @@ def with_tensor(name: str, tensor: torch.Tensor) -> bytes:
     return save(TENSORS | {name: tensor})
 
 
+def renamed(name: str, to: str) -> bytes:
+    return save({to if n == name else n: t for n, t in TENSORS.items()})
+
+
 A = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 NAN, INFINITY = (torch.full_like(TENSORS[A], value) for value in (float("nan"), float("inf")))
 HEADER = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
@@ -109,10 +113,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": with_tensor(A, torch.zeros(8, 128))}, r"has the shape \[8, 128\]: r is 4"),
     ({"weights": with_tensor(A, torch.zeros(4, 64))}, "layers must be alike"),
     ({"weights": save({n: t for n, t in TENSORS.items() if n != A})}, "every layer from 0 on must have"),
+    ({"weights": renamed(A, A.replace(".0.", ".٠."))}, "is no factor of a layer's adapter"),
+    ({"weights": renamed(A, A.replace(".0.", ".000."))}, "is no factor of a layer's adapter"),
     ({"r": 8}, "r is 8"),
     ({"r": 0}, "r 0 or lora_alpha 8.0 is out of range"),
     ({"lora_alpha": "x"}, "lora_alpha 'x' is out of range"),
     ({"use_dora": True}, "use_dora True is not offered"),
+    ({"use_qalora": True}, "use_qalora True is not offered"),
+    ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens \[1\] is not offered"),
+    ({"layer_replication": [[0, 4], [2, 4]]}, "layer_replication .* is not offered"),
+    ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights 'pissa_niter_16' is not offered"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not offered"),
     ({"peft_type": "IA3"}, "peft_type 'IA3' is not offered"),
     ({"config": "{"}, "adapter_config: not JSON"),
@@ -140,10 +150,12 @@ async def test_what_does_not_fit_or_is_anothers_is_refused(server: ApiServer) ->
     )
     deep = save({n: t for n, t in TENSORS.items() if ".layers.3." not in n})
     other = save({n.replace("up_proj", "fc1"): t for n, t in TENSORS.items()})
+    moved = save({n.replace("mlp.up_proj", "evil.x.up_proj"): t for n, t in TENSORS.items()})
     for weights, complaint in (
-        (wide, "its up_proj is 384 x 64, the base's 384 x 128"),
+        (wide, "its mlp.up_proj is 384 x 64, the base's 384 x 128"),
         (deep, "it is for 3 layers, and the base has 4"),
-        (other, "its fc1 is 384 x 128, the base's not there"),
+        (other, "its mlp.fc1 is 384 x 128, the base's not there"),
+        (moved, "its evil.x.up_proj is 384 x 128, the base's not there"),
     ):
         with pytest.raises(openai.BadRequestError, match=complaint) as refused:
             await create(server, (await send(server, weights)).json()["id"])

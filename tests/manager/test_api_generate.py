@@ -39,6 +39,9 @@ async def test_tokens_are_continued_with_tokens_and_their_log_probs(server: ApiS
     [
         ({"token_ids": [263, 1 << 40]}, 400, "token ids are between 0 and"),
         ({"token_ids": []}, 400, "token_ids"),
+        ({"token_ids": [True]}, 400, "token_ids"),
+        ({"token_ids": [1.0]}, 400, "token_ids"),
+        ({"token_ids": ["1"]}, 400, "token_ids"),
         ({"model": "tinny"}, 404, "tinny"),
         ({"priority": 3}, 400, "leave it out"),
         ({"features": {}}, 400, "features"),

@@ -125,6 +125,8 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
         await tab.go(f"/chat?say={HOSTILE}&a=tiny&b=tiny")
         await tab.page.get_by_role("button", name="Ask", exact=True).click()
         await tab.page.locator(".said:not(.user)", has_text=HOSTILE).nth(1).wait_for()
+        await tab.go("/job/%E0%A4%A")
+        await tab.page.get_by_role("alert").wait_for()
         for view in ("submit", "usage", f"compare?jobs={HOSTILE}", "jobs"):
             await tab.go(f"/{view}")
             await tab.page.wait_for_selector("main h1")

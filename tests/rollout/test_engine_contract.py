@@ -86,6 +86,9 @@ async def test_sampling_depends_on_seed_group_sample_and_turn_but_not_on_attempt
 async def test_greedy_is_the_most_likely_token_and_records_log_probs_at_temperature_one(running: Running) -> None:
     async with running(ends=False) as engine:
         greedy = await one(engine, request(temperature=0.0, max_tokens=6, num_top_logprobs=3))
+        coldest = await one(engine, request(temperature=1e-38, max_tokens=6, num_top_logprobs=3))
+        cold = await one(engine, request(temperature=0.001, max_tokens=6))
+    assert same(running, coldest, greedy) and cold.tokens == greedy.tokens
     assert greedy.tokens == [top[0][0] for top in greedy.top_logprobs]
     assert np.allclose(greedy.logprobs, [top[0][1] for top in greedy.top_logprobs])
     assert all(len(top) == 3 for top in greedy.top_logprobs)

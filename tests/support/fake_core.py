@@ -135,7 +135,7 @@ def _logprobs(digest: str, tokens: list[int], vocab: int, temperature: float) ->
     seed = hashlib.sha256(f"{digest}/{tokens[-4:]}/{len(tokens)}".encode()).digest()
     scores = np.random.default_rng(int.from_bytes(seed[:8], "little")).normal(0.0, 2.0, vocab)
     scores[256] += min(len(tokens), 40) / 10
-    scores /= temperature
+    scores = (scores - scores.max()) / temperature
     return scores - np.log(np.exp(scores).sum())
 
 

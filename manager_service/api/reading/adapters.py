@@ -27,13 +27,27 @@ EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2",
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "modules_to_save": (None, []),
+    "init_lora_weights": (
+        None,
+        True,
+        False,
+        "gaussian",
+        "eva",
+        "orthogonal",
+        "mica",
+    ),  # others change the base's weights
+    **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication"), (None, [])),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
-    **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out"), (None, False)),
+    **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (None, False)),
+    **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices", "use_bdlora"), (None,)),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
 }
-"""Fields of the configuration that must say nothing else."""
+"""Fields of the configuration that must say nothing else, as PEFT 0.21 has them."""
 
-_FACTOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,4})\.(?:\w{1,64}\.)*(\w{1,64})\.lora_([AB])\.weight")
+_FACTOR = re.compile(
+    r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,3})\.((?:\w{1,64}\.){0,8}\w{1,64})\.lora_([AB])\.weight",
+    re.ASCII,
+)
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -73,7 +87,8 @@ def read_adapter(header: bytes, size: int, config: str) -> Found:
         raise _wrong(f"all factors must have one dtype of {', '.join(EXPONENTS)}")
     rank, alpha = _config(config)
     shapes, num_layers = _shapes(tensors, rank)
-    return Found(Brought(LoraSpec(rank, alpha, tuple(sorted(shapes))), shapes, num_layers), dtypes.pop())
+    targets = sorted({module.rpartition(".")[2] for module in shapes})
+    return Found(Brought(LoraSpec(rank, alpha, tuple(targets)), shapes, num_layers), dtypes.pop())
 
 
 def check_finite(content: bytes, dtype: str) -> None:
@@ -107,23 +122,25 @@ def _config(text: str) -> tuple[int, float]:
 
 
 def _shapes(tensors: Sequence[StoredTensor], rank: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """(out, in) by the leaf name of a layer, and the number of layers, each of which must have all of them."""
+    """(out, in) by the name of a module within a layer, and the number of layers, each of which must have all of them."""
     widths: dict[tuple[str, str], int] = {}
     seen: set[tuple[str, str, int]] = set()
     for tensor in tensors:
         found = _FACTOR.fullmatch(tensor.name)
         if found is None:
             raise _wrong(f"{quoted(tensor.name)} is no factor of a layer's adapter, lora_A or lora_B")
-        layer, leaf, side = int(found[1]), found[2], found[3]
+        layer, module, side = int(found[1]), found[2], found[3]
         shape = tensor.shape if side == "A" else tensor.shape[::-1]  # [R, width]
-        if len(shape) != 2 or shape[0] != rank or shape[1] != widths.setdefault((leaf, side), shape[1]):
-            raise _wrong(f"{quoted(tensor.name)} has the shape {tensor.shape}: r is {rank}, and layers must be alike")
-        seen.add((leaf, side, layer))
-    leaves = sorted({leaf for leaf, _ in widths})
+        if len(shape) != 2 or shape[0] != rank or shape[1] != widths.setdefault((module, side), shape[1]):
+            raise _wrong(
+                f"{quoted(tensor.name)} has the shape {quoted(tensor.shape)}: r is {rank}, and layers must be alike"
+            )
+        seen.add((module, side, layer))
+    modules = sorted({module for module, _ in widths})
     num_layers = 1 + max((layer for _, _, layer in seen), default=-1)
-    if not tensors or len(seen) != len(tensors) or len(leaves) > 64 or len(seen) != 2 * len(leaves) * num_layers:
+    if not tensors or len(seen) != len(tensors) or len(modules) > 64 or len(seen) != 2 * len(modules) * num_layers:
         raise _wrong("every layer from 0 on must have lora_A and lora_B of the same modules, once")
-    return {leaf: (widths[leaf, "B"], widths[leaf, "A"]) for leaf in leaves}, num_layers
+    return {module: (widths[module, "B"], widths[module, "A"]) for module in modules}, num_layers
 
 
 def _wrong(message: str, param: str = "file") -> InvalidInput:

@@ -12,7 +12,14 @@ from manager_service.api.errors import COMMON
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.sampling.choices import Fresh
 from manager_service.api.sampling.replies import AnswerText, finish_reason, token_logprobs
-from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, check_num_choices, valid_ids
+from manager_service.api.sampling.requests import (
+    PromptReader,
+    SamplingGiven,
+    TokenIds,
+    Wanted,
+    check_num_choices,
+    valid_ids,
+)
 from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
@@ -20,7 +27,6 @@ router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_cla
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this call."""
 
-TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 

@@ -12,12 +12,18 @@ from manager_service.api.errors import COMMON
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.sampling.choices import Fresh
 from manager_service.api.sampling.replies import finish_reason
-from manager_service.api.sampling.requests import PromptReader, SamplingGiven, StopString, Wanted, valid_ids
+from manager_service.api.sampling.requests import (
+    PromptReader,
+    SamplingGiven,
+    StopString,
+    TokenId,
+    TokenIds,
+    Wanted,
+    valid_ids,
+)
 from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
 
 router = APIRouter(prefix="/inference/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
-
-TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class SamplingParams(BaseModel):
@@ -30,7 +36,9 @@ class SamplingParams(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     max_tokens: int | None = Field(None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=64, description="Only those that end the model's turns")
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=64, description="Only those that end the model's turns"
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logprobs: int | None = Field(None, ge=0, le=1, description="They are always told")
     skip_special_tokens: bool | None = None  # of texts, of which there are none

@@ -23,6 +23,8 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 1_000_000
 """Log-probs of one answer, over all its choices, their tokens and the alternatives to them."""
 
+TokenId = Annotated[int, Field(strict=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
