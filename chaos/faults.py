@@ -34,7 +34,7 @@ KINDS = (
     Kind(
         "clock", 6, PROCESSES, (0.5, 8)
     ),  # the wall clock is off by a second to a day, either way, and then right again
-    Kind("full disk", 5, PROCESSES, (0.5, 4)),  # no file of the process can grow
+    Kind("full disk", 3, MANAGERS + WORKERS, (0.5, 4)),  # no file of the process can grow
     Kind("kill", 4, (REDIS,), (0, 2)),  # SIGKILL, and started from its file
     Kind("freeze", 4, (REDIS,), (0.2, 4)),
     Kind("restart", 3, (REDIS,), (0, 2)),  # SIGTERM, and started from its file
