@@ -38,6 +38,12 @@ def folder_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name.partition("@")[0])
 
 
+def check_folder(folder: Path) -> None:
+    """Raises InvalidInput if a folder lacks a file of an adapter."""
+    if absent := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise InvalidInput(f"{folder}: there is no {absent[0]}: a folder as PEFT's save_pretrained writes it is needed")
+
+
 def unpack(content: bytes, folder: Path) -> list[str]:
     """Returns the names of the files. Raises InvalidInput if it is no zip, or has a name that leaves the folder."""
     try:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
@@ -10,8 +11,18 @@ from urllib.parse import quote
 
 import httpx
 
-from marlaas_client.adapters import CONFIG, WEIGHTS, Pulled, content_path, folder_name, name_base, says_version, unpack
-from marlaas_client.errors import InvalidInput, JobFailed, Refused, Unavailable
+from marlaas_client.adapters import (
+    CONFIG,
+    WEIGHTS,
+    Pulled,
+    check_folder,
+    content_path,
+    folder_name,
+    name_base,
+    says_version,
+    unpack,
+)
+from marlaas_client.errors import ClientError, InvalidInput, JobFailed, Refused, Unavailable
 from marlaas_client.place import find
 from marlaas_client.records import FINAL, Event, Job, Ledger, Record, Sample
 from marlaas_client.submission import Items, Method, content_of, grader_of, request_of
@@ -87,12 +98,23 @@ class Client:
             "environment": {"name": environment} if isinstance(environment, str) else environment,
             "hyperparameters": hyperparameters,
         }
-        training_file, validation_file = (
-            None if given is None else self.upload(*content_of(given))["id"] for given in (items, validation)
-        )
-        adapter_file = None if adapter is None else self.upload_adapter(adapter)["id"]
-        files = {"training_file": training_file, "validation_file": validation_file, "adapter_file": adapter_file}
-        return self.create(request_of(method, how, model=model, suffix=suffix, seed=seed, log=log, **files))
+        request = request_of(method, how, model=model, training_file=None, suffix=suffix, seed=seed, log=log)
+        if adapter is not None:
+            check_folder(adapter)
+        with ExitStack() as unused:
+
+            def add(field: str, file: Record) -> None:
+                unused.callback(self.discard, file["id"])
+                request[field] = file["id"]
+
+            for field, given in (("training_file", items), ("validation_file", validation)):
+                if given is not None:
+                    add(field, self.upload(*content_of(given)))
+            if adapter is not None:
+                add("adapter_file", self.upload_adapter(adapter))
+            job = self.create(request)
+            unused.pop_all()
+        return job
 
     def create(self, request: Record) -> Job:
         """Creates a job, as `request_of` describes it."""
@@ -184,6 +206,11 @@ class Client:
 
     def delete(self, path: str) -> Record:
         return self._send("DELETE", path).json()
+
+    def discard(self, file: str) -> None:
+        """Deletes a file that no job needs; leaves one that cannot be deleted."""
+        with suppress(ClientError):
+            self.delete(f"/v1/files/{file}")
 
     def upload(self, filename: str, content: bytes | BinaryIO) -> Record:
         """A file of items, JSONL or CSV, which the API checks line by line."""

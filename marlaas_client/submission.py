@@ -18,6 +18,8 @@ SHORT_GRADERS: dict[str, Record] = {
 }
 """Graders that compare the answer with one field of the item, with their other fields."""
 
+LOGGERS = ("wandb", "trackio")
+
 
 def request_of(
     method: Method, how: Record, *, training_file: str | None, log: Sequence[str] = (), **chosen: Any
@@ -43,8 +45,8 @@ def grader_of(text: str) -> Record:
 def integration_of(text: str) -> Record:
     """`wandb:project` as a whole integration. Raises InvalidInput."""
     logger, _, project = text.partition(":")
-    if not project:
-        raise InvalidInput(f"the logger {text}: write wandb:PROJECT or trackio:PROJECT")
+    if not project or logger not in LOGGERS:
+        raise InvalidInput(f"the logger {text}: write {' or '.join(f'{name}:PROJECT' for name in LOGGERS)}")
     return {"type": logger, logger: {"project": project}}
 
 

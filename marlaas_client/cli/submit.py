@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import typer
 
+from marlaas_client.adapters import check_folder
 from marlaas_client.cli.jobs import print_status
 from marlaas_client.cli.options import Data, Json, Url, connect, connect_operator
 from marlaas_client.cli.output import print_json, say
@@ -79,27 +80,25 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
     training, held_out = sources(file, validation, dataset, split, validation_split)
+    request = request_of(method, how, model=model, training_file=None, suffix=suffix, seed=seed, log=log or ())
+    if adapter:
+        check_folder(adapter)
     with connect(url, data) as client, connect_operator(url, data) as operator, ExitStack() as unused:
 
-        def kept(file: str) -> str:
-            if estimate:
-                unused.callback(client.delete, f"/v1/files/{file}")
-            return file
+        def add(field: str, file: str) -> None:
+            unused.callback(client.discard, file)
+            request[field] = file
 
-        request = request_of(
-            method,
-            how,
-            model=model,
-            training_file=kept(upload(client, training, mapped)) if training else None,
-            validation_file=kept(upload(client, held_out, mapped)) if held_out else None,
-            adapter_file=kept(client.upload_adapter(adapter)["id"]) if adapter else None,
-            suffix=suffix,
-            seed=seed,
-            log=log or (),
-        )
+        if training:
+            add("training_file", upload(client, training, mapped))
+        if held_out:
+            add("validation_file", upload(client, held_out, mapped))
+        if adapter:
+            add("adapter_file", client.upload_adapter(adapter)["id"])
         if estimate:
             return show_estimate(client.estimate(request), as_json=as_json)
         job = create(client, request, says_estimate=not as_json)
+        unused.pop_all()
         print_json(job) if as_json else print_status(job)
         if watch:
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)

@@ -215,6 +215,30 @@ def test_an_estimate_leaves_no_files_behind(api: type[FakeApi], tmp_path: Path, 
     assert asked == ["/v1/files", "/v1/files", ESTIMATED[1], "/v1/files/file-1", "/v1/files/file-1"]
 
 
+def test_a_refused_job_leaves_no_files_behind(api: type[FakeApi], tmp_path: Path) -> None:
+    (items := tmp_path / "items.jsonl").write_text('{"messages": [], "answer": "1"}\n')
+    api.answers = {
+        ("POST", "/v1/files"): {"id": "file-1"},
+        ("DELETE", "/v1/files/file-1"): {"deleted": True},
+        ("POST", "/v1/fine_tuning/jobs"): (400, {"error": {"message": "no such field"}}),
+    }
+    words = ("submit", str(items), "--validation", str(items), "--grader", "math:answer", "--json")
+    for submit in (lambda: run(*words), lambda: Client().submit(items, validation=items, grader="math:answer")):
+        api.requests.clear()
+        with pytest.raises(Refused, match="no such field"):
+            submit()
+        asked = [path for path, _ in api.requests]
+        assert asked == ["/v1/files", "/v1/files", "/v1/fine_tuning/jobs", "/v1/files/file-1", "/v1/files/file-1"]
+    api.requests.clear()
+    for wrong, complaint in (
+        (["--log", "mlflow:sums"], "mlflow:sums: write wandb:PROJECT or trackio:PROJECT"),
+        (["--adapter", str(tmp_path)], "there is no adapter_config.json"),
+    ):
+        with pytest.raises(InvalidInput, match=complaint):
+            run(*words, *wrong)
+    assert not api.requests, "what is seen here is said before anything is uploaded"
+
+
 @pytest.mark.parametrize("status", [404, 405])
 def test_a_service_that_cannot_estimate_takes_jobs(api: type[FakeApi], status: int) -> None:
     missing = (status, {"error": {"message": "there is no such address"}})
