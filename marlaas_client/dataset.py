@@ -21,6 +21,8 @@ BATCH = 256
 """Rows of a Parquet file in memory at once."""
 JSON_COLUMNS = frozenset({"messages", "tools"})
 """Of CSV; the others hold texts."""
+ASKING = {"prompt", "messages"}
+"""Fields of which an item needs one."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `Dataset.save_to_disk` has written."""
 
@@ -40,7 +42,13 @@ class Columns(NamedTuple):
         taken = set(self.fields.values()) | self.fields.keys()
         rest = {name: row[name] for name in row if name not in taken and (self.kept is None or name in self.kept)}
         item = rest | {field: row[column] for field, column in self.fields.items()}
-        return {name: value for name, value in item.items() if value is not None}
+        given = {name: value for name, value in item.items() if value is not None}
+        if not ASKING & given.keys():
+            columns = ", ".join(map(repr, row))
+            raise InvalidInput(
+                f"row {number}: there is no `prompt`, and no `messages`; the columns are {columns}: name the one that asks, --prompt COLUMN"
+            )
+        return given
 
 
 @contextmanager
@@ -163,4 +171,7 @@ def _of_folder(datasets: Any, folder: Path, split: str) -> Iterable[Row]:
 
 
 def _needs_extra(what: str) -> InvalidInput:
-    return InvalidInput(f"{what} are read by packages that are not installed: pip install datasets")
+    return InvalidInput(
+        f"{what} are read by packages that are not installed, the extra `data` of marlaas and of marlaas-client:"
+        " pip install datasets (with pipx: pipx inject marlaas datasets)"
+    )

@@ -25,7 +25,9 @@ def pull(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", help="Of --merged: the base model's folder, or its name on the hub, NAME[@REVISION]."),
+        typer.Option(
+            "--base", help="Of --merged: the base model's folder, or its name on the hub, NAME or NAME@REVISION."
+        ),
     ] = None,
     url: Url = None,
     data: Data = None,

@@ -21,7 +21,7 @@ from marlaas_client.submission import Method, content_of, grader_of, request_of
 
 Dataset = Annotated[
     str | None,
-    typer.Option(help="Instead of FILE: a folder, or a dataset of the hub, NAME[:CONFIGURATION][@REVISION]."),
+    typer.Option(help="Instead of FILE: a folder, or a dataset of the hub: NAME, NAME:CONFIGURATION, NAME@REVISION."),
 ]
 SplitName = Annotated[str, typer.Option(help="Of the dataset.")]
 ValidationSplit = Annotated[str | None, typer.Option(help="Of the dataset: held-out items.")]
@@ -33,7 +33,7 @@ Environment = Annotated[str | None, typer.Option(help='Name, or JSON such as {"n
 Hyper = Annotated[
     list[str] | None,
     typer.Option(
-        help="key=value, may be repeated; lists as JSON: --hyper max_steps=40 --hyper 'lora_targets=[\"q_proj\"]'"
+        help='key=value, may be repeated: --hyper max_steps=40; lists as JSON in quotes: lora_targets=["q_proj"]'
     ),
 ]
 Start = Annotated[

@@ -15,6 +15,8 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from rich.markup import render
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from common.settings import TINY
@@ -311,6 +313,16 @@ def test_a_broken_stream_of_events_is_resumed_where_it_broke(api: type[FakeApi])
         following = client.follow("ftjob-2")  # does not end
         assert [next(following) for _ in EVENTS] == EVENTS
     assert len(run("events", "ftjob-1", "--follow", "--json").splitlines()) == 2  # has ended: not asked again
+
+
+def test_help_is_no_markup_and_is_not_cut() -> None:
+    group: Any = get_command(app)
+    commands = [*group.commands.values(), *group.commands["env"].commands.values()]
+    texts = [getattr(one, "help", None) or "" for command in commands for one in (command, *command.params)]
+    assert len(texts) > 50
+    assert [text for text in texts if render(text).plain != text] == []
+    result = CliRunner().invoke(app, ["submit", "--help"], env={"COLUMNS": "80"})
+    assert "NAME@REVISION" in result.output and "… │" not in result.output
 
 
 def test_a_program_submits_rows_and_waits(api: type[FakeApi]) -> None:

@@ -63,6 +63,10 @@ async def test_nothing_is_uploaded_of_a_table_with_a_fault(server: ApiServer, tm
     refused = [
         ((file, "--prompt", "qestion"), "row 1: there is no column 'qestion'; did you mean 'question'?"),
         ((file, "--prompt", "question", "--columns", "x"), "no column 'x'; there are 'question', 'answer', 'level'"),
+        (
+            (file, "--answer", "answer"),
+            "no `messages`; the columns are 'question', 'answer', 'level': name the one that asks, --prompt",
+        ),
         ((odd, "--prompt", "question"), "row 2: its values are not as many as the columns"),
         ((wrong, "--prompt", "question"), "line 2: must be a JSON object"),
         ((tmp_path / "none.csv", "--prompt", "question"), "No such file"),
