@@ -181,11 +181,23 @@ class Client:
             raise InvalidInput(f"{name} says the version: leave it out")
         chosen = self._newest_version(name) if version is None else version
         of_job = f"{JOBS}/{name}/checkpoints/{chosen}/content"
-        content = self.download(content_path(name, chosen) if ":" in name else of_job)
+        try:
+            content = self.download(content_path(name, chosen) if ":" in name else of_job)
+        except Refused as error:
+            if error.status == 404 and version and ":" not in name and (newest := self.job(name)["version"]) < version:
+                raise Refused(f"{name} has no version {version}: its newest is {newest}", 404) from error
+            raise
         folder = to or Path(f"{folder_name(name)}-{chosen}")
         files = unpack(content, folder)
         name_base(folder / CONFIG, self.bases)
         return Pulled(chosen, folder, files)
+
+    def model_of(self, job: str) -> str:
+        """The name of the model that a job trains. Raises InvalidInput if there is none yet."""
+        model = self.job(job)["fine_tuned_model"]
+        if not model:
+            raise InvalidInput(f"{job} has no trained version yet")
+        return model
 
     def _newest_version(self, name: str) -> int:
         """Of a job, or the version that a model's name means."""

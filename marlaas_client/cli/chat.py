@@ -9,7 +9,7 @@ from marlaas_client.cli.output import print_json
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A base model, or ft:…, which @<version> pins.")],
+    model: Annotated[str, typer.Argument(help="A base model; or ft:…, which @<version> pins; or a job, ftjob-….")],
     message: Annotated[str | None, typer.Argument(help="Without it: a conversation, until an empty line.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
@@ -20,10 +20,11 @@ def chat(
     """Ask a model once, or talk to it."""
     from marlaas_client.cli.talk import Talk  # imported here: `openai` takes a second, and no other command needs it
 
-    options: dict[str, Any] = {"model": model, "temperature": temperature}
+    options: dict[str, Any] = {"temperature": temperature}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
     with connect(url, data) as client:
+        options["model"] = client.model_of(model) if model.startswith("ftjob-") else model
         talk = Talk(client, options)
         if as_json:
             print_json(talk.answer(message if message is not None else typer.prompt("you")))

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from marlaas_client.cli.options import Data, JobId, Json, Url, connect
 from marlaas_client.cli.output import console, print_json, say, visible
+from marlaas_client.client import Client
 from marlaas_client.errors import InvalidInput
 from marlaas_client.records import Record, Sample
 
@@ -44,10 +45,17 @@ def samples(
                 print_json(sample)
             return
         shown = chosen(found, best=best, worst=worst)[:limit]
-    if not shown and not as_json:
-        say("No sample that is kept has a reward." if best or worst else "No such samples are kept.")
+        if not shown and not as_json:
+            say(_none(client, job, step, rewarded=best or worst))
     for sample in shown:
         print_json(sample) if as_json else show(sample)
+
+
+def _none(client: Client, job: str, step: int | None, *, rewarded: bool) -> str:
+    """Why there is nothing to show."""
+    if step is not None and step > (reached := max(client.job(job)["version"], 0)):
+        return f"There are no samples of step {step}: the job is at step {reached}."
+    return "No sample that is kept has a reward." if rewarded else "No such samples are kept."
 
 
 def chosen(found: Iterable[Sample], *, best: bool, worst: bool) -> list[Sample]:

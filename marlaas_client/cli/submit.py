@@ -100,6 +100,8 @@ def submit(
         job = create(client, request, says_estimate=not as_json)
         unused.pop_all()
         print_json(job) if as_json else print_status(job)
+        if not watch and not as_json:
+            say(f"marlaas watch {job['id']}", err=True)
         if watch:
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
 

@@ -29,18 +29,26 @@ def watch(
 ) -> None:
     """Show jobs, and to operators the workers, live until all of the jobs have ended. Fails if one of them failed."""
     with connect(url, data) as client, connect_operator(url, data) as operator:
-        watch_jobs(client, job or unfinished(client), operator=operator, as_json=as_json)
+        ids = job or unfinished(client)
+        if not ids and not as_json:
+            say("No jobs yet: marlaas submit --help")
+        watch_jobs(client, ids, operator=operator, as_json=as_json)
 
 
 def watch_jobs(client: Client, ids: list[str], *, operator: Client | None = None, as_json: bool = False) -> None:
     """Returns when all have ended. `operator`: shows the workers too. Raises JobFailed if one failed."""
     jobs = [Watched(client, job) for job in ids]
-    if as_json:
-        _print_events(jobs)
-    elif console.is_terminal:
-        _show_live(jobs, operator)
-    else:
-        _print_lines(jobs)
+    try:
+        if as_json:
+            _print_events(jobs)
+        elif console.is_terminal:
+            _show_live(jobs, operator)
+        else:
+            _print_lines(jobs)
+    except KeyboardInterrupt:
+        for job in (job.progress.job for job in jobs if not job.progress.has_ended):
+            say(f"{job} goes on; to end it: marlaas cancel {job}", err=True)
+        raise
     failed = [job.progress for job in jobs if job.progress.status == "failed"]
     if failed:
         raise JobFailed("; ".join(f"{job.job} failed: {job.error}" for job in failed))

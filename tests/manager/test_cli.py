@@ -196,7 +196,7 @@ def test_what_a_job_would_need_is_said_before_it_is_created(api: type[FakeApi]) 
     assert (
         "15 steps; 1,920 trajectories; about 35,000 tokens, at most 250,000; about 2 min if nothing else runs" in shown
     )
-    assert "max_tokens_total ends it after about 7 steps" in shown and "ftjob-1" in shown
+    assert "max_tokens_total ends it after about 7 steps" in shown and shown.endswith("marlaas watch ftjob-1\n")
     assert [path for path, _ in api.requests] == [ESTIMATED[1], "/v1/fine_tuning/jobs"]
     assert api.requests[0][1] == api.requests[1][1]
     assert json.loads(run(*words, "--estimate", "--json")) == ESTIMATE
@@ -357,6 +357,21 @@ def test_watch_without_a_terminal_prints_lines_until_the_jobs_have_ended(api: ty
     assert run("watch", "ftjob-1").startswith("acme/sums: succeeded, step 2/2, reward 0.90")
 
 
+def test_watch_says_what_it_shows_nothing_of(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
+    api.answers["GET", "/v1/fine_tuning/jobs"] = []
+    assert run("watch") == "No jobs yet: marlaas submit --help\n" and run("watch", "--json") == ""
+    # And that an interrupted one ends no job
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "status": "running"}
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = []
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    result = CliRunner().invoke(app, ["watch", "ftjob-1"])
+    assert result.exit_code == 130 and "ftjob-1 goes on; to end it: marlaas cancel ftjob-1" in result.stderr
+
+
 def test_watch_fails_with_the_reason_of_a_failed_job(api: type[FakeApi]) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs"] = [JOB]
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "status": "failed", "error": {"message": "NaN loss"}}
@@ -431,6 +446,9 @@ def test_pull_unpacks_the_newest_version(api: type[FakeApi], tmp_path: Path) -> 
     printed = json.loads(run("pull", "ftjob-1", "--to", str(tmp_path / "adapter"), "--json"))
     assert printed["version"] == 2
     assert (tmp_path / "adapter" / "adapter_config.json").read_text() == "{}"
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "version": 2}
+    with pytest.raises(Refused, match="no version 99: its newest is 2"):
+        run("pull", "ftjob-1", "--version", "99")
 
 
 def test_a_pulled_adapter_names_a_base_model_that_lies_here(api: type[FakeApi], tmp_path: Path) -> None:
@@ -522,6 +540,9 @@ def test_the_best_and_the_worst_samples_come_first(api: type[FakeApi]) -> None:
         assert [json.loads(line)["sample"] for line in lines] == expected
     api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/samples"): (200, b"")}
     assert "No such samples" in run("samples", "ftjob-1", "--failed")
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "version": 2}
+    assert "no samples of step 99: the job is at step 2" in run("samples", "ftjob-1", "--step", "99")
+    assert "No such samples" in run("samples", "ftjob-1", "--step", "2")
 
 
 @pytest.mark.parametrize("option", ["--best", "--worst"])
@@ -554,6 +575,14 @@ def test_chat_answers_once(api: type[FakeApi]) -> None:
     printed = json.loads(run("chat", "tiny", "add 37+58", "--json"))
     assert printed["choices"][0]["message"]["content"] == "95"
     assert json.loads(api.requests[0][1])["messages"] == [{"role": "user", "content": "add 37+58"}]
+
+    # of a job, by its model
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    run("chat", "ftjob-1", "add 37+58", "--json")
+    assert json.loads(api.requests[-1][1])["model"] == JOB["fine_tuned_model"]
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "fine_tuned_model": None}
+    with pytest.raises(InvalidInput, match="ftjob-1 has no trained version yet"):
+        run("chat", "ftjob-1", "add 37+58")
 
 
 def test_chat_streams(api: type[FakeApi]) -> None:
