@@ -14,9 +14,9 @@ from marlaas_client.cli.samples import show
 from marlaas_client.cli.submit import json_object, parse_hyper, upload
 from marlaas_client.client import Client
 from marlaas_client.dataset import Columns
-from marlaas_client.errors import JobFailed, Refused
+from marlaas_client.errors import InvalidInput, JobFailed, Refused
 from marlaas_client.records import FINAL, Record
-from marlaas_client.submission import request_of
+from marlaas_client.submission import SHORT_GRADERS, grader_of, request_of
 
 app = typer.Typer(no_args_is_help=True, help="Environments: which there are, and whether one works.")
 
@@ -75,13 +75,21 @@ def check(
 
     It ends with an error, and status 1, if a trajectory fails. The job stays in `marlaas jobs`; what it made is deleted.
     """
-    environment = {"name": name, "args": json_object("--args", args)}
+    environment = {"name": name, "args": parse_args(args)}
     how = {"environment": environment, "hyperparameters": CHECK | dict(map(parse_hyper, hyper or []))}
     with connect(url, data) as client, ExitStack() as undo:
         training = upload(client, file, Columns()) if file else None
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
-        job = client.create(request_of("reinforcement", how, model=model, training_file=training, suffix="check"))["id"]
+        request = request_of("reinforcement", how, model=model, training_file=training, suffix="check")
+        try:
+            job = client.create(request)["id"]
+        except Refused as error:
+            if not file and error.status == 400 and name in _without_items(client):
+                raise InvalidInput(
+                    f"{name} makes no items: give a file of them, marlaas env check {name} FILE"
+                ) from error
+            raise
         undo.callback(_end, client, job)
         if not as_json:
             say(f"{job} plays {name}", err=True)
@@ -89,6 +97,20 @@ def check(
             if event["level"] == "warn":
                 say(f"warn: {event['message']}", err=True)
         _report(client, job, name, as_json=as_json)
+
+
+def parse_args(text: str) -> Record:
+    """JSON, with a grader in its short form written out. Raises InvalidInput."""
+    args = json_object("--args", text)
+    grader = args.get("grader")
+    if isinstance(grader, str) and grader.partition(":")[0] in SHORT_GRADERS:
+        args["grader"] = grader_of(grader)
+    return args
+
+
+def _without_items(client: Client) -> list[str]:
+    """Environments that make no items."""
+    return [one["id"] for one in client.get("/v1/environments")["data"] if not one["makes_items"]]
 
 
 def _report(client: Client, job: str, name: str, *, as_json: bool) -> None:

@@ -270,6 +270,17 @@ def test_environments_are_listed_with_their_arguments(api: type[FakeApi]) -> Non
     assert "broken broken 1.0 of a file cannot be loaded" in rows
 
 
+def test_a_check_takes_a_short_grader_and_says_that_it_needs_a_file(api: type[FakeApi]) -> None:
+    api.answers["GET", "/v1/environments"] = {"data": [{"id": "python", "makes_items": False}]}
+    api.answers["POST", "/v1/fine_tuning/jobs"] = (400, {"error": {"message": "it needs a training_file"}})
+    with pytest.raises(InvalidInput, match="marlaas env check python FILE"):
+        run("env", "check", "python", "--args", '{"grader": "string_check:answer"}')
+    asked = json.loads(api.requests[0][1])["method"]["reinforcement"]["environment"]
+    assert asked == {"name": "python", "args": {"grader": parse_grader("string_check:answer")}}
+    with pytest.raises(Refused, match="needs a training_file"):
+        run("env", "check", "maze", "--args", '{"grader": "mine"}')
+
+
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
     events = [metrics(1, step=1, version=1, reward_mean=None, loss=0.123456), metrics(2, version=1, eval_loss=0.5)]
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
