@@ -153,11 +153,13 @@ class Decoder:
         self.sin = angles.sin().to(self.embedding)
         self._rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
         self._gated: Callable[[Tensor, Tensor], Tensor] = gated
+        self.compiled = False
 
     def compile(self) -> None:
         """Makes torch compile the operations between the matrix products, each part at its first use."""
         self._rotate = torch.compile(rotate, dynamic=True)
         self._gated = torch.compile(gated, dynamic=True)
+        self.compiled = True
 
     @classmethod
     def load(

@@ -106,6 +106,7 @@ class RunOperation(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     action: Literal["forward", "forward_backward", "optim_step"]
     payload: bytes
     answered: bool = False  # its result was published before: only its part of the gradient is wanted
+    tokens: int = 0  # as in `Operation`
 
 
 class Operations(Message, frozen=True, kw_only=True):
@@ -120,6 +121,10 @@ class Operations(Message, frozen=True, kw_only=True):
     first: int  # operations of the log before these, `forward_backward` and `forward` alike
     operations: tuple[RunOperation, ...]
     attempt: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(operation.tokens for operation in self.operations)
 
 
 class OperationsDone(Message, frozen=True, kw_only=True):

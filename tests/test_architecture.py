@@ -87,7 +87,7 @@ CATCHES_ALL = {
     "manager_service/export/exporter.py": "one tenant's trouble must not stop what the others' jobs report",
     "manager_service/export/webhooks.py": "one tenant's trouble must not stop what the others' jobs report",
     "manager_service/export/writer.py": "whatever a logger raises is the job's answer",
-    "trainer_service/fusion.py": "an error goes to whoever waits for the step",
+    "trainer_service/driver.py": "an error goes to whoever waits for the step",
     "trainer_service/ranks/leader.py": "whatever fails in an operation of all ranks leaves them out of step",
     "rollout_service/process/process_engine.py": "whatever keeps an engine's process from starting may pass",
     "rollout_service/process/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",

@@ -13,7 +13,8 @@ and its formula in tests/trainer/test_run_losses.py.
     handler.py      answers Init and TrainStep; makes each version once
     run_handler.py  answers Operations of runs; keeps their gradients
     versions.py     reads and commits versions; keeps the last states
-    fusion.py       lets steps of many jobs join, leave and fail alone
+    fusion.py       chooses who computes a step: the main driver, or one for small steps beside it
+    driver.py       lets steps of many jobs join, leave and fail alone, in one thread
     training.py     runs steps of many jobs micro-batch by micro-batch
     open_step.py    holds one adapter's batch while it is under way
     run_step.py     carries out a stretch of a run's operations

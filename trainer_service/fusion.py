@@ -1,231 +1,104 @@
-"""Computes for many jobs and runs together: a step joins between two micro-batches and leaves when its own are done.
+"""Computes for many jobs and runs together.
 
 waits for: a step (a TrainStep, or a stretch of a run's operations)   unblocked by: the handlers
 
 A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
 time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more than the
-least served one comes after it, so that none is overtaken for ever. After a small step that another one of its tenant follows at
-once, as an optimiser's follows a gradient, the trainer waits for that one for a moment before it goes on with larger ones
-(anticipatory scheduling: Iyer and Druschel, SOSP 2001).
+least served one comes after it, so that none is overtaken for ever.
 
-The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
-fault of ours) makes each step begin again, alone, so that only the step that causes it fails.
+A micro-batch that is under way cannot be overtaken, and a row of a large step is one at least. So what is small does not wait for
+it, where the base model computes in two threads at once: the *express* driver takes it, beside the main one.
+
+    step ─┬─► main driver      a thread: all that is there, fused
+          └─► express driver   another: at most EXPRESS_PART of a micro-batch at a time, beside another tenant's large step
+
+Elsewhere, after a small step that another one of its tenant follows at once, as an optimiser's follows a gradient, the driver waits
+for that one for a moment before it goes on with larger ones (anticipatory scheduling: Iyer and Druschel, SOSP 2001).
 """
 
 import asyncio
-import contextlib
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar, cast
 
-import structlog
-
-from base_model.device import compute_clock
 from common.fairness import Fairness
 from common.messages import TrainStep
-from trainer_service.open_step import OpenBatch, Trained, TrainState
-from trainer_service.packing import WINDOW, Budget
+from trainer_service.driver import Driver, Member, Opened
+from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
-
-class Opened(Protocol):
-    """A step under way."""
-
-    @property
-    def opened(self) -> OpenBatch: ...
-
-
-AHEAD = 8
-"""Micro-batches that a tenant may be served more than another that waits."""
-LEAST_PART = 1 / 32
-"""Of a micro-batch's tokens: what a tenant is charged for at least, since the smallest takes its time too."""
-FOLLOWS_PART = 0.25
-"""Of the time of a micro-batch: the most that is waited for a small step that follows. It is on its way to its run's owner and back."""
-SHARED_S, SHARED_PART = 10.0, 0.5
-"""So long after steps of several tenants were there together, a micro-batch of a large step takes this part of the budget: whoever
-comes waits for one."""
+EXPRESS_PART = 0.25
+"""Of a micro-batch: the tokens, and the memory, that the express driver has."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=Opened)  # noqa: E741
-log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A step that a caller waits for."""
+class Fusion:
+    """Runs a trainer for the callers that wait for a step."""
 
-    tenant: str
-    begin: Callable[[], Opened]
-    finish: Callable[[Any], object]
-    beat: Callable[[], None]
-    goes_on: bool
-    result: "asyncio.Future[Any]"
-    step: Opened | None = None
-    tokens: int = 0
-    """At its begin."""
-    alone: bool = False
+    def __init__(self, trainer: Trainer) -> None:
+        self._served = Fairness()
+        self._express: Driver | None = None
+        if trainer.backbone.concurrent:
+            self._express = Driver(_part(trainer, EXPRESS_PART), self._served)
+            trainer = _part(trainer, 1 - EXPRESS_PART, tokens=trainer.budget.tokens)
+        self.trainer = trainer
+        self._main = Driver(trainer, self._served)
 
     @property
-    def tokens_left(self) -> int:
-        return 0 if self.step is None else self.step.opened.tokens_left
+    def compute_s(self) -> float:
+        """Seconds in forward, backward and optimiser since the start: of the threads on a processor; on a GPU, of the clock."""
+        return sum(driver.compute_s for driver in self._drivers)
 
-
-@dataclass(slots=True)
-class Fusion:
-    """Runs a trainer in a thread for the callers that wait for a step."""
-
-    trainer: Trainer
-    compute_s: float = 0.0
-    """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
-    _forwarded: int = 0  # tokens, since the start
-    _members: list[_Member] = field(default_factory=list[_Member])  # by age
-    _driver: "asyncio.Task[None] | None" = None
-    _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited for one
-    _waited: bool = False  # after the last round, for a step that follows
-    _hurried: bool = False  # the last round had no micro-batch
-    _served: Fairness = field(default_factory=Fairness)  # tokens computed for each tenant
-    _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
+    @property
+    def _drivers(self) -> list[Driver]:
+        return [self._main, self._express] if self._express else [self._main]
 
     async def train(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
         """Trains the step; returns its result, and raises as `Trainer.begin` and `finish`."""
-        return await self.run(message.tenant, lambda: self.trainer.begin(message, state), self.trainer.finish, beat)
+        tokens = len(message.rows.tokens)
+        return await self.run(
+            message.tenant, lambda t: t.begin(message, state), self.trainer.finish, beat, tokens=tokens
+        )
 
     async def run(
         self,
         tenant: str,
-        begin: Callable[[], O],
+        begin: Callable[[Trainer], O],
         finish: Callable[[O], T],
         beat: Callable[[], None],
         *,
+        tokens: int,
         goes_on: bool = False,
     ) -> T:
         """Opens a tenant's step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run
-        in the computing thread. `finish` closes the step. `beat` is called after every micro-batch. `goes_on`: another step of the
-        tenant follows once this one's result is known.
+        in a computing thread. `finish` closes the step. `beat` is called after every micro-batch. `tokens`: that it brings, about.
+        `goes_on`: another step of the tenant follows once this one's result is known.
 
         `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
         """
-        member = _Member(tenant, begin, finish, beat, goes_on, asyncio.get_running_loop().create_future())
-        self._members.append(member)
-        self._came.set()
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        return await member.result
+        result = asyncio.get_running_loop().create_future()
+        member = Member(tenant, begin, finish, beat, goes_on, tokens, result)
+        self._served.busy({tenant, *(other.tenant for driver in self._drivers for other in driver.members)})
+        driver = self._express if self._express and self._is_express(member, self._express) else self._main
+        return cast(T, await driver.run(member))
 
-    async def _drive(self) -> None:
-        while self._members:
-            outcomes = await asyncio.to_thread(self._round, [*self._members])
-            for member in self._members:
-                member.beat()
-            for member, outcome in outcomes.items():
-                self._members.remove(member)
-                if member.result.done():  # cancelled
-                    continue
-                if isinstance(outcome, Exception):
-                    member.result.set_exception(outcome)
-                else:
-                    member.result.set_result(outcome)
-            self._waited = not self._waited and any(self._awaits_next(member) for member in outcomes)
-            if self._waited:
-                await self._next_step()
-
-    def _awaits_next(self, left: _Member) -> bool:
-        """Is the step that follows one that left worth waiting for? Not beside others of its tenant, nor beside smaller ones."""
-        larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self._members]
-        return left.goes_on and bool(larger) and all(larger)
-
-    async def _next_step(self) -> None:
-        """Returns when a step comes, or after FOLLOWS_PART of what a micro-batch takes."""
-        self._came.clear()
-        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * SHARED_PART
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._came.wait(), FOLLOWS_PART * micro_batch_s)
-
-    def _round(self, members: list[_Member]) -> "dict[_Member, object]":
-        """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
-        now = compute_clock(self.trainer.backbone.device)
-        since = now()
-        outcomes = self._advanced(members)
-        self.compute_s += now() - since
-        return outcomes
-
-    def _advanced(self, members: list[_Member]) -> "dict[_Member, object]":
-        outcomes: dict[_Member, object] = {}
-        for member in members:
-            if member.result.cancelled():
-                self._discard(member)
-                outcomes[member] = asyncio.InvalidStateError("nobody waits for this step")
-            elif member.step is None:
-                began = _tried(member.begin)
-                if isinstance(began, Exception):
-                    outcomes[member] = began
-                else:
-                    member.step = began
-                    member.tokens = member.tokens_left
-        outcomes |= self._finish([m for m in members if m not in outcomes])
-        left = [m for m in members if m not in outcomes]
-        self._hurried = bool(outcomes) and not self._hurried
-        if self._hurried or not left:
-            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
-        company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
-        return outcomes | self._micro_batch(company) | self._finish(company)
-
-    def _in_turn(self, company: Sequence[_Member]) -> list[_Member]:
-        """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
-        more than another come last."""
-        tenants = {member.tenant for member in company}
-        self._served.busy(tenants)
-        if len(tenants) > 1:
-            self._shared_at = time.monotonic()
-        times = {tenant: self._served.virtual_time(tenant) for tenant in tenants}
-        most = min(times.values(), default=0.0) + AHEAD * self.trainer.budget.tokens
-        to_go: Counter[str] = Counter()
-        keys: dict[_Member, tuple[float, int]] = {}
-        for member in company:
-            to_go[member.tenant] += member.tokens_left
-            served = times[member.tenant]
-            keys[member] = (served if served >= most else 0.0, to_go[member.tenant])
-        return sorted(company, key=keys.__getitem__)
-
-    def _micro_batch(self, company: Sequence[_Member]) -> "dict[_Member, object]":
-        going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
-        before = [one.sums.num_forward for _, one in going]
-        budget = self._budget(going[0][1].tokens_left if going else 0)
-        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
-        for (tenant, one), num_forward in zip(going, before, strict=True):
-            tokens = one.sums.num_forward - num_forward
-            self._served.charge(tenant, max(tokens, int(LEAST_PART * self.trainer.budget.tokens)) if tokens else 0, 1.0)
-            self._forwarded += tokens
-        if failed is None:
-            return {}
-        log.warning("micro_batch_failed", num_jobs=len(company), reason=f"{type(failed).__name__}: {failed}")
-        outcomes: dict[_Member, object] = {m: failed for m in company if m.alone}
-        for member in company:
-            self._discard(member)
-            member.alone = True
-        return outcomes
-
-    def _budget(self, tokens_left: int) -> Budget:
-        """That of the next micro-batch. `tokens_left`: of the step that is first in turn."""
-        budget = self.trainer.budget
-        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
-        return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
-
-    def _finish(self, company: Sequence[_Member]) -> "dict[_Member, object]":
-        done = [(m, m.step) for m in company if m.step is not None and m.step.opened.done]
-        return {member: _tried(lambda member=member, step=step: member.finish(step)) for member, step in done}
-
-    def _discard(self, member: _Member) -> None:
-        if member.step is not None:
-            self.trainer.discard(member.step.opened)
-            member.step = None
+    def _is_express(self, new: Member, express: Driver) -> bool:
+        """Is it small, and would it wait for another tenant's large step? Its tenant's own are served by age, and one that was served
+        much more than those that wait goes behind them."""
+        large = self.trainer.budget.tokens
+        waiting = self._main.members
+        return (
+            new.tokens + sum(member.tokens_left for member in express.members) <= express.trainer.budget.tokens
+            and any(member.tokens_left > large for member in waiting)
+            and all(member.tenant != new.tenant for member in waiting)
+            and self._served.virtual_time(new.tenant) < self._main.most_served({member.tenant for member in waiting})
+        )
 
 
-def _tried(call: Callable[[], T]) -> T | Exception:
-    """Returns the call's result or its error, for the caller that waits for the step."""
-    try:
-        return call()
-    except Exception as error:
-        return error
+def _part(trainer: Trainer, part: float, *, tokens: int | None = None) -> Trainer:
+    """A trainer of the same base model that has a part of the budget, and holds batches of its own. `tokens`: instead of a part."""
+    budget = trainer.budget
+    limits = replace(budget, tokens=tokens or int(part * budget.tokens), num_bytes=part * budget.num_bytes)
+    return replace(trainer, budget=limits, _stacks={})

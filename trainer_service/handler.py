@@ -29,7 +29,6 @@ from trainer_service.versions import Versions
 
 Outputs = list[tuple[str, Message]]
 Asked = Init | TrainStep | Operations | Forget
-BYTES_A_POSITION = 12  # of an operation's data, at least: a token, a target and a number
 LARGE = 16
 """Micro-batches, as which a larger message counts among those that a trainer holds."""
 MOST_LARGE = 4
@@ -246,11 +245,11 @@ class TrainHandler:
 
 
 def _num_tokens(message: Asked) -> int:
-    """The tokens that a message brings, about."""
+    """The tokens that a message brings."""
     match message:
         case TrainStep():
             return len(message.rows.tokens)
         case Operations():
-            return sum(len(operation.payload) for operation in message.operations) // BYTES_A_POSITION
+            return message.num_tokens
         case _:
             return 0

@@ -102,9 +102,10 @@ class RunHandler:
         state, trainer = await self._versions.state(message.adapter, beat), self._fusion.trainer
         return await self._fusion.run(
             message.tenant,
-            lambda: run_step.begin(trainer, message.operations, state, gradient),
+            lambda driver: run_step.begin(driver, message.operations, state, gradient),
             lambda run: run_step.finish(trainer, run),
             beat,
+            tokens=message.num_tokens,
             goes_on=message.operations[-1].action == "forward_backward",
         )
 

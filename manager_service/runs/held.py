@@ -26,7 +26,8 @@ def is_trainers(operation: Operation) -> bool:
 
 def for_trainer(operation: Operation, head: int) -> RunOperation:
     assert operation.action in ("forward", "forward_backward", "optim_step")
-    return RunOperation(operation.seq, operation.action, operation.payload, answered=operation.seq < head)
+    answered = operation.seq < head
+    return RunOperation(operation.seq, operation.action, operation.payload, answered, operation.tokens)
 
 
 def num_tokens(operations: Iterable[Operation]) -> int:

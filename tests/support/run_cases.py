@@ -40,7 +40,7 @@ def forward_backward(seq: int, loss: LossFn = "cross_entropy", *data: Datum, **c
     made = data or tuple(make_datum(loss, 10 * seq + i, num_prompt=4 + 3 * i, num_answer=9 - 2 * i) for i in range(3))
     action, answered = changes.pop("action", "forward_backward"), changes.pop("answered", False)
     payload = msgspec.msgpack.encode(Forward(made, loss, **changes))
-    return RunOperation(seq, action, payload, answered)
+    return RunOperation(seq, action, payload, answered, sum(len(datum.tokens) for datum in made))
 
 
 def forward(seq: int, loss: LossFn = "cross_entropy", *data: Datum, **changes: Any) -> RunOperation:

@@ -1,6 +1,7 @@
 """Whose steps a trainer computes first: no tenant waits for another's large step, and none is overtaken for ever."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from tests.support.run_cases import forward_backward, make_datum, make_run, opti
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
 from trainer_service import run_step
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.fusion import AHEAD, Fusion
+from trainer_service.driver import AHEAD
+from trainer_service.fusion import Fusion
 from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
 from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
@@ -49,9 +51,16 @@ def decoder() -> Decoder:
     return load_tiny()
 
 
+class OneThread(DecoderBackbone):
+    @property
+    def concurrent(self) -> bool:
+        return False
+
+
 @pytest.fixture
 def fusion(decoder: Decoder) -> Fusion:
-    return Fusion(Noting(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False))
+    """One whose base model computes in one thread at a time."""
+    return Fusion(Noting(OneThread(decoder), Budget(BUDGET), share_prefixes=False))
 
 
 class Tenants:
@@ -131,9 +140,10 @@ async def optimise(fusion: Fusion, state: TrainState) -> None:
     trainer = fusion.trainer
     await fusion.run(
         "b",
-        lambda: run_step.begin(trainer, [optim_step(1)], state, Gradient(1, 0)),
+        lambda driver: run_step.begin(driver, [optim_step(1)], state, Gradient(1, 0)),
         lambda run: run_step.finish(trainer, run),
         nothing,
+        tokens=0,
     )
 
 
@@ -167,11 +177,13 @@ async def gradient(fusion: Fusion, tenant: str, state: TrainState, *, num_rows: 
     """A step of a run, which its optimiser's step follows."""
     trainer = fusion.trainer
     rows = [make_datum("cross_entropy", number, num_answer=num_answer) for number in range(num_rows)]
+    operation = forward_backward(1, "cross_entropy", *rows)
     await fusion.run(
         tenant,
-        lambda: run_step.begin(trainer, [forward_backward(1, "cross_entropy", *rows)], state, Gradient(1, 0)),
+        lambda driver: run_step.begin(driver, [operation], state, Gradient(1, 0)),
         lambda run: run_step.finish(trainer, run),
         nothing,
+        tokens=operation.tokens,
         goes_on=True,
     )
 
@@ -179,7 +191,7 @@ async def gradient(fusion: Fusion, tenant: str, state: TrainState, *, num_rows: 
 async def test_a_large_step_waits_for_the_step_that_follows_a_small_one(
     fusion: Fusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.fusion.FOLLOWS_PART", 1e9)
+    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
     trainer, tenants = fusion.trainer, Tenants(fusion)
     assert isinstance(trainer, Noting)
     state = trainer.init(make_run("run"))
@@ -196,7 +208,7 @@ async def test_a_large_step_waits_for_the_step_that_follows_a_small_one(
 async def test_after_a_step_that_was_waited_for_none_is_waited_for_again(
     fusion: Fusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.fusion.FOLLOWS_PART", 1e9)
+    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
     state, num_small, num_rows = fusion.trainer.init(make_run("run")), 0, 6
     large = asyncio.create_task(gradient(fusion, "a", state, num_rows=num_rows, num_answer=BUDGET))
     await asyncio.sleep(0)
@@ -210,7 +222,7 @@ async def test_after_a_step_that_was_waited_for_none_is_waited_for_again(
 async def test_nothing_is_waited_for_beside_a_smaller_step_or_one_of_the_same_tenant(
     fusion: Fusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.fusion.FOLLOWS_PART", 1e9)
+    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
     tenants, state = Tenants(fusion), fusion.trainer.init(make_run("run"))
     async with asyncio.timeout(60):
         large = asyncio.create_task(tenants.step("b", "large", 20))
@@ -227,6 +239,78 @@ async def test_micro_batches_of_large_steps_are_smaller_while_several_tenants_ar
     assert set(trainer.budgets) == {BUDGET}
     await tenants.all(("a", "large", 20), ("b", "small", 1))
     assert BUDGET / 2 in trainer.budgets and trainer.budgets[-1] == BUDGET
+
+
+# ---- small steps beside a large one -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Stopping(Trainer):
+    """Its micro-batches of large steps wait for `goes_on`."""
+
+    goes_on: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+
+    def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
+        if sum(one.tokens_left for one in opened) > BUDGET:
+            self.began.set()
+            assert self.goes_on.wait(60)
+        Trainer.micro_batch(self, opened, budget)
+
+
+@pytest.fixture
+def both(decoder: Decoder) -> Fusion:
+    """One with an express driver, whose micro-batches of large steps wait."""
+    return Fusion(Stopping(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False))
+
+
+def stopped(fusion: Fusion) -> Stopping:
+    trainer = fusion.trainer
+    assert isinstance(trainer, Stopping)
+    return trainer
+
+
+async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_under_way(both: Fusion) -> None:
+    state, trainer = both.trainer.init(make_run("run")), stopped(both)
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
+    await asyncio.to_thread(trainer.began.wait, 60)
+
+    await gradient(both, "b", state)
+    await optimise(both, state)
+
+    assert not large.done()
+    trainer.goes_on.set()
+    await large
+
+
+async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: Fusion) -> None:
+    state, trainer = both.trainer.init(make_run("run")), stopped(both)
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
+    await asyncio.to_thread(trainer.began.wait, 60)
+
+    too_large = asyncio.create_task(gradient(both, "b", state, num_answer=BUDGET // 2))
+    own = asyncio.create_task(gradient(both, "a", state))
+    await gradient(both, "c", state)
+
+    assert not (too_large.done() or own.done() or large.done())
+    trainer.goes_on.set()
+    await asyncio.gather(large, too_large, own)
+
+
+async def test_a_flood_of_small_steps_comes_behind_the_large_one_in_the_end(both: Fusion) -> None:
+    state, trainer = both.trainer.init(make_run("run")), stopped(both)
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
+    await asyncio.to_thread(trainer.began.wait, 60)
+
+    async def flood() -> None:
+        while not large.done():
+            await gradient(both, "b", state)
+
+    flooding = asyncio.create_task(flood())
+    await until(lambda: any(member.tenant == "b" for member in both._main.members), seconds=60)  # pyright: ignore
+    assert not large.done()
+    trainer.goes_on.set()
+    await asyncio.gather(large, flooding)
 
 
 # ---- what a trainer takes -------------------------------------------------------------------------------------------

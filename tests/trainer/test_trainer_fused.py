@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -185,6 +186,22 @@ async def test_every_caller_gets_its_own_result_or_error(decoder: Decoder) -> No
     assert isinstance(results.pop(1), InvalidInput) and isinstance(results.pop(1), TrainingFailed)
     for result, one in zip(results, jobs, strict=True):
         assert isinstance(result, Trained)
+        assert same_bytes(result.state, Trainer(DecoderBackbone(decoder), deterministic=True).step(*one, nothing).state)
+
+
+@pytest.mark.exact
+async def test_steps_computed_at_once_have_the_bytes_of_each_alone(decoder: Decoder) -> None:
+    fusion = Fusion(Trainer(DecoderBackbone(decoder), deterministic=True))
+    step, state = job(fusion.trainer, 1, num_groups=100)
+    small = [job(fusion.trainer, number) for number in (2, 3, 5)]
+    computing = asyncio.Event()
+    large = asyncio.create_task(fusion.train(msgspec.structs.replace(step, tenant="large"), state, computing.set))
+    await computing.wait()
+
+    results = [await fusion.train(*one, nothing) for one in small]
+
+    assert fusion._express is not None and fusion._express.compute_s > 0  # pyright: ignore
+    for result, one in zip([*results, await large], [*small, (step, state)], strict=True):
         assert same_bytes(result.state, Trainer(DecoderBackbone(decoder), deterministic=True).step(*one, nothing).state)
 
 

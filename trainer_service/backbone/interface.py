@@ -42,7 +42,7 @@ class Sequences:
 
 
 class Backbone(Protocol):
-    """A frozen base model on a device. Holds nothing of a job. One call at a time."""
+    """A frozen base model on a device. Holds nothing of a job. One call at a time, but where it is `concurrent`."""
 
     @property
     def vocab(self) -> int: ...
@@ -63,6 +63,11 @@ class Backbone(Protocol):
     @property
     def num_ranks(self) -> int:
         """Processes that share the sequences of a pass."""
+        ...
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may compute at once."""
         ...
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:

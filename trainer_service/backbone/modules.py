@@ -64,6 +64,10 @@ class ModulesBackbone:
     def num_ranks(self) -> int:
         return 1
 
+    @property
+    def concurrent(self) -> bool:
+        return False
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes
 

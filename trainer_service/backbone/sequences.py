@@ -51,6 +51,10 @@ class DecoderBackbone:
     def num_ranks(self) -> int:
         return 1
 
+    @property
+    def concurrent(self) -> bool:
+        return self.device.type == "cpu" and not self.decoder.compiled
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.decoder.linear_shapes()
 

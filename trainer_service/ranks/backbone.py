@@ -59,6 +59,10 @@ class RankedBackbone:
     def num_ranks(self) -> int:
         return self.ranks.group.num_ranks
 
+    @property
+    def concurrent(self) -> bool:
+        return False
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.own.linear_shapes()
 

@@ -1,0 +1,205 @@
+"""Computes many steps in one thread, micro-batch by micro-batch: a step joins between two and leaves when its own are done.
+
+The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
+fault of ours) makes each step begin again, alone, so that only the step that causes it fails.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from base_model.device import compute_clock
+from common.fairness import Fairness
+from trainer_service.open_step import OpenBatch
+from trainer_service.packing import WINDOW, Budget
+from trainer_service.training import Trainer
+
+AHEAD = 8
+"""Micro-batches that a tenant may be served more than another that waits."""
+LEAST_PART = 1 / 32
+"""Of a micro-batch's tokens: what a tenant is charged for at least, since the smallest takes its time too."""
+FOLLOWS_PART = 0.25
+"""Of the time of a micro-batch: the most that is waited for a small step that follows. It is on its way to its run's owner and back."""
+SHARED_S, SHARED_PART = 10.0, 0.5
+"""So long after steps of several tenants were there together, a micro-batch of a large step takes this part of the budget: whoever
+comes waits for one."""
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Opened(Protocol):
+    """A step under way."""
+
+    @property
+    def opened(self) -> OpenBatch: ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A step that a caller waits for."""
+
+    tenant: str
+    begin: Callable[[Trainer], Opened]
+    finish: Callable[[Any], object]
+    beat: Callable[[], None]
+    goes_on: bool
+    tokens: int  # that it has to go at its begin; before that, about
+    result: "asyncio.Future[Any]"
+    step: Opened | None = None
+    alone: bool = False
+
+    @property
+    def tokens_left(self) -> int:
+        """About those that it brings, until it has begun."""
+        return self.tokens if self.step is None else self.step.opened.tokens_left
+
+
+@dataclass(slots=True)
+class Driver:
+    """Runs a trainer in a thread for the callers that wait for a step."""
+
+    trainer: Trainer
+    served: Fairness  # tokens computed for each tenant
+    members: list[Member] = field(default_factory=list[Member])  # by age
+    compute_s: float = 0.0
+    """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
+    _forwarded: int = 0  # tokens, since the start
+    _driving: "asyncio.Task[None] | None" = None
+    _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited for one
+    _waited: bool = False  # after the last round, for a step that follows
+    _hurried: bool = False  # the last round had no micro-batch
+    _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
+
+    async def run(self, member: Member) -> Any:
+        """Returns the member's result. A caller that is cancelled takes its step out before the next micro-batch."""
+        self.members.append(member)
+        self._came.set()
+        if self._driving is None or self._driving.done():
+            self._driving = asyncio.create_task(self._drive())
+        return await member.result
+
+    async def _drive(self) -> None:
+        while self.members:
+            outcomes = await asyncio.to_thread(self._round, [*self.members])
+            for member in self.members:
+                member.beat()
+            for member, outcome in outcomes.items():
+                self.members.remove(member)
+                if member.result.done():  # cancelled
+                    continue
+                if isinstance(outcome, Exception):
+                    member.result.set_exception(outcome)
+                else:
+                    member.result.set_result(outcome)
+            self._waited = not self._waited and any(self._awaits_next(member) for member in outcomes)
+            if self._waited:
+                await self._next_step()
+
+    def _awaits_next(self, left: Member) -> bool:
+        """Is the step that follows one that left worth waiting for? Not beside others of its tenant, nor beside smaller ones."""
+        larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self.members]
+        return left.goes_on and bool(larger) and all(larger)
+
+    async def _next_step(self) -> None:
+        """Returns when a step comes, or after FOLLOWS_PART of what a micro-batch takes."""
+        self._came.clear()
+        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * SHARED_PART
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), FOLLOWS_PART * micro_batch_s)
+
+    def _round(self, members: list[Member]) -> dict[Member, object]:
+        """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
+        now = compute_clock(self.trainer.backbone.device)
+        since = now()
+        outcomes = self._advanced(members)
+        self.compute_s += now() - since
+        return outcomes
+
+    def _advanced(self, members: list[Member]) -> dict[Member, object]:
+        outcomes: dict[Member, object] = {}
+        for member in members:
+            if member.result.cancelled():
+                self._discard(member)
+                outcomes[member] = asyncio.InvalidStateError("nobody waits for this step")
+            elif member.step is None:
+                began = _tried(lambda member=member: member.begin(self.trainer))
+                if isinstance(began, Exception):
+                    outcomes[member] = began
+                else:
+                    member.step = began
+                    member.tokens = member.tokens_left
+        outcomes |= self._finish([m for m in members if m not in outcomes])
+        left = [m for m in members if m not in outcomes]
+        self._hurried = bool(outcomes) and not self._hurried
+        if self._hurried or not left:
+            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
+        company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
+        return outcomes | self._micro_batch(company) | self._finish(company)
+
+    def _in_turn(self, company: Sequence[Member]) -> list[Member]:
+        """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
+        more than another come last."""
+        tenants = {member.tenant for member in company}
+        if len(tenants) > 1:
+            self._shared_at = time.monotonic()
+        most = self.most_served(tenants)
+        to_go: Counter[str] = Counter()
+        keys: dict[Member, tuple[float, int]] = {}
+        for member in company:
+            to_go[member.tenant] += member.tokens_left
+            served = self.served.virtual_time(member.tenant)
+            keys[member] = (served if served >= most else 0.0, to_go[member.tenant])
+        return sorted(company, key=keys.__getitem__)
+
+    def most_served(self, tenants: Collection[str]) -> float:
+        """The virtual time from which on a tenant comes after the others of these."""
+        least = min((self.served.virtual_time(tenant) for tenant in tenants), default=0.0)
+        return least + AHEAD * self.trainer.budget.tokens
+
+    def _micro_batch(self, company: Sequence[Member]) -> dict[Member, object]:
+        going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
+        before = [one.sums.num_forward for _, one in going]
+        budget = self._budget(going[0][1].tokens_left if going else 0)
+        failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
+        for (tenant, one), num_forward in zip(going, before, strict=True):
+            tokens = one.sums.num_forward - num_forward
+            self.served.charge(tenant, max(tokens, int(LEAST_PART * self.trainer.budget.tokens)) if tokens else 0, 1.0)
+            self._forwarded += tokens
+        if failed is None:
+            return {}
+        log.warning("micro_batch_failed", num_jobs=len(company), reason=f"{type(failed).__name__}: {failed}")
+        outcomes: dict[Member, object] = {m: failed for m in company if m.alone}
+        for member in company:
+            self._discard(member)
+            member.alone = True
+        return outcomes
+
+    def _budget(self, tokens_left: int) -> Budget:
+        """That of the next micro-batch. `tokens_left`: of the step that is first in turn."""
+        budget = self.trainer.budget
+        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
+        return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
+
+    def _finish(self, company: Sequence[Member]) -> dict[Member, object]:
+        done = [(m, m.step) for m in company if m.step is not None and m.step.opened.done]
+        return {member: _tried(lambda member=member, step=step: member.finish(step)) for member, step in done}
+
+    def _discard(self, member: Member) -> None:
+        if member.step is not None:
+            self.trainer.discard(member.step.opened)
+            member.step = None
+
+
+def _tried(call: Callable[[], T]) -> T | Exception:
+    """Returns the call's result or its error, for the caller that waits for the step."""
+    try:
+        return call()
+    except Exception as error:
+        return error
