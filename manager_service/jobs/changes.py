@@ -61,6 +61,7 @@ class Changes:
     dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
     samples: list[tuple[str, int, bytes]] = field(default_factory=list)  # job, version, list of SampleRecord as JSON
     answers: list[tuple[str, int, int, bytes]] = field(default_factory=list)  # job, version, item, SampleRecord as JSON
+    evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
     dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     begun: list[str] = field(default_factory=list)  # have a version 0

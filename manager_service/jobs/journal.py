@@ -163,6 +163,7 @@ class Journal:
 
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         """Writes the event of an evaluation that has ended."""
+        changes.evaluated.append(self._spec.id)
         if self._spec.is_supervised:
             return self._evaluated_loss(version, tally, now, changes)
         data = summary(version, tally)
@@ -212,10 +213,9 @@ class Journal:
 
     def keep_answer(self, key: TrajectoryKey, message: ScoredTrajectory, orders: Orders, changes: Changes) -> None:
         """Keeps the first of an evaluation's sampled answers to each of the first items, so that versions can be compared."""
-        kept = self._kept("samples")
         if key.purpose != "eval" or key.sample > 0 or key.group >= self._limits.sample_items:
             return
-        if kept.has_dropped(key.version):
+        if (kept := self._kept("samples")).has_dropped(key.version):
             return
         record = record_of(message, orders.item_of(key), "evaluation")
         reward = None if self._spec.is_supervised else record.reward

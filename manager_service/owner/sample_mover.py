@@ -69,7 +69,7 @@ class SampleMover:
 
     def follow(self, changes: Changes, jobs: "MemberTable[Job]") -> None:
         """Takes in what was committed. Samples of a job that has left stay in Redis, and are archived with it."""
-        for name, *_ in [*changes.samples, *changes.answers]:
+        for name in [*(name for name, *_ in changes.samples), *changes.evaluated]:
             self._want(jobs.get(name))
         for name, _, end in changes.dropped_samples:
             self._want(jobs.get(name), end)
