@@ -16,7 +16,7 @@ from harness.live import is_balanced
 from harness.s3_server import S3Server
 
 RECORDS = (
-    "job:", "ledger:", "events:", "checkpoints:", "samples:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
+    "job:", "ledger:", "events:", "checkpoints:", "samples:", "answers:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "owners", "bits", "memory", "dropped", "telemetry", "control",
     "adapters:new", "done", "ends", "told", "env-workers",
 )  # fmt: skip

@@ -20,7 +20,7 @@ _KNOWN = (
     "command_wait_s keep_alive_s archive_after_s idempotency_s grader_run_timeout_s policy training_queue "
     "max_open_requests max_event_streams max_stored_bytes "
     "max_unfinished_jobs max_unfinished_bytes max_uploads_bytes max_events_bytes max_samples_bytes "
-    "max_dead_bytes max_telemetry_bytes sample_groups other_samples logger_hosts webhook_hosts "
+    "max_dead_bytes max_telemetry_bytes sample_groups sample_items other_samples logger_hosts webhook_hosts "
     "export_proxy export_every_s export_processes export_give_up_s max_logger_bytes webhook_give_up_s "
     # env workers
     "env_slots env_sessions env_session_idle_s env_package_memory_mb sandbox_processes sandbox_memory_mb weak_sandbox "

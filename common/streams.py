@@ -46,6 +46,7 @@
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
     samples:<job>              hash     version -> samples shown to the user, JSON
+    answers:<job>              hash     <version>/<item> -> an evaluation's answer shown to the user, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
@@ -271,6 +272,9 @@ class Cell:
     def samples(self, job: str) -> str:
         return self.key(f"samples:{job}")
 
+    def answers(self, job: str) -> str:
+        return self.key(f"answers:{job}")
+
     def usage(self, tenant: str) -> str:
         return self.key(f"usage:{tenant}")
 
@@ -309,7 +313,7 @@ class Cell:
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.samples)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.samples, self.answers)
         return tuple(key(job) for key in keys)
 
     @property

@@ -35,10 +35,11 @@ from common.messages import (
     turn_id,
     u8,
 )
+from common.objects import Objects
 from common.streams import Cell, partition_of
 from common.telemetry import Reporter
 from common.worker import Inbox, Worker, worker_id
-from manager_service.records import JSON, Hyper, JobSpec, JobState
+from manager_service.records import JSON, Hyper, JobSpec, JobState, file_path
 
 RewardOf = Callable[[Start, int], float | Failure]
 Action = Literal["create", "pause", "resume", "cancel"]
@@ -269,6 +270,13 @@ def job_spec(job: str = "job-a", tenant: str = "acme", *, created_at: int = 0, *
         hyper=Hyper(lora=LoraSpec(), loss=LossSpec(), optim=OptimSpec(1e-3), **values),  # type: ignore[arg-type]
         num_items=0,
     )
+
+
+async def held_out(objects: Objects, spec: JobSpec, num: int) -> JobSpec:
+    """The job, with a file of so many items for its evaluations."""
+    rows = (b'{"messages":[{"role":"user","content":"item %d"}]}\n' % number for number in range(num))
+    await objects.write(file_path(spec.tenant, "file-held-out"), b"".join(rows))
+    return msgspec.structs.replace(spec, validation_file="file-held-out", num_eval_items=num)
 
 
 async def create_job(bus: Bus, spec: JobSpec) -> None:

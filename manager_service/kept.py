@@ -1,7 +1,7 @@
 """Bounds what is kept for people to read, by bytes: of each job its events and its samples. The oldest go first.
 
-Both are numbered from 1: events by their sequence, samples by their version. Each kind is counted in a few runs of successive
-numbers, and the oldest run is dropped as a whole, so a job's state holds a few numbers however much was written.
+Events are numbered by their sequence, from 1; samples by their version, an evaluation's answers among them. Each kind is counted in a
+few runs of successive numbers, and the oldest run is dropped as a whole, so a job's state holds a few numbers however much was written.
 """
 
 import msgspec
@@ -18,6 +18,7 @@ class Limits(msgspec.Struct, frozen=True):
     dead: int = 64 << 20  # bytes of a cell's dead letters
     telemetry: int = 64 << 20  # bytes of a cell's reports
     sample_groups: int = 2  # groups of each step that are kept whole
+    sample_items: int = 4  # held-out items of which every evaluation keeps an answer
     other_samples: int = 4  # trajectories of each step that are kept: so many of its best, its worst and its failed
 
 
@@ -36,12 +37,26 @@ class Kept(msgspec.Struct):
         """The oldest that is kept; all below are dropped."""
         return self.runs[0][0] if self.runs else 0
 
+    def has_dropped(self, number: int) -> bool:
+        return bool(self.dropped) and number < self.first
+
     def add(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
         """Counts a new record, of a number above all before. Returns the numbers to drop: the first, and one past the last."""
         if self.runs and self.runs[-1][1] + num_bytes <= limit // NUM_RUNS:
             self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)
         else:
             self.runs.append((number, num_bytes))
+        return self._drop_beyond(limit)
+
+    def add_late(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
+        """Counts a record of a number that may be below the newest's, and is not dropped: with the newest."""
+        if not self.runs:
+            return self.add(number, num_bytes, limit)
+        self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)
+        self.runs[0] = (min(number, self.runs[0][0]), self.runs[0][1])
+        return self._drop_beyond(limit)
+
+    def _drop_beyond(self, limit: int) -> tuple[int, int] | None:
         first = self.runs[0][0]
         while len(self.runs) > 1 and sum(size for _, size in self.runs) > limit:
             self.runs.pop(0)

@@ -13,6 +13,7 @@ open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_t
 evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
 checkpoints:<job>          hash     version -> CheckpointRecord
 samples:<job>              hash     version -> list of SampleRecord, of the newest steps; the others are in object storage
+answers:<job>              hash     <version>/<item> -> SampleRecord, of evaluations that run or have just ended; the others likewise
 events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
 usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference, `archived` all archived jobs together
 
@@ -314,8 +315,8 @@ class Written(msgspec.Struct, frozen=True):
     num_dropped: int = 0  # tokens at the end that are not kept
 
 
-KeptAs = Literal["first", "best", "worst", "failed"]
-"""Why a sample is kept: it is of a step's first groups, or one of the others."""
+KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
+"""Why a sample is kept: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
@@ -332,7 +333,8 @@ class SampleRecord(msgspec.Struct, frozen=True):
     failure: Failure | None = None  # why it has no reward, and was left out
     written: Written | None = None  # None: not kept
     kept: KeptAs = "first"
-    step: int = 0  # that trained on it, or left it out since it failed
+    step: int = 0  # that trained on it, or left it out since it failed; the version that an evaluation measures
+    item: int | None = None  # of an evaluation: the item's place in the held-out file, from 0
     advantage: float | None = None  # by which it is learned from; None: it is not, or its reward is no matter
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 

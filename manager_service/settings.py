@@ -78,6 +78,8 @@ class ManagerSettings(Settings):
     """What is kept of a job's samples; the oldest versions go first. The job says how many were dropped."""
     sample_groups: int = Field(default=Limits().sample_groups, ge=0, le=1024)
     """Groups of each step whose samples are kept, the first ones."""
+    sample_items: int = Field(default=Limits().sample_items, ge=0, le=1024)
+    """Held-out items, the first ones, of which every evaluation keeps one answer, so that versions can be compared."""
     other_samples: int = Field(default=Limits().other_samples, ge=0, le=1024)
     """Samples of each step that are kept as its best, its worst and its failed: so many of each."""
     max_dead_bytes: int = Field(default=Limits().dead, ge=1 << 16)
@@ -99,6 +101,7 @@ class ManagerSettings(Settings):
             dead=self.max_dead_bytes,
             telemetry=self.max_telemetry_bytes,
             sample_groups=self.sample_groups,
+            sample_items=self.sample_items,
             other_samples=self.other_samples,
         )
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from manager_service.api.context import Base
+from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import Archived, sample_versions
 from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, JobState
 
@@ -38,6 +39,14 @@ class JobRecords(Protocol):
 
     async def sample_versions(self) -> list[int]:
         """Those of which samples may be kept, ascending."""
+        ...
+
+    async def answers(self, version: int | None) -> bytes:
+        """What is kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
+        ...
+
+    async def answer_versions(self) -> list[int]:
+        """Those of whose evaluation something is kept, ascending."""
         ...
 
     async def ledger(self) -> dict[str, int]:
@@ -92,6 +101,18 @@ class LiveRecords:
         found = await self.base.redis.hkeys(self.base.cell.samples(self.job))
         return sample_versions(self.state, map(int, found))
 
+    async def answers(self, version: int | None) -> bytes:
+        if version is None:
+            version = max(await self.answer_versions(), default=0)
+        found = by_version(await self.base.redis.hgetall(self.base.cell.answers(self.job)))
+        if version in found:
+            return joined(found[version])
+        return await self.base.archive.answer_files.read(self.tenant, self.job, version)
+
+    async def answer_versions(self) -> list[int]:
+        found = by_version(await self.base.redis.hgetall(self.base.cell.answers(self.job)))
+        return sorted({*found, *await self.base.archive.answer_files.versions(self.tenant, self.job)})
+
     async def ledger(self) -> dict[str, int]:
         pipe = self.base.redis.pipeline(transaction=True)
         pipe.hmget(self.base.cell.ledger(self.job), LEDGER)
@@ -131,6 +152,12 @@ class ArchivedRecords:
 
     async def sample_versions(self) -> list[int]:
         return self.base.archive.sample_versions(self.archived)
+
+    async def answers(self, version: int | None) -> bytes:
+        return await self.base.archive.answers(self.archived, version)
+
+    async def answer_versions(self) -> list[int]:
+        return await self.base.archive.answer_versions(self.archived)
 
     async def ledger(self) -> dict[str, int]:
         return dict.fromkeys(LEDGER, 0) | self.archived.ledger

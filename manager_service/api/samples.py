@@ -34,14 +34,19 @@ class Filter:
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None
     failed: Annotated[bool | None, Query(description="Those that failed alone, or those that did not")] = None
+    item: Annotated[int | None, Query(ge=0, lt=2**53, description="Of evaluations: its place in the held-out file")] = (
+        None
+    )
 
     @property
     def takes_all(self) -> bool:
-        return self.min_reward is None and self.max_reward is None and self.failed is None
+        return self == Filter()
 
     def takes(self, one: SampleRecord) -> bool:
         """A sample without a reward is in no range."""
         if self.failed is not None and (one.failure is not None) != self.failed:
+            return False
+        if self.item is not None and one.item != self.item:
             return False
         if self.min_reward is None and self.max_reward is None:
             return True
@@ -81,19 +86,27 @@ async def samples(
     wanted: Annotated[Filter, Depends()],
     steps: Annotated[Steps, Depends()],
     version: Annotated[
-        int | None, Query(ge=0, le=MAX_STEP, description="The version that was trained on them; the newest if absent")
+        int | None,
+        Query(ge=0, le=MAX_STEP, description="That was trained on them, or evaluated; the newest if absent"),
+    ] = None,
+    evaluation: Annotated[
+        bool | None,
+        Query(
+            description="What evaluations were answered, or what steps were trained on; with format=jsonl both if absent"
+        ),
     ] = None,
     format: Annotated[
         Literal["json", "jsonl"], Query(description="jsonl: a line a sample, of all steps if no version is given")
     ] = "json",
 ) -> Response:
-    """What is kept of each step: its first groups, the best and the worst of the others, and some that failed."""
+    """What is kept of each step: its first groups, the best and the worst of the others, and some that failed; and of each
+    evaluation what the first held-out items were answered."""
     store = JobStore(api)
     row = await store.find(tenant.id, job_id)
     if format == "jsonl":
-        only = [version] if version is not None else None
-        return StreamingResponse(_lines(api, tenant, row, wanted, steps, only), media_type="application/jsonl")
-    found = await store.read(row, lambda records: records.samples(version))
+        parts = await _parts(store, row, steps, version, evaluation)
+        return StreamingResponse(_lines(api, tenant, row, wanted, parts), media_type="application/jsonl")
+    found = await _read(store, row, version, bool(evaluation))
     if not wanted.takes_all:
         found = JSON.encode([one for one in await _decoded(found) if wanted.takes(one)])
     return Response(_page_of_samples(found), media_type="application/json")
@@ -104,6 +117,11 @@ def _page_of_samples(records: bytes) -> bytes:
     return b'{"object":"list","data":' + records + b',"first_id":null,"last_id":null,"has_more":false}'
 
 
+async def _read(store: JobStore, row: JobRow, version: int | None, evaluation: bool) -> bytes:
+    """A list of SampleRecord in JSON."""
+    return await store.read(row, lambda records: (records.answers if evaluation else records.samples)(version))
+
+
 async def _decoded(records: bytes) -> list[SampleRecord]:
     return await asyncio.to_thread(msgspec.json.decode, records, type=list[SampleRecord])
 
@@ -111,15 +129,35 @@ async def _decoded(records: bytes) -> list[SampleRecord]:
 # ---- as JSONL -------------------------------------------------------------------------------------------------------
 
 
+Part = tuple[int, bool]
+"""A step, or the evaluation of a version (True)."""
+
+
+async def _parts(
+    store: JobStore, row: JobRow, steps: Steps, version: int | None, evaluation: bool | None
+) -> list[Part]:
+    """Those that are asked for and may have samples, oldest first."""
+    kinds = (False, True) if evaluation is None else (evaluation,)
+    found = [
+        (step, kind) for kind in kinds for step in ([version] if version is not None else await _kept(store, row, kind))
+    ]
+    wanted = set(steps.among(sorted({step for step, _ in found})))
+    return sorted(part for part in found if part[0] in wanted)
+
+
+async def _kept(store: JobStore, row: JobRow, evaluation: bool) -> list[int]:
+    if evaluation:
+        return await store.read(row, lambda records: records.answer_versions()) if row.spec.num_eval_items else []
+    return await store.read(row, lambda records: records.sample_versions())
+
+
 async def _lines(
-    api: Api, tenant: TenantRecord, row: JobRow, wanted: Filter, steps: Steps, only: Sequence[int] | None
+    api: Api, tenant: TenantRecord, row: JobRow, wanted: Filter, parts: Sequence[Part]
 ) -> AsyncIterator[bytes]:
-    """The samples step by step, oldest first; memory holds those of one step."""
+    """The samples part by part; memory holds those of one."""
     store = JobStore(api)
-    found = only or await store.read(row, lambda records: records.sample_versions())
-    for step in steps.among(found):
-        encoded = await store.read(row, lambda records, step=step: records.samples(step))
-        chosen = [one for one in await _decoded(encoded) if wanted.takes(one)]
+    for step, evaluation in parts:
+        chosen = [one for one in await _decoded(await _read(store, row, step, evaluation)) if wanted.takes(one)]
         turns = [_stretches(one.written or NOTHING) for one in chosen]
         pieces = [ids for own in turns for _, ids in own]
         size = BYTES_A_TOKEN * sum(map(len, pieces))
@@ -137,14 +175,16 @@ def _line(step: int, one: SampleRecord, turns: list[dict[str, str]]) -> bytes:
 
 @router.get("/samples/{step}/{group}/{sample}")
 async def conversation(
-    api: Parts, tenant: Tenant, job_id: str, step: Step, group: Number, sample: Number
+    api: Parts, tenant: Tenant, job_id: str, step: Step, group: Number, sample: Number, evaluation: bool = False
 ) -> ConversationObject:
     """A sample as it was written: turn by turn, token by token. `step`: as `version` in the list of samples."""
     store = JobStore(api)
     row = await store.find(tenant.id, job_id)
-    encoded = await store.read(row, lambda records: records.samples(step))
+    encoded = await _read(store, row, step, evaluation)
     found = next((one for one in await _decoded(encoded) if (one.group, one.sample) == (group, sample)), None)
     if found is None:
+        if evaluation:
+            raise NotFound(f"the evaluation of version {step} kept no answer {sample} to item {group}")
         raise NotFound(f"step {step} kept no sample {sample} of group {group}")
     written = found.written or NOTHING
     asked = Spell(row.base.name, written.tokens)

@@ -153,9 +153,10 @@ class WrittenObject(BaseModel):
 
 class SampleObject(BaseModel):
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
-    step: int  # that trained on it, or left it out since it failed
+    step: int  # that trained on it, or left it out since it failed; the version that an evaluation measures
     version: int  # that sampled it
-    group: int
+    item: int | None = None  # of an evaluation: the item's place in the held-out file, from 0
+    group: int  # of an evaluation: its item
     sample: int
     prompt: str
     text: str
@@ -165,7 +166,8 @@ class SampleObject(BaseModel):
     reward_parts: dict[str, float] = {}
     failure: FailureObject | None = None
     written: WrittenObject | None = None
-    kept: Literal["first", "best", "worst", "failed"] = "first"  # of the step's first groups, or one of the others
+    kept: Literal["first", "best", "worst", "failed", "evaluation"] = "first"
+    """As one of the step's first groups, or of its others; or as the answer of an evaluation."""
 
 
 class TurnObject(BaseModel):
@@ -180,7 +182,7 @@ class ConversationObject(BaseModel):
     """A sample as it was written, token by token."""
 
     object: Literal["fine_tuning.job.conversation"] = "fine_tuning.job.conversation"
-    step: int  # that trained on it
+    step: int  # as the sample's
     sample: SampleObject  # without `written`
     turns: list[TurnObject]
     num_dropped: int  # tokens at the end that are not kept

@@ -1,8 +1,8 @@
 """Writes and reads the records of finished jobs.
 
     records/{tenant}/{base}/{job}/record.json                      Archived
-    records/{tenant}/{base}/{job}/parts.{sha256}                   events, checkpoints and samples, one behind the other
-    records/{tenant}/{base}/{job}/samples/...                      see samples.py: what was moved before the job ended
+    records/{tenant}/{base}/{job}/parts.{sha256}                   events, checkpoints, samples and answers, one behind the other
+    records/{tenant}/{base}/{job}/samples/...  answers/...         see samples.py: what was moved before the job ended
     records/{tenant}/{base}/{job}/late/{sequence}                  EventRecord: one that was written after the job was moved here
     records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
     records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted
@@ -67,6 +67,8 @@ class Archive:
         self._base_model = base_model
         self.sample_files = SampleFiles(objects, base_model)
         """Those that were moved before their job ended."""
+        self.answer_files = SampleFiles(objects, base_model, "answers")
+        """Likewise, of evaluations."""
 
     def _folder(self, tenant: str) -> str:
         return f"records/{tenant}/{self._base_model}"
@@ -176,6 +178,17 @@ class Archive:
     def sample_versions(self, job: Archived) -> list[int]:
         """Those that may have samples, ascending."""
         return sample_versions(job.state, _starts(job, "samples"))
+
+    async def answers(self, job: Archived, version: int | None) -> bytes:
+        """What is kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
+        found = max(await self.answer_versions(job), default=0) if version is None else version
+        if f"answers/{found}" in job.parts:
+            return await self._part(job, f"answers/{found}")
+        return await self.answer_files.read(job.spec.tenant, job.spec.id, found)
+
+    async def answer_versions(self, job: Archived) -> list[int]:
+        """Those of whose evaluation something is kept, ascending."""
+        return sorted({*_starts(job, "answers"), *await self.answer_files.versions(job.spec.tenant, job.spec.id)})
 
     async def _newest(
         self,

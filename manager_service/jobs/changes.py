@@ -60,6 +60,8 @@ class Changes:
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
     samples: list[tuple[str, int, bytes]] = field(default_factory=list)  # job, version, list of SampleRecord as JSON
+    answers: list[tuple[str, int, int, bytes]] = field(default_factory=list)  # job, version, item, SampleRecord as JSON
+    evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
     dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     begun: list[str] = field(default_factory=list)  # have a version 0
@@ -149,6 +151,8 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
     result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped_versions]
     for job, version, samples in changes.samples:
         result.append(["HSET", cell.samples(job), version, samples])
+    for job, version, item, answer in changes.answers:
+        result.append(["HSET", cell.answers(job), f"{version}/{item}", answer])
     for job, first, end in changes.dropped_samples:
         result.append(["HDEL", cell.samples(job), *range(first, end)])
     return result

@@ -259,6 +259,8 @@ class Job:
         self.open.end_eval(key, changes)
         self.open.ack(entry, changes)
         self._dirty(changes)
+        if str(key.version) in self.state.evals:
+            self.journal.keep_answer(key, message, self.orders, changes)
         count(self.spec, self.state, key.version, message)
 
     def on_parked(self, entry: str, message: Parked, changes: Changes) -> None:
@@ -330,9 +332,7 @@ class Job:
         if found is not None:
             return found
         exhausted = hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size
-        if exhausted and all(group.decided for group in self.open.groups.values()):
-            return sorted(self.open.groups)
-        return None
+        return sorted(self.open.groups) if exhausted and all(g.decided for g in self.open.groups.values()) else None
 
     def next_step(self, numbers: list[int]) -> TrainStep:
         """The message that hands these groups to the trainers."""

@@ -9,6 +9,7 @@ from common.messages import AdapterUpdate, ScoredTrajectory, Usage
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import loss_summary, summary
 from manager_service.jobs.groups import Group
+from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.samples import MAX_TEXT, advantages, chosen, record_of
 from manager_service.jobs.stopping import note_evaluation
@@ -162,6 +163,7 @@ class Journal:
 
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         """Writes the event of an evaluation that has ended."""
+        changes.evaluated.append(self._spec.id)
         if self._spec.is_supervised:
             return self._evaluated_loss(version, tally, now, changes)
         data = summary(version, tally)
@@ -207,6 +209,19 @@ class Journal:
         self._failed = []
         changes.samples.append((self._spec.id, version, encoded))
         if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
+            changes.dropped_samples.append((self._spec.id, *dropped))
+
+    def keep_answer(self, key: TrajectoryKey, message: ScoredTrajectory, orders: Orders, changes: Changes) -> None:
+        """Keeps the first of an evaluation's sampled answers to each of the first items, so that versions can be compared."""
+        if key.purpose != "eval" or key.sample > 0 or key.group >= self._limits.sample_items:
+            return
+        if (kept := self._kept("samples")).has_dropped(key.version):
+            return
+        record = record_of(message, orders.item_of(key), "evaluation")
+        reward = None if self._spec.is_supervised else record.reward
+        encoded = JSON.encode(msgspec.structs.replace(record, reward=reward, step=key.version, item=key.group))
+        changes.answers.append((self._spec.id, key.version, key.group, encoded))
+        if dropped := kept.add_late(key.version, len(encoded), self._limits.samples):
             changes.dropped_samples.append((self._spec.id, *dropped))
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:

@@ -66,7 +66,7 @@ class Orders:
             group=first.group,
             samples=tuple(key.sample for key in keys),
             attempt=state.attempt,
-            item=self.item(first.group) if first.purpose == "train" else self._eval_items[first.group],
+            item=self.item_of(first),
             env=spec.env,
             sampling=Sampling(temperature=temperature, max_tokens=hyper.max_tokens, max_context=hyper.max_context or 0),
             max_turns=hyper.max_turns,
@@ -127,6 +127,10 @@ class Orders:
             stop_reason="failed",
             failure=failure,
         )
+
+    def item_of(self, key: TrajectoryKey) -> dict[str, Any] | None:
+        """What a trajectory is about: an evaluation's in the order of its file."""
+        return self.item(key.group) if key.purpose == "train" else self._eval_items[key.group]
 
     def item(self, group: int) -> dict[str, Any] | None:
         """The item of a group: permutation(seed, epoch)[group mod n]. None: the environment makes its own."""

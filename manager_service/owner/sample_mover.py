@@ -2,6 +2,8 @@
 
     a step's script writes them to Redis ─► follow ─► run: write the file, then delete in Redis what is still the same
 
+The answers of an evaluation come one by one, each by the script that settles it, and are moved together once it has ended.
+
 They are read there and here, so a move may be late, may be repeated, and may never happen: what a dead owner left is moved after the
 job's next step, or archived with the job. While the storage is away, the oldest are dropped beyond some megabytes a job.
 
@@ -10,17 +12,21 @@ files are deleted; so the next owner goes on, and the archiver deletes what is l
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
 from common.bus import Bus
 from common.errors import Unavailable
 from common.objects import Objects
-from manager_service.archive.samples import SampleFiles
+from manager_service.archive.samples import SampleFiles, by_version, joined
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
+from manager_service.kept import Kept
+from manager_service.records import JobState
 from manager_service.scheduling.members import MemberTable
 
 AT_ONCE = 8
@@ -29,8 +35,13 @@ AGAIN_S = 5.0
 """After which it is tried again when the storage was away."""
 MAX_WAITING_BYTES = 8 << 20
 """Of a job's samples in Redis while the storage is away."""
-# KEYS: samples:<job>. ARGV: version, what was written to the file.
-DELETE_IF_SAME = "if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end"
+# KEYS: samples:<job> or answers:<job>. ARGV: fields, each with what was written of it to the file.
+DELETE_IF_SAME = """
+for at = 1, #ARGV, 2 do
+  if redis.call('HGET', KEYS[1], ARGV[at]) ~= ARGV[at + 1] then return end
+end
+for at = 1, #ARGV, 2 do redis.call('HDEL', KEYS[1], ARGV[at]) end
+"""
 
 log = structlog.get_logger()
 
@@ -49,6 +60,7 @@ class SampleMover:
     def __init__(self, bus: Bus, objects: Objects) -> None:
         self._bus = bus
         self._files = SampleFiles(objects, bus.cell.base_model)
+        self._answer_files = SampleFiles(objects, bus.cell.base_model, "answers")
         self._delete_if_same = bus.client.register_script(DELETE_IF_SAME)
         self._due: dict[str, Due] = {}
         self._busy: set[str] = set()  # jobs that are worked for; what is due of them comes behind that
@@ -57,7 +69,7 @@ class SampleMover:
 
     def follow(self, changes: Changes, jobs: "MemberTable[Job]") -> None:
         """Takes in what was committed. Samples of a job that has left stay in Redis, and are archived with it."""
-        for name, *_ in changes.samples:
+        for name in [*(name for name, *_ in changes.samples), *changes.evaluated]:
             self._want(jobs.get(name))
         for name, _, end in changes.dropped_samples:
             self._want(jobs.get(name), end)
@@ -90,6 +102,8 @@ class SampleMover:
             self._busy.add(name)
             try:
                 await self._move(due.job.spec.tenant, name)
+                if due.job.spec.num_eval_items:
+                    await self._move_answers(due.job.spec.tenant, name)
                 await self._clear(due)
             except Unavailable as error:
                 log.warning("samples_not_moved", job_id=name, reason=str(error))
@@ -107,7 +121,29 @@ class SampleMover:
         for version in sorted(found, key=int)[:-1]:
             samples: Any = found[version]
             await self._files.write(tenant, job, int(version), samples)
-            await self._bus.retrying(lambda version=version, samples=samples: self._delete(key, version, samples))
+            await self._bus.retrying(lambda version=version, samples=samples: self._delete(key, {version: samples}))
+
+    async def _move_answers(self, tenant: str, job: str) -> None:
+        """Moves those of the evaluations that have ended, by what one moment of Redis says."""
+        key, client = self._bus.cell.answers(job), self._bus.client
+
+        async def read() -> list[Any]:
+            pipe = client.pipeline(transaction=True)
+            pipe.hgetall(key)
+            pipe.hget(self._bus.cell.job(job), "state")
+            return await pipe.execute()
+
+        found, encoded = await self._bus.retrying(read)
+        if not found:
+            return
+        state = msgspec.json.decode(encoded, type=JobState)
+        kept = state.kept.get("samples", Kept())
+        for version, answers in by_version(found).items():
+            if str(version) in state.evals:
+                continue
+            if not kept.has_dropped(version):
+                await self._answer_files.write(tenant, job, version, joined(answers))
+            await self._bus.retrying(lambda answers=answers: self._delete(key, answers))
 
     async def _clear(self, due: Due) -> None:
         """Deletes the files of samples that are dropped. The job's state says so from its next step on."""
@@ -115,10 +151,11 @@ class SampleMover:
         if kept is None or kept.cleared >= due.first:
             return
         tenant, job = due.job.spec.tenant, due.job.id
-        if kept.cleared:
-            await self._files.drop(tenant, job, range(kept.cleared, due.first))
-        else:  # whatever is there
-            await self._files.drop_below(tenant, job, due.first)
+        for files in (self._files, self._answer_files) if due.job.spec.num_eval_items else (self._files,):
+            if kept.cleared:
+                await files.drop(tenant, job, range(kept.cleared, due.first))
+            else:  # whatever is there
+                await files.drop_below(tenant, job, due.first)
         kept.cleared = due.first
 
     # ---- while the storage is away ----------------------------------------------------------------------------------
@@ -136,13 +173,15 @@ class SampleMover:
 
     async def _shorten(self, job: str) -> None:
         """Drops a job's oldest samples while the storage takes none: Redis has room for a few steps' alone."""
-        key, left = self._bus.cell.samples(job), MAX_WAITING_BYTES
-        found: Any = await self._bus.retrying(lambda: self._bus.client.hgetall(key))
-        for version in sorted(found, key=int, reverse=True):
-            left -= len(found[version])
-            if left < 0:
-                log.warning("samples_dropped", job_id=job, version=int(version), reason="the storage is away")
-                await self._bus.retrying(lambda version=version: self._delete(key, version, found[version]))
+        for key in (self._bus.cell.samples(job), self._bus.cell.answers(job)):
+            left = MAX_WAITING_BYTES
+            found: Any = await self._bus.retrying(lambda key=key: self._bus.client.hgetall(key))
+            for name in sorted(found, key=lambda name: int(name.partition(b"/")[0]), reverse=True):
+                left -= len(found[name])
+                if left < 0:
+                    log.warning("samples_dropped", job_id=job, version=name.decode(), reason="the storage is away")
+                    gone: dict[bytes, bytes] = {name: found[name]}
+                    await self._bus.retrying(lambda key=key, gone=gone: self._delete(key, gone))
 
-    async def _delete(self, key: str, version: bytes, samples: bytes) -> None:
-        await self._delete_if_same(keys=[key], args=[version, samples])
+    async def _delete(self, key: str, same: Mapping[bytes, bytes]) -> None:
+        await self._delete_if_same(keys=[key], args=[word for pair in same.items() for word in pair])

@@ -1,56 +1,59 @@
-// What a job's trajectories said: whole conversations, token by token, of one step or of two side by side.
+// What a job's trajectories said: whole conversations of one step, of two side by side, or of one held-out item at two versions.
 
-import {get, ofJob} from "./api.js";
+import {addressOf, note, numberIn} from "./address.js";
+import {ofJob} from "./api.js";
+import {cutOff, facts, SHADE, turn, turnsOf} from "./conversation.js";
 import {announce, fill, h, select} from "./dom.js";
-import {isSupervised, number, reward} from "./format.js";
+import {isSupervised, reward} from "./format.js";
+import {showVersions} from "./versions.js";
 
-const RARE = [0.7, 2, 4, 6]; // −log p in nats at which a token's shade begins: p = 0.5, 0.14, 0.02, 0.002
 const SHORT = 90;
-const KEPT = "Of a step its first groups are kept, of the others the best and the worst, and some that failed. The shade of a token says how unlikely it was when it was sampled.";
+const KEPT = "Of a step its first groups are kept, of the others the best and the worst, and some that failed.";
 const EXAMPLES_KEPT = "Of a step its first examples are kept, and some that failed. They have no reward.";
 
 export async function showSamples(panel, view) {
   const {params} = view;
-  const first = number_of(params.get("step"));
-  const second = number_of(params.get("beside"));
-  const place = (changes) => {
-    const all = {...Object.fromEntries(params), tab: "samples", ...changes};
-    location.hash = `#/job/${encodeURIComponent(view.id)}?${new URLSearchParams(Object.entries(all).filter(([, value]) => value !== null && value !== undefined && value !== ""))}`;
-  };
-  const isPair = params.has("beside");
-  const panes = h("div", {class: isPair ? "halves" : "samples"});
-  const beside = h("button", {type: "button", onclick: () => place({beside: isPair ? null : 1})}, isPair ? "One step" : "Two steps side by side");
-  fill(panel, h("div", {class: "bar"}, h("p", {class: "muted"}, isSupervised(view.job) ? EXAMPLES_KEPT : KEPT), h("span", {class: "grow"}), beside), panes);
-  const shown = [pane(view, first, (step) => place({step, group: null, sample: null}), true)];
-  if (isPair) shown.push(pane(view, second, (step) => place({beside: step}), false));
+  const address = (changes) => addressOf(view, {step: null, beside: null, group: null, sample: null, item: null, a: null, b: null, ...changes});
+  const links = [
+    ["One step", {}, !params.has("beside") && !params.has("item")],
+    ["Two steps side by side", {step: params.get("step"), beside: 1}, params.has("beside")],
+    view.job.validation_file && ["Two versions of one item", {item: 0}, params.has("item")],
+  ].filter(Boolean);
+  const panes = h("div");
+  fill(panel, h("nav", {class: "bar", "aria-label": "Which conversations"}, links.map(([title, changes, isHere]) => h("a", {class: "button", href: address(changes), "aria-current": isHere ? "true" : null}, title))), panes);
+  if (params.has("item")) return showVersions(panes, view);
+  panes.className = params.has("beside") ? "halves" : "samples";
+  const shown = [pane(view, "step", true)];
+  if (params.has("beside")) shown.push(pane(view, "beside", false));
+  panel.append(h("p", {class: "muted"}, isSupervised(view.job) ? EXAMPLES_KEPT : KEPT, SHADE));
   fill(panes, shown.map((one) => one.node));
-  await Promise.all(shown.map((one) => one.open()));
+  await Promise.all(shown.map((one) => one.open(numberIn(params, one.name))));
 }
 
-const number_of = (text) => text !== null && /^\d+$/.test(text) ? Number(text) : null;
-
-/** One step: its samples, filtered, and the one that is read. `go` shows another step; `isFirst`: the address names its sample. */
-function pane(view, step, go, isFirst) {
-  const {id, tenant, signal, params} = view;
-  const state = {samples: [], step};
+/** One step: its samples, filtered, and the one that is read. `name`: of the step in the address; `isFirst`: that names the sample too. */
+function pane(view, name, isFirst) {
+  const {id, tenant, signal} = view;
+  const state = {samples: [], step: 1};
+  const go = (step) => { note(view, {[name]: step, ...(isFirst && {group: null, sample: null})}); open(Math.max(1, Number(step) || 1)).catch((error) => fill(names, h("p", {class: "error", role: "alert"}, error.message))); };
   const stepField = h("input", {type: "number", min: 1, "aria-label": "Step", onchange: () => go(stepField.value)});
   const byReward = isSupervised(view.job) ? [] : [["low", "reward below the mean"], ["high", "reward from the mean up"]];
   const kind = select([["", "all"], ["failed", "failed"], ...byReward], "", {"aria-label": "Which samples", onchange: list});
   const names = h("div", {class: "list"}), reads = h("div", {class: "reads"});
   const node = h("section", {class: "samples", "aria-label": "Samples of a step"},
     h("div", {class: "bar"}, h("label", {}, "Step ", stepField), h("button", {type: "button", "aria-label": "Step before", onclick: () => go(state.step - 1)}, "←"), h("button", {type: "button", "aria-label": "Next step", onclick: () => go(state.step + 1)}, "→"), kind),
-    h("div", {class: params.has("beside") ? "" : "browse"}, names, reads));
+    h("div", {class: view.params.has("beside") ? "" : "browse"}, names, reads));
 
-  async function open() {
+  /** null: the newest step. */
+  async function open(step) {
     const found = (await ofJob(id, "samples", {query: {version: step}, tenant, signal})).data;
     state.samples = found;
     state.step = step ?? found[0]?.step ?? Math.max(1, view.job.version);
     stepField.value = state.step;
     stepField.max = Math.max(state.step, view.job.version + 1);
     list();
-    const wanted = isFirst && found.find((one) => String(one.group) === params.get("group") && String(one.sample) === params.get("sample"));
+    const wanted = isFirst && found.find((one) => String(one.group) === view.params.get("group") && String(one.sample) === view.params.get("sample"));
     const opened = wanted || visible()[0];
-    if (opened) await read(opened);
+    opened ? await read(opened) : fill(reads);
   }
 
   function visible() {
@@ -71,11 +74,11 @@ function pane(view, step, go, isFirst) {
 
   async function read(one) {
     for (const button of names.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.at === `${one.group}/${one.sample}`));
-    const found = await get(`/v1/fine_tuning/jobs/${encodeURIComponent(id)}/samples/${state.step}/${one.group}/${one.sample}`, {tenant, signal});
+    const found = await ofJob(id, `samples/${state.step}/${one.group}/${one.sample}`, {tenant, signal});
     fill(reads, conversation(view, found));
     announce(`Sample ${one.sample} of group ${one.group}`);
   }
-  return {node, open};
+  return {name, node, open};
 }
 
 function grouped(samples) {
@@ -86,43 +89,14 @@ function grouped(samples) {
 
 const cut = (text) => text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;
 
-function conversation(view, {sample, turns, num_dropped: dropped}) {
-  const facts = [
-    ["reward", sample.reward === null ? "none" : number(sample.reward)],
-    sample.advantage != null && ["advantage", number(sample.advantage)],
-    ...Object.entries(sample.reward_parts).map(([part, value]) => [part, number(value)]),
-    ["written by", `version ${sample.version}`], ["ended by", sample.stop_reason], sample.kept !== "first" && ["kept as", `one of the step's ${sample.kept}`],
-  ].filter(Boolean);
+function conversation(view, found) {
+  const {sample} = found;
   const tuned = view.job.fine_tuned_model;
   const again = tuned && sample.prompt && h("a", {class: "tenant-only", href: `#/chat?${new URLSearchParams({a: `${tuned}@${Math.max(1, view.job.version)}`, b: view.job.version > 1 ? `${tuned}@1` : view.job.model, say: sample.prompt})}`}, "Ask two versions the same");
   return [
-    h("dl", {class: "facts"}, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    sample.failure && h("p", {class: "error"}, `${sample.failure.kind}: ${sample.failure.reason}`),
-    turns.length ? turns.map((one) => turn(one, sample.advantage)) : plain(sample),
-    dropped > 0 && h("p", {class: "muted"}, `${dropped} more tokens are not kept.`),
+    facts(sample),
+    turnsOf(found).map((one) => turn(one, {advantage: sample.advantage, length: found.turns.length > 0})),
+    cutOff(found.num_dropped),
     again && h("p", {}, again),
   ];
-}
-
-/** A sample whose tokens are not kept: its last turn, as text. */
-function plain(sample) {
-  return [["prompt", sample.prompt], ["model", sample.text]].filter(([, text]) => text).map(([by, text]) =>
-    h("div", {class: `turn ${by}`}, h("h4", {}, TITLES[by]), h("div", {class: "tokens", tabindex: "0"}, text)));
-}
-
-const TITLES = {prompt: "Prompt", model: "Model", environment: "Environment or tool"};
-
-function turn({by, tokens, logprobs}, advantage) {
-  const total = logprobs?.reduce((sum, value) => sum + value, 0);
-  const title = `${TITLES[by]} · ${tokens.length} tokens${logprobs ? ` · log-prob ${number(total)}` : ""}`;
-  return h("div", {class: `turn ${by}`}, h("h4", {}, title), h("div", {class: "tokens", tabindex: "0"}, tokens.map((text, i) => token(text, logprobs?.[i], advantage))));
-}
-
-function token(text, logprob, advantage) {
-  const kinds = [/^<\|.*\|>$/.test(text) && "special"];
-  if (logprob === undefined) return kinds[0] ? h("span", {class: "special"}, text) : text;
-  const shade = RARE.filter((from) => -logprob >= from).length;
-  kinds.push(shade && `p${shade}`);
-  const learned = advantage == null ? "" : `, advantage ${number(advantage)}`;
-  return h("span", {class: kinds.filter(Boolean).join(" ") || null, title: `log-prob ${logprob.toFixed(3)}, p ${Math.exp(logprob).toPrecision(2)}${learned}`}, text || "·");
 }

@@ -16,17 +16,17 @@ const GRADERS = {
   score_model: {type: "score_model", name: "score", model: "", range: [0, 1], input: ASKED("Is this right? Answer with a number from 0 to 1.")},
   label_model: {type: "label_model", name: "label", model: "", labels: ["right", "wrong"], passing_labels: ["right"], input: ASKED("Is this right or wrong? Answer with one word.")},
 };
-const ENVIRONMENTS = {calculator: {name: "calculator", args: {}}, python: {name: "python", args: {}}, search: {name: "search", args: {documents: []}}};
+const EMPTY = {array: [], object: {}, string: "", number: 0, integer: 0, boolean: false};
 const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};
 const FIRST_BYTES = 262_144;
 
 export async function show(node, {signal}) {
   if (session.isOperator) return fill(node, h("h1", {}, "Submit"), h("p", {}, "Jobs are a tenant's: open this page with a tenant's key."));
   const hyperOf = (method) => get("/v1/fine_tuning/hyperparameters", {query: {method}, signal});
-  const [models, files, ...hyper] = await Promise.all([get("/v1/models", {signal}), get("/v1/files", {signal}), ...Object.keys(METHODS).map(hyperOf)]);
+  const [models, files, environments, ...hyper] = await Promise.all([get("/v1/models", {signal}), get("/v1/files", {signal}), get("/v1/environments", {signal}), ...Object.keys(METHODS).map(hyperOf)]);
   const model = select(models.data.map((one) => one.id).reverse(), null, {id: "model"}), suffix = h("input", {maxlength: 64}), seed = h("input", {type: "number", min: 0});
   const training = filePicker("Training file", files.data), validation = filePicker("Validation file", files.data);
-  const judge = judging(training, () => models.data.find((one) => one.id === model.value)?.root ?? model.value);
+  const judge = judging(training, environments.data, () => models.data.find((one) => one.id === model.value)?.root ?? model.value);
   const method = select(Object.entries(METHODS), "reinforcement", {id: "method", onchange: choose});
   const settings = Object.fromEntries(Object.keys(METHODS).map((name, i) => [name, hyperFields(hyper[i].data)]));
   const fields = h("div", {class: "fields"});
@@ -92,14 +92,34 @@ async function firstPart(file) {
   return value;
 }
 
+/** An environment with the arguments that it may be given: their defaults, or empty ones that must be filled in. */
+function environmentOf({id, args}) {
+  const needed = ([name, schema]) => name === "grader" ? GRADERS.string_check : EMPTY[flat(schema).type] ?? null;
+  const properties = Object.entries(args?.properties ?? {}).map(([name, schema]) => [name, args.required?.includes(name) ? needed([name, schema]) : schema.default]);
+  return {name: id, args: Object.fromEntries(properties.filter(([, value]) => value !== null && value !== undefined))};
+}
+
+/** What is to be known of an environment before it is chosen. */
+function about({package: from, makes_items, live, error}) {
+  return [error ?? "", from ? `from ${from}` : "built in", makes_items && "makes its own items, so a training file is not needed", live && "holds a session for each trajectory"].filter(Boolean).join(" · ");
+}
+
 /** The grader or environment, and a place to try it on a sample. `base`: the name of the base model that is chosen. */
-function judging(training, base) {
-  const options = [...Object.keys(GRADERS).map((name) => [`grader ${name}`, `grader: ${name}`]), ...Object.keys(ENVIRONMENTS).map((name) => [`environment ${name}`, `environment: ${name}`])];
+function judging(training, environments, base) {
+  const options = [...Object.keys(GRADERS).map((name) => [`grader ${name}`, `grader: ${name}`]), ...environments.map((one) => [`environment ${one.id}`, `environment: ${one.id}${one.error ? " (cannot be used)" : ""}`])];
   const kind = select(options, "grader string_check", {"aria-label": "Kind"});
   const source = h("textarea", {rows: 9, spellcheck: "false", "aria-label": "Grader or environment as JSON"});
   const item = h("textarea", {rows: 4, spellcheck: "false", "aria-label": "Item"}), sample = h("textarea", {rows: 3, "aria-label": "Answer of the model"});
   const result = h("p", {role: "status"});
-  const reset = () => { const [sort, name] = kind.value.split(" "); const chosen = (sort === "grader" ? GRADERS : ENVIRONMENTS)[name]; source.value = JSON.stringify("model" in chosen ? {...chosen, model: base()} : chosen, null, 2); attempt.hidden = sort !== "grader"; };
+  const note = h("p", {class: "muted", role: "status"});
+  const reset = () => {
+    const environment = environments.find((one) => kind.value === `environment ${one.id}`);
+    const chosen = environment ? environmentOf(environment) : GRADERS[kind.value.slice("grader ".length)];
+    source.value = JSON.stringify("model" in chosen ? {...chosen, model: base()} : chosen, null, 2);
+    note.className = environment?.error ? "error" : "muted";
+    say(note, environment ? about(environment) : "");
+    attempt.hidden = Boolean(environment);
+  };
   const take = async () => { item.value = await training.first(); };
   const run = async () => {
     result.className = "";
@@ -117,7 +137,7 @@ function judging(training, base) {
   kind.addEventListener("change", reset);
   reset();
   return {
-    node: h("fieldset", {}, h("legend", {}, "Reward"), h("p", {}, kind), source, attempt),
+    node: h("fieldset", {}, h("legend", {}, "Reward"), h("p", {}, kind), note, source, attempt),
     read: () => ({[kind.value.split(" ")[0]]: parsed(source.value, "the grader or environment")}),
   };
 }

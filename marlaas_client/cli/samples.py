@@ -1,4 +1,4 @@
-"""`samples`: the conversations that a job's steps were trained on, to read or as JSONL."""
+"""`samples`: the conversations that a job's steps were trained on, or that its evaluations had, to read or as JSONL."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -20,24 +20,35 @@ LINE_ENDS = "\n\t"
 def samples(
     job: JobId,
     step: Annotated[
-        int | None, typer.Option("--step", "--version", help="That was trained on them. Default: the newest.")
+        int | None,
+        typer.Option("--step", "--version", help="That was trained on them, or evaluated. Default: the newest."),
+    ] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="What versions said to the first held-out items.")
+    ] = False,
+    item: Annotated[
+        int | None, typer.Option(min=0, help="One of those: what the newest versions said to it. From 0.")
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Those of the largest reward.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Those of the smallest reward.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Those that failed, and have no reward.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 4,
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="All that are kept, a line each; of all steps without --step.")
+        bool,
+        typer.Option("--jsonl", help="All that are kept, a line each; of all steps and evaluations without --step."),
     ] = False,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """Whole conversations of a step, with their rewards."""
+    """Whole conversations of a step or an evaluation, with their rewards."""
     if best + worst + failed > 1:
         raise InvalidInput("give one of --best, --worst and --failed")
     asked: Record = {"failed": failed} if failed or best or worst else {}
-    asked |= {"version": step} if step is not None else {} if jsonl else {"newest": 1}
+    if not jsonl or evaluation or item is not None:
+        asked["evaluation"] = evaluation or item is not None
+    asked |= {} if item is None else {"item": item}
+    asked |= {"version": step} if step is not None else {} if jsonl else {"newest": 1 if item is None else limit}
     with connect(url, data) as client:
         found = client.samples(job, **asked)
         if jsonl:
@@ -46,15 +57,17 @@ def samples(
             return
         shown = chosen(found, best=best, worst=worst)[:limit]
         if not shown and not as_json:
-            say(_none(client, job, step, rewarded=best or worst))
+            say(_none(client, job, step, rewarded=best or worst, evaluation=evaluation or item is not None))
     for sample in shown:
         print_json(sample) if as_json else show(sample)
 
 
-def _none(client: Client, job: str, step: int | None, *, rewarded: bool) -> str:
+def _none(client: Client, job: str, step: int | None, *, rewarded: bool, evaluation: bool) -> str:
     """Why there is nothing to show."""
     if step is not None and step > (reached := max(client.job(job)["version"], 0)):
         return f"There are no samples of step {step}: the job is at step {reached}."
+    if evaluation:
+        return "No such answers are kept: of each evaluation the first few held-out items' are, of a job with a validation file."
     return "No sample that is kept has a reward." if rewarded else "No such samples are kept."
 
 
@@ -70,6 +83,8 @@ def show(sample: Sample) -> None:
     """Prints a conversation, its turns indented, as wide as the terminal."""
     reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
     place = f"step {sample['step']}  group {sample['group']}  sample {sample['sample']}"
+    if (item := sample.get("item")) is not None:
+        place = f"evaluation of version {sample['version']}  held-out item {item}"
     console.print(Text(visible(f"{place}  reward {reward}  {sample['stop_reason']}"), "bold"))
     for name, part in sample["reward_parts"].items():
         _block(f"{name}: {part:.3g}")

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
@@ -529,6 +530,44 @@ async def test_samples_are_exported_step_by_step_as_jsonl(server: ApiServer) -> 
     assert await exported(version=1, max_reward=0.25) == [(1, 0), (1, 1)]
     assert await exported(newest=1, failed=True) == [(2, 4)]
     assert await exported(from_step=2) == [(2, n) for n in range(5)] and await exported(to_step=0) == []
+
+
+async def test_answers_of_evaluations_are_read_by_version_and_by_item(server: ApiServer) -> None:
+    rows = jsonl(*(item() for _ in range(3)))
+    job = (await create(server, validation_file=await upload(server.openai, rows))).id
+    written = Written([1, 2, 3, 4], [2, 2], [-0.5, -0.1])
+
+    def answer(version: int, at: int) -> bytes:
+        said = f"version {version}"
+        kept = SampleRecord(version, at, 0, said, 0.5, "stop", "add 1+2", written=written, kept="evaluation")
+        return JSON.encode(msgspec.structs.replace(kept, step=version, item=at))
+
+    files = SampleFiles(server.api.objects, "tiny", "answers")
+    await files.write("default", job, 0, b"[%b,%b]" % (answer(0, 0), answer(0, 1)))
+    fields = {f"{version}/{at}": answer(version, at) for version in (2, 10) for at in range(2)}
+    await server.api.redis.hset(server.bus.cell.answers(job), mapping=fields)
+    learned = [SampleRecord(1, 0, 0, "95", 1.0, "stop", "add 37+58", step=2)]
+    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode(learned))
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="running", version=10)))
+    url = f"/v1/fine_tuning/jobs/{job}/samples"
+
+    async def found(**params: Any) -> list[tuple[int, int | None]]:
+        answer = await server.http.get(url, params=params)
+        lines = answer.content.splitlines() if "format" in params else map(json.dumps, answer.json()["data"])
+        return [(row["step"], row["item"]) for row in map(json.loads, lines)]
+
+    assert await found(version=2) == [(2, None)], "what a step was trained on, as ever"
+    assert await found(version=0, evaluation=True) == [(0, 0), (0, 1)]
+    assert await found(evaluation=True) == [(10, 0), (10, 1)]
+    assert await found(version=2, evaluation=True, item=1) == [(2, 1)]
+    assert await found(version=1, evaluation=True) == []
+    assert await found(format="jsonl", item=1) == [(0, 1), (2, 1), (10, 1)]
+    assert await found(format="jsonl", newest=2) == [(2, None), (2, 0), (2, 1), (10, 0), (10, 1)]
+    assert await found(format="jsonl", evaluation=False) == [(2, None)]
+    whole = (await server.http.get(f"{url}/10/1/0?evaluation=true")).json()
+    assert (whole["sample"]["text"], [turn["by"] for turn in whole["turns"]]) == ("version 10", ["prompt", "model"])
+    missing = await server.http.get(f"{url}/10/2/0?evaluation=true")
+    assert (missing.status_code, "version 10 kept no answer" in missing.text) == (404, True)
 
 
 def test_an_adapter_of_a_hubs_model_names_it(tmp_path: Path) -> None:

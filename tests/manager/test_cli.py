@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import parse_qs, urlsplit
+from typing import Any, ClassVar, cast
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 import pytest
 from rich.markup import render
@@ -76,6 +76,8 @@ class FakeApi(BaseHTTPRequestHandler):
 
     answers: dict[tuple[str, str], Any]
     requests: list[tuple[str, Any]]
+    query: ClassVar[dict[str, str]] = {}
+    """Of the last request."""
     drop_after: int | None = None
     """The first stream of events breaks after so many."""
 
@@ -90,6 +92,7 @@ class FakeApi(BaseHTTPRequestHandler):
 
     def _answer(self, method: str) -> None:
         path = urlsplit(self.path).path
+        FakeApi.query = dict(parse_qsl(urlsplit(self.path).query))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.requests.append((path, body))
         answer: Any = self.answers.get((method, path), (404, {"error": {"message": f"no such thing: {path}"}}))
@@ -541,6 +544,14 @@ def test_samples_are_whole_conversations_in_80_columns(api: type[FakeApi]) -> No
     assert json.loads(run("samples", "ftjob-1", "--json", "--limit", "1"))["text"] == hostile
     with pytest.raises(InvalidInput, match="one of"):
         run("samples", "ftjob-1", "--best", "--worst")
+    answer = kept(12, 0, 0.5, "8") | {"item": 3, "version": 12, "kept": "evaluation"}
+    api.answers = {("GET", path): (200, as_lines(answer))}
+    assert "evaluation of version 12  held-out item 3  reward 0.5" in run("samples", "ftjob-1", "--item", "3")
+    assert api.query == {"format": "jsonl", "evaluation": "true", "item": "3", "newest": "4"}
+    run("samples", "ftjob-1", "--evaluation", "--step", "0")
+    assert api.query == {"format": "jsonl", "evaluation": "true", "version": "0"}
+    run("samples", "ftjob-1", "--step", "12")
+    assert api.query == {"format": "jsonl", "evaluation": "false", "version": "12"}
 
 
 def test_the_best_and_the_worst_samples_come_first(api: type[FakeApi]) -> None:

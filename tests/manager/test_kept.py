@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -15,20 +15,21 @@ from common.errors import StoreUnavailable
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.objects import Objects
 from common.tasks import running
-from harness.standin import create_job, job_spec, state_of, until_status
+from harness.standin import create_job, held_out, job_spec, state_of, until_status
 from manager_service.archive.archiver import Archiver
-from manager_service.archive.samples import SampleFiles
+from manager_service.archive.samples import SampleFiles, by_version, joined
+from manager_service.archive.store import Archive
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import Group, Scored
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.samples import chosen
-from manager_service.kept import Kept, Limits
+from manager_service.kept import LIMITS, Kept, Limits
 from manager_service.owner import sample_mover
 from manager_service.owner.memory import bound
 from manager_service.owner.owner import Owner
 from manager_service.owner.sample_mover import SampleMover
-from manager_service.records import JSON, JobState
+from manager_service.records import JSON, JobSpec, JobState
 from manager_service.scheduling.members import MemberTable
 from tests.common.test_worker import until
 from tests.manager.test_owner import System
@@ -46,8 +47,32 @@ def test_what_is_kept_stays_within_the_limit_and_is_all_that_is_not_dropped(size
         assert sum(there.values()) <= LIMIT
         assert sum(there.values()) == sum(num_bytes for _, num_bytes in kept.runs)
         assert (kept.dropped, len(there)) == (number - len(there), number - kept.dropped)
+        assert not kept.has_dropped(min(there)) and (min(there) == 1 or kept.has_dropped(min(there) - 1))
         assert len(kept.runs) <= 40, "a job's state stays small"
     assert max(there) == len(sizes), "the newest is kept"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, LIMIT // 4)), min_size=1, max_size=400))
+def test_what_comes_late_is_counted_and_goes_with_its_number(late: list[tuple[int, int]]) -> None:
+    kept, there = Kept(), dict[int, int]()
+    for newest, (age, size) in enumerate(late, 1):
+        number = max(0, newest - age)
+        kept.add(newest, 1, LIMIT)
+        if kept.has_dropped(number):
+            continue
+        there[number] = there.get(number, 0) + size
+        kept.add_late(number, size, LIMIT)
+        there = {number: size for number, size in there.items() if not kept.has_dropped(number)}
+        assert sum(there.values()) <= sum(num_bytes for _, num_bytes in kept.runs)
+        assert len(kept.runs) == 1 or sum(num_bytes for _, num_bytes in kept.runs) <= LIMIT
+
+
+async def kept_answers(bus: Bus, objects: Objects, job: str, version: int) -> list[dict[str, Any]]:
+    """Of an evaluation, as readers see them: in Redis, or else in their file."""
+    there: Any = await bus.client.hgetall(bus.cell.answers(job))
+    found = by_version(there)
+    files = SampleFiles(objects, bus.cell.base_model, "answers")
+    return json.loads(joined(found[version]) if version in found else await files.read("acme", job, version))
 
 
 class Bounded(System):
@@ -62,19 +87,21 @@ class Bounded(System):
 async def test_a_job_keeps_its_newest_events_and_samples_and_says_how_many_it_dropped(
     bus: Bus, objects: Objects
 ) -> None:
-    system, spec = Bounded(bus, objects), job_spec(num_steps=30, batch_size=2, group_size=2)
+    system, spec = Bounded(bus, objects), job_spec(num_steps=30, batch_size=2, group_size=2, eval_interval=1)
+    spec = await held_out(objects, spec, 1)
     await system.start()
     await create_job(bus, spec)
     state = await until_status(bus, spec.id, "succeeded", seconds=60)
     rows: Any = await bus.client.xrange(bus.cell.events(spec.id))
-    files = SampleFiles(objects, "tiny")
 
-    async def versions() -> list[int]:
-        there = {int(v) for v in await bus.client.hkeys(bus.cell.samples(spec.id))}
-        return sorted(there | {*await files.versions(spec.tenant, spec.id)})
+    async def versions(kind: Literal["samples", "answers"], key: str) -> list[int]:
+        names: Any = await bus.client.hkeys(key)
+        there = {int(name.partition(b"/")[0]) for name in names}
+        return sorted(there | {*await SampleFiles(objects, "tiny", kind).versions(spec.tenant, spec.id)})
 
-    first = state.kept["samples"].dropped + 1
-    await until(lambda: _is(versions, list(range(first, 31))))
+    first = state.kept["samples"].first
+    await until(lambda: _is(lambda: versions("samples", bus.cell.samples(spec.id)), list(range(first, 31))))
+    await until(lambda: _is(lambda: versions("answers", bus.cell.answers(spec.id)), list(range(first, 31))))
     dropped = {kind: kept.dropped for kind, kept in state.kept.items()}
     assert dropped["events"] > 0 and int(rows[0][0].split(b"-")[0]) == dropped["events"] + 1
     assert dropped["samples"] > 0
@@ -90,7 +117,8 @@ async def _is(found: Callable[[], Awaitable[list[int]]], expected: list[int]) ->
 
 
 async def test_samples_move_to_object_storage_and_are_read_as_before(bus: Bus, objects: Objects) -> None:
-    system, spec = System(bus, objects), job_spec(num_steps=8, batch_size=2, group_size=2)
+    system, spec = System(bus, objects), job_spec(num_steps=8, batch_size=2, group_size=2, eval_interval=4)
+    spec = await held_out(objects, spec, LIMITS.sample_items + 2)
     await system.start()
     await create_job(bus, spec)
     await until_status(bus, spec.id, "succeeded", seconds=60)
@@ -101,7 +129,29 @@ async def test_samples_move_to_object_storage_and_are_read_as_before(bus: Bus, o
         rows = json.loads(await files.read(spec.tenant, spec.id, version))
         assert {row["group"] for row in rows} == {2 * version - 2, 2 * version - 1}
         assert {row["step"] for row in rows} == {version}
+    # And of each evaluation one sampled answer to each of the first items
+    await until(lambda: _has_moved(bus, objects, spec, [0, 4]))
+    for version in (0, 4, 8):
+        rows = await kept_answers(bus, objects, spec.id, version)
+        shown = [(row["item"], row["sample"], row["prompt"], row["step"], row["version"], row["kept"]) for row in rows]
+        items = range(LIMITS.sample_items)
+        assert shown == [(item, 0, f"item {item}", version, version, "evaluation") for item in items]
+        assert all(row["written"]["tokens"] == [1, 2, 3] for row in rows)
     await system.stop()
+    # Also in the archive
+    (moved,) = await Archiver(bus, objects).copy([spec.id])
+    archive = Archive(objects, "tiny")
+    archived = await archive.find(spec.tenant, moved.job)
+    assert archived and await archive.answer_versions(archived) == [0, 4, 8]
+    assert json.loads(await archive.answers(archived, None)) == rows
+    assert len(json.loads(await archive.answers(archived, 0))) == len(rows)
+
+
+async def _has_moved(bus: Bus, objects: Objects, spec: JobSpec, versions: list[int]) -> bool:
+    """Are the answers of these versions in files alone?"""
+    files = await SampleFiles(objects, "tiny", "answers").versions(spec.tenant, spec.id)
+    there: Any = await bus.client.hgetall(bus.cell.answers(spec.id))
+    return {*files} >= {*versions} and not {*by_version(there)} & {*versions}
 
 
 async def test_samples_that_changed_while_they_were_moved_stay(bus: Bus, objects: Objects) -> None:

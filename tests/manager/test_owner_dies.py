@@ -29,6 +29,7 @@ from harness.standin import (
     StandInEnv,
     StandInTrainer,
     create_job,
+    held_out,
     job_spec,
     ledger_of,
     stand_in_worker,
@@ -40,8 +41,9 @@ from manager_service.owner.sample_mover import DELETE_IF_SAME
 from manager_service.owner.transaction import COMMIT
 from manager_service.tenants import Tenants
 from tests.common.test_worker import until
+from tests.manager.test_kept import kept_answers
 
-STEPS, BATCH, GROUP = 2, 2, 2
+STEPS, BATCH, GROUP, HELD_OUT = 2, 2, 2, 2
 LEASE_S = 60.0
 AT_ONCE = 8
 TEXTS = {"COMMIT": COMMIT, "ROUND": ROUND, "RELEASE": RELEASE, "DELETE_IF_SAME": DELETE_IF_SAME}
@@ -158,6 +160,7 @@ class Life:
 
     async def _job(self, bus: Bus, trainer: StandInTrainer) -> None:
         spec = job_spec(self.cell.base_model, num_steps=STEPS, batch_size=BATCH, group_size=GROUP)
+        spec = await held_out(self.objects, spec, HELD_OUT)
         await create_job(bus, spec)
         await self._first_owner(bus, spec.id)
         await bus.client.delete(self.cell.owners, *(self.cell.lease(p) for p in range(NUM_PARTITIONS)))
@@ -206,6 +209,9 @@ class Life:
         assert await ledger_of(bus, job) == {"issued": total, "trained": total, "in_flight": 0}, where
         assert sorted({step.adapter.version for step in trainer.seen}) == list(range(STEPS)), where
         assert len({step.trajectories for step in trainer.seen}) == STEPS, where
+        for version in (0, STEPS):
+            answers = await kept_answers(bus, self.objects, job, version)
+            assert [row["item"] for row in answers] == list(range(HELD_OUT)), where
         for version in range(STEPS + 1):
             assert await AdapterStore(self.objects).manifest(AdapterRef("acme", job, version)), where
         rows: Any = await bus.client.xrange(self.cell.events(job))

@@ -194,6 +194,14 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(serve
     async with browsing(server.url) as tab, running_jobs(server):
         await tab.enter(server.key)
         await tab.go("/submit")
+        kind = tab.page.get_by_label("Kind")
+        offered = {f"environment {one['id']}" for one in (await server.http.get("/v1/environments")).json()["data"]}
+        await kind.select_option("environment calculator")
+        assert offered <= set(await kind.locator("option").evaluate_all("(all) => all.map((one) => one.value)"))
+        source = tab.page.get_by_label("Grader or environment as JSON")
+        assert json.loads(await source.input_value()) == {"name": "calculator", "args": {"skill": "calc"}}
+        await tab.page.get_by_text("a training file is not needed").wait_for()
+        await kind.select_option("grader string_check")
         await tab.page.get_by_label("New training file").set_input_files(tmp_path / "items.jsonl")
         await tab.page.get_by_role("button", name="Take the file's first").click()
         await expect(tab.page.get_by_label("Item", exact=True)).to_have_value(re.compile('"add 1'))

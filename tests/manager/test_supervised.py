@@ -1,5 +1,6 @@
 """Supervised jobs under the real owner, with stand-ins for the workers."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import count, loss_summary, new_tally, next_unit
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
+from manager_service.jobs.open_trajectories import TrajectoryKey
+from manager_service.kept import LIMITS
 from manager_service.records import JobSpec, JobState
 from tests.common.test_worker import until
 from tests.manager.test_owner import System
@@ -126,6 +129,20 @@ def test_the_version_of_the_smallest_loss_is_the_best() -> None:
     state = job.state
     assert (state.best_version, state.last_eval_loss, state.last_eval) == (1, 0.75, None)
     assert changes.events[-1][1].message == "Evaluation of version 2: loss 0.7500 over 1 examples"
+
+
+def test_an_evaluation_keeps_its_first_examples_which_have_no_reward() -> None:
+    example, num = b'{"prompt": "min 3,1", "completion": "1"}', LIMITS.sample_items + 1
+    spec = msgspec.structs.replace(supervised(), num_eval_items=num)
+    state = JobState(status="running", version=2, evals={"2": new_tally(spec)})
+    job, changes = Job(Cell("tiny"), spec, state, Items(), Items([example] * num)), Changes()
+    for index in range(num):
+        job.open.issue(TrajectoryKey(index, 0, "eval", 2), 2, 0, changes)
+        message = msgspec.structs.replace(measured(index, -0.5, 4), adapter=AdapterRef("acme", "job-a", 2))
+        job.on_scored("1-0", message, changes)
+    kept = [json.loads(answer) for *_, answer in changes.answers]
+    assert [(one["item"], one["step"], one["prompt"]) for one in kept] == [(n, 2, "min 3,1") for n in range(num - 1)]
+    assert {one["reward"] for one in kept} == {None}
 
 
 def test_a_held_out_example_needs_keys_and_values_for_all_of_it() -> None:

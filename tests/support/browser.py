@@ -1,7 +1,6 @@
 """A real Chromium for tests of the web page."""
 
 import os
-import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,16 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 from playwright.async_api import ConsoleMessage, Error, Page, async_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+from harness.browser import find_browser
+
 PATIENCE_MS = 60_000
 """Within which the page shows what a test waits for, on a slow machine."""
 
 
 def browser_path() -> str:
     """Skips the test where there is no Chromium, unless MARLAAS_TEST_BROWSER=required."""
-    for name in NAMES:
-        if found := shutil.which(name):
-            return found
+    if found := find_browser():
+        return found
     reason = "no Chromium on the PATH: install one (Debian: apt install chromium) to test the web page"
     if os.environ.get("MARLAAS_TEST_BROWSER") == "required":
         pytest.fail(reason)

@@ -25,6 +25,11 @@ async def test_rewards_rise(tmp_path: Path) -> None:
             before, after = evaluations[0]["eval_reward_mean"], evaluations[-1]["eval_reward_mean"]
             assert after > before + 0.15, (before, after)
             assert is_balanced(await api.ledger(job["id"]))
+            path = f"/fine_tuning/jobs/{job['id']}/samples"
+            answers = (await api.get(path, evaluation=True))["data"]
+            assert [(one["version"], one["item"]) for one in answers] == [(20, item) for item in range(4)]
+            whole = await api.get(f"{path}/0/1/0", evaluation=True)
+            assert whole["sample"]["prompt"] == answers[1]["prompt"], "the same items for every version"
 
 
 async def test_usage_adds_up_to_what_the_workers_spent(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""More of the web page in a real Chromium: versions side by side, the cluster, downloads, colours, and the keyboard alone."""
+
+import io
+import re
+import time
+import zipfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from common.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.messages import AdapterRef, DeadLetter, Failure, Span
+from manager_service.records import JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Written
+from tests.manager.test_api_cluster import report, tell
+from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
+from tests.support.browser import browsing
+
+PROMPT, REPLY = "add 1+2", "that is wrong"
+ANSWERS = {0: ("33", "4"), 5: ("12", "3")}
+"""What each version said, before and after the environment's reply."""
+UNNAMED = Path(__file__).parent.parent / "support" / "unnamed.js"
+COLOURS = Path(__file__).parent.parent / "support" / "contrasts.js"
+
+
+@pytest.fixture
+async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    async with running_api(redis_url, tmp_path / "data", keep_alive_s=0.3) as running:
+        yield running
+
+
+def answer(server: ApiServer, version: int, at: int) -> SampleRecord:
+    """Of an evaluation, in two turns; the last item's failed."""
+    first, last = ANSWERS[version]
+    parts = [server.api.bases["tiny"].tokenizer.encode(text) for text in (PROMPT, first, REPLY, f"{last} item {at}")]
+    lengths = [len(part) for part in parts]
+    logprobs = [-0.25] * (lengths[1] + lengths[3])
+    return SampleRecord(
+        version,
+        group=at,
+        sample=0,
+        text=last,
+        reward=None if at == 2 else float(version == 5),
+        stop_reason="failed" if at == 2 else "stop",
+        prompt=PROMPT,
+        reward_parts={"exact": float(version == 5), "format": 0.5},
+        failure=Failure("grader", "it raised") if at == 2 else None,
+        written=Written([token for part in parts for token in part], lengths, logprobs),
+        kept="evaluation",
+        step=version,
+        item=at,
+    )
+
+
+async def evaluated(server: ApiServer) -> str:
+    """A job of five steps, evaluated before the first and after the last, with a checkpoint."""
+    rows = jsonl(*(item() for _ in range(4)))
+    body: Any = {"model": "tiny", "method": method(), "suffix": "mine", "training_file": await upload(server.openai)}
+    body["validation_file"] = await upload(server.openai, rows)
+    job = (await server.openai.fine_tuning.jobs.create(**body)).id
+    cell, redis = server.bus.cell, server.api.redis
+    said: list[dict[str, Any]] = [{"eval_reward_mean": 0.1, "eval_n": 8, "eval_reward_stderr": 0.02, "version": 0}]
+    said += [{"reward_mean": step / 5, "failed_share": 0.0, "version": step} for step in range(1, 6)]
+    said += [{"eval_reward_mean": 0.9, "eval_n": 8, "eval_reward_stderr": 0.02, "version": 5}]
+    for number, data in enumerate(said, 1):
+        event = EventRecord(number, 1, "info", f"Event {number}", "metrics", data | {"step": data["version"]})
+        await redis.xadd(cell.events(job), {"event": JSON.encode(event)}, id=f"{number}-0")
+    state = JobState(
+        status="succeeded", version=5, num_events=len(said), last_reward=1.0, first_eval=0.1, last_eval=0.9
+    )
+    await redis.hset(cell.job(job), "state", JSON.encode(state))
+    answers = {f"{version}/{at}": JSON.encode(answer(server, version, at)) for version in ANSWERS for at in range(3)}
+    await redis.hset(cell.answers(job), mapping=answers)
+    learned = [SampleRecord(4, 0, at, f"answer {at}", at / 2, "stop", PROMPT, step=5) for at in range(3)]
+    await redis.hset(cell.samples(job), "5", JSON.encode(learned))
+    files = {name: name.encode() for name in PEFT_FILES}
+    adapter = AdapterRef("default", job, 5)
+    manifest = Manifest(
+        adapter=adapter, base_model="tiny", attempt="", parent=4, batch="b", files={}, seed=1, next_group=0
+    )
+    await AdapterStore(server.api.objects).commit(manifest, files)
+    await redis.hset(cell.checkpoints(job), "5", JSON.encode(CheckpointRecord(5, 5, {"reward_mean": 1.0})))
+    return job
+
+
+async def test_two_versions_of_one_item_lie_side_by_side_turn_by_turn(server: ApiServer) -> None:
+    job = await evaluated(server)
+    async with browsing(server.url) as tab:
+        page = tab.page
+        await tab.enter(server.key)
+        await tab.go(f"/job/{job}?tab=samples")
+        await page.get_by_role("link", name="Two versions of one item").click()
+        turns = page.locator(".versions .turn .tokens")
+        expected = [PROMPT, "33", "12", REPLY, "4 item 0", "3 item 0"]
+        await expect(turns).to_have_text(expected)
+        rows = [await turn.bounding_box() for turn in await page.locator(".versions .turn").all()]
+        tops, lefts = [row["y"] for row in rows if row], [row["x"] for row in rows if row]
+        assert tops[1] == tops[2] and tops[4] == tops[5] and lefts[1] < lefts[2], "turn beside turn"
+        parts = page.locator(".versions .facts")
+        await expect(parts.first).to_contain_text(in_order("reward 0", "exact 0", "format 0.5", "version 0"))
+        await expect(parts.last).to_contain_text(in_order("reward 1", "exact 1", "format 0.5", "version 5"))
+        # Another item, by the keyboard: the focus stays, and the address names what is shown
+        await page.get_by_role("button", name="Next item").focus()
+        await page.keyboard.press("Enter")
+        await expect(turns.last).to_have_text("3 item 1")
+        assert await page.evaluate("document.activeElement.ariaLabel") == "Next item"
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_text("grader: it raised")).to_have_count(2)
+        assert page.url.endswith("?tab=samples&item=2&a=0&b=5")
+        await page.get_by_label("Left version").select_option("5")
+        await expect(turns).to_have_text([PROMPT, "12", "12", REPLY, "3 item 2", "3 item 2"])
+        await page.reload()
+        await expect(page.get_by_label("Left version")).to_have_value("5")
+        await expect(turns).to_have_count(6)
+        assert tab.errors == []
+
+
+def in_order(*facts: str) -> re.Pattern[str]:
+    return re.compile(".*".join(re.escape(fact).replace(r"\ ", r"\s*") for fact in facts), re.DOTALL)
+
+
+async def test_the_operator_sees_who_used_which_worker_and_what_nobody_could_read(server: ApiServer) -> None:
+    now_s = time.time()
+    spans = (
+        Span(now_s - 20, now_s - 10, "acme", "ftjob-x", "rollout"),
+        Span(now_s - 10, now_s, "bluebird", "b", "rollout"),
+    )
+    await tell(server.bus, report("worker-1", "rollout", spans=spans), report("worker-2", "trainer"))
+    letter = DeadLetter(
+        id="d",
+        tenant="acme",
+        job="ftjob-x",
+        partition=0,
+        stream="env",
+        entry="1-0",
+        reason="<b>it raised</b>",
+        deliveries=10,
+        payload=b"what it was",
+    )
+    await server.bus.publish([(server.bus.cell.dead, letter)])
+    async with browsing(server.url) as tab:
+        page = tab.page
+        await tab.enter(server.admin_key)
+        await page.get_by_role("link", name="Cluster").click()
+        timeline = page.get_by_role("img", name="2 workers, 2 tenants: acme 10 s, bluebird 10 s of work in 2 min")
+        await timeline.wait_for()
+        box = await timeline.bounding_box()
+        assert box is not None
+        # Under the pointer: the first worker, 15 seconds ago
+        at = 150 + (120 - 15) / 120 * (box["width"] - 158)
+        await timeline.hover(position={"x": at, "y": 11})
+        await page.get_by_text("acme · ftjob-x · rollout").wait_for()
+        shades = "(c) => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, 20 * devicePixelRatio).data.buffer)).size"
+        assert await timeline.evaluate(shades) > 3, "it is drawn, a colour a tenant"
+        await expect(page.get_by_role("row", name="<b>it raised</b>")).to_contain_text("acme")
+
+
+async def test_a_checkpoint_is_downloaded(server: ApiServer) -> None:
+    job = await evaluated(server)
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        await tab.go(f"/job/{job}?tab=checkpoints")
+        await expect(tab.page.get_by_role("row", name="version 5")).to_contain_text("0.90 ± 0.039")
+        async with tab.page.expect_download() as started:
+            await tab.page.get_by_role("button", name="Download").click()
+        download = await started.value
+        assert download.suggested_filename == f"{job}-5.zip"
+        with zipfile.ZipFile(io.BytesIO((await download.path()).read_bytes())) as archive:
+            assert set(archive.namelist()) == set(PEFT_FILES)
+
+
+PARTS = ("", "?tab=checkpoints", "?tab=events", "?tab=settings", "?tab=samples&step=5", "?tab=samples&item=0")
+VIEWS = ("jobs", "submit", "chat", "usage", "compare?jobs={job}", *(f"job/{{job}}{part}" for part in PARTS))
+
+
+async def test_every_view_is_named_for_screen_readers_and_readable_in_the_dark_and_in_the_light(
+    server: ApiServer,
+) -> None:
+    job = await evaluated(server)
+    async with browsing(server.url) as tab:
+        await tab.enter(server.key)
+        for view in VIEWS:
+            await tab.go(f"/{view.format(job=job)}")
+            await tab.page.wait_for_selector("main h1")
+            await tab.page.wait_for_load_state("networkidle")
+            assert (view, await tab.page.evaluate(UNNAMED.read_text())) == (view, [])
+            backs = set[str]()
+            for scheme in ("dark", "light"):
+                await tab.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+                faint = await tab.page.evaluate(COLOURS.read_text())
+                assert (view, scheme, faint) == (view, scheme, [])
+                backs.add(await tab.page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert len(backs) == 2
+        assert tab.errors == []
+
+
+FOCUSED = """(() => {
+  const e = document.activeElement;
+  const name = e.ariaLabel || e.textContent.trim() || e.labels?.[0]?.textContent.trim() || "";
+  return [name, e === document.body || getComputedStyle(e).outlineStyle !== "none"];
+})()"""
+
+
+async def focused(page: Page, name: str, most: int = 60) -> None:
+    """Presses Tab until the focus, which is to be seen at every stop, is on what has this name."""
+    for _ in range(most):
+        await page.keyboard.press("Tab")
+        found, is_seen = await page.evaluate(FOCUSED)
+        assert is_seen, found
+        if found == name:
+            return
+    raise AssertionError(f"{name} is not reached")
+
+
+async def test_the_keyboard_alone_reaches_a_job_its_samples_chat_and_submit(server: ApiServer) -> None:
+    await evaluated(server)
+    async with browsing(server.url) as tab:
+        page, press = tab.page, tab.page.keyboard.press
+        await page.goto(server.url)
+        await page.locator("#key").wait_for()
+        await page.keyboard.type(server.key)
+        await press("Enter")
+        await page.get_by_role("link", name="mine", exact=True).wait_for()
+        for name in ("mine", "Samples"):
+            await focused(page, name)
+            await press("Enter")
+        await page.locator(".list button").nth(2).wait_for()
+        await focused(page, "1.00answer 2")
+        await press("Enter")
+        await expect(page.locator(".turn .tokens").last).to_have_text("answer 2")
+        await page.locator("body").evaluate("document.activeElement.blur()")
+        await focused(page, "To the content")
+        await focused(page, "Chat")
+        await press("Enter")
+        await page.get_by_label("Message").wait_for()
+        await focused(page, "Message")
+        await page.keyboard.type("add 1+2")
+        await focused(page, "Ask")
+        await focused(page, "Submit")
+        await press("Enter")
+        await page.get_by_role("button", name="Submit the job").wait_for()
+        await focused(page, "Submit the job", most=120)
+        await press("Enter")
+        await page.get_by_role("alert").filter(has_text="training").wait_for()
