@@ -125,6 +125,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
     adapter_file: str | None = None  # version 0 is the adapter in this file
     integrations: tuple[Integration, ...] = ()
+    notes: tuple[str, ...] = ()  # what the job's first events say
 
     @property
     def is_supervised(self) -> bool:
