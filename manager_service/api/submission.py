@@ -87,6 +87,7 @@ class JobGiven(Given):
     seed: int | None = Field(None, ge=0, lt=2**53)
     metadata: dict[str, Label] | None = Field(None, max_length=16)
     integrations: list[IntegrationGiven] | None = Field(None, max_length=4)
+    webhooks: bool = Field(True, description="Do your webhooks hear of its end?")
     hyperparameters: dict[str, Any] | None = Field(None, description="OpenAI's old place for them: not used here")
 
 
@@ -174,6 +175,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         source=start.source,
         adapter_file=start.adapter_file,
         integrations=integrations,
+        webhooks=body.webhooks,
     )
 
 
