@@ -27,6 +27,7 @@ from manager_service.api.hyperparameters import (
     resolve_supervised,
 )
 from manager_service.api.integrations import IntegrationGiven, checked_integrations
+from manager_service.api.outside import check_outside
 from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckKind, CheckLengths, CheckMethod, CheckRows, Task
 from manager_service.api.starts import JobStart, find_start
@@ -142,6 +143,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
             "it cannot be used in deterministic mode",
             param="method.reinforcement.environment",
         )
+    check_outside(plan.env, base.cluster.outside(), param=_grader_param(body))
     env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")

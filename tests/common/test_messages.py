@@ -25,6 +25,7 @@ from common.messages import (
     LossSpec,
     Message,
     OptimSpec,
+    Outside,
     Parked,
     Rows,
     Sampling,
@@ -140,6 +141,7 @@ EXAMPLES: list[AnyMessage] = [
         busy=0.5,
         base_model="tiny",
         spans=(Span(1, 2, "t", "j", "env"),),
+        outside=Outside(grader="*.test", openenv_servers=("maze",)),
     ),
     Operation(**PLAIN, seq=1, action="forward", payload=b"p", tokens=2, failure=Failure("invalid", "why")),
     Operations(
@@ -156,7 +158,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "9a501952c8eb50d31846b78261852e72ed0ccbf103da3ad772783d3029f2d0e1"
+SNAPSHOT = "202830bcaf311bb3b6b5a7214ef239e3ced92427e45a6bd3d019a9f7f2ba375d"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 
