@@ -1,6 +1,7 @@
 """Finds the models that answer for graders (`score_model`, `label_model`), and fixes their versions."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from common.environments import BUILT_IN
@@ -34,6 +35,14 @@ async def pin_models(
             return named
         pinned["graders"] = {**pinned["graders"], place.removeprefix("graders."): named}
     return pinned
+
+
+async def base_asked(api: Api, tenant: TenantRecord, grader: Mapping[str, Any]) -> Base:
+    """The base model whose workers have the first model that a valid grader asks; the first of all if it asks none."""
+    for _, part in model_graders(grader):
+        with suppress(NotFound):
+            return (await find_model(api, tenant, str(part["model"]))).base
+    return next(iter(api.bases.values()))
 
 
 def asked_models(env: EnvSpec) -> set[str]:

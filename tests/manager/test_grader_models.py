@@ -10,6 +10,7 @@ import pytest
 
 from common.messages import GradeRequest, GradeResult, Usage
 from common.settings import TINY
+from common.tasks import running
 from manager_service.records import JSON, JobSpec, JobState, Status
 from tests.support.api_server import ApiServer, method, played_grader, running_api, upload
 
@@ -121,3 +122,8 @@ async def test_trying_a_models_grader_charges_its_tokens(server: ApiServer) -> N
     assert seen[0].env.args["grader"]["model"] == f"{model}@3"
     used = (await server.http.get("/v1/usage")).json()["total"]
     assert (used["prompt_tokens"], used["sampled_tokens"], used["grader_tokens"], used["env_s"]) == (30, 4, 5, 1.0)
+    elsewhere: Any = score("other")
+    other = server.api.bases["other"]
+    async with running(other.run()), played_grader(other.bus, reward):
+        result = await graders.run(grader=elsewhere, model_sample="x", item={"answer": "1"})
+    assert result.metadata.sampled_model_name == "other", "as at OpenAI, the grader alone says which model"
