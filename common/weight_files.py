@@ -79,7 +79,7 @@ def parse_header(header: bytes, size: int) -> list[StoredTensor]:
         tensors = [(name, t["dtype"], t["shape"], *t["data_offsets"]) for name, t in described.items()]
         for name, dtype, shape, begin, end in tensors:
             if not _all_are(str, [dtype]) or not _all_are(int, [*shape, begin, end]):
-                raise TypeError(f"of {quoted(name)}, a number is none")
+                raise TypeError(f"the dtype of {quoted(name)} is no text, or a number no integer")
         found = sorted(
             StoredTensor(start + begin, end - begin, name, dtype, shape) for name, dtype, shape, begin, end in tensors
         )
