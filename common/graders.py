@@ -308,6 +308,12 @@ def model_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     return [(place, part) for place, part in parts if part.get("type") in MODEL_GRADERS and part.get("url") is None]
 
 
+def outside_urls(grader: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(place in the grader, as for `model_graders`; type; URL) of those that call a host, of a valid grader."""
+    parts = [(f"graders.{name}", part) for name, part in _sub_graders(grader)] or [("", grader)]
+    return [(place, str(part["type"]), str(part["url"])) for place, part in parts if part.get("url") is not None]
+
+
 def check_item(grader: Grader, item: Mapping[str, Any], *, param: str = "grader") -> None:
     """Raises InvalidInput if a template names a field that this item does not have."""
     check_fields(item_fields(grader), item, param=param)

@@ -415,6 +415,15 @@ class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
     phase: str  # "rollout", "env", "train", "load"
 
 
+class Outside(msgspec.Struct, frozen=True):
+    """What an env worker may call outside of the service: the operator's lists of hosts, see `common.outgoing`."""
+
+    endpoint: str = ""  # for graders `endpoint`
+    grader: str = ""  # for graders' models
+    openenv: str = ""
+    openenv_servers: tuple[str, ...] = ()  # by the operator's names
+
+
 class WorkerReport(Message, frozen=True, kw_only=True):
     """Broadcast once a second by every worker; also says goodbye with state `stopped`."""
 
@@ -429,6 +438,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     in_use: int = 0
     kv_tokens: int | None = None  # whose keys and values it holds at once; None: it does not say
     max_lora_rank: int | None = None
+    outside: Outside | None = None  # None: it does not say
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
     reason: str = ""  # why it was refused, or what it waits for

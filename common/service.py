@@ -18,7 +18,7 @@ from common.downloads import Download
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.handlers import Handler
 from common.membership import Membership
-from common.messages import AdapterNew
+from common.messages import AdapterNew, Outside
 from common.objects import Objects, patiently
 from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.streams import Cell
@@ -60,6 +60,7 @@ class BuiltService:
     drain_s: float = 0.0
     progress_s: float = 0.0
     max_lora_rank: int | None = None
+    outside: Outside | None = None
     dtype: str = ""
     fingerprint: str = ""
     """Of the bits that it computes in deterministic mode."""
@@ -178,6 +179,7 @@ def _reporter(worker: str, name: str, cell: Cell, service: BuiltService) -> Repo
         slots=service.slots,
         kv_tokens=service.kv_tokens,
         max_lora_rank=service.max_lora_rank,
+        outside=service.outside,
         dtype=service.dtype,
         fingerprint=service.fingerprint,
         resident=service.resident,

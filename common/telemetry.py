@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.messages import Span, WorkerReport
+from common.messages import Outside, Span, WorkerReport
 
 KEEP_S = 3600.0
 """How long reports stay in the telemetry stream."""
@@ -89,6 +89,7 @@ class Reporter:
     slots: int
     kv_tokens: int | None = None
     max_lora_rank: int | None = None
+    outside: Outside | None = None
     dtype: str = ""
     fingerprint: str = ""
     resident: Callable[[], list[str]] = field(default=list)
@@ -132,6 +133,7 @@ class Reporter:
             in_use=in_use,
             kv_tokens=self.kv_tokens,
             max_lora_rank=self.max_lora_rank,
+            outside=self.outside,
             dtype=self.dtype,
             fingerprint=self.fingerprint,
             reason=reason or (waited if now - at_s < WAITED_S else ""),

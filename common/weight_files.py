@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -72,13 +72,16 @@ def parse_header(header: bytes, size: int) -> list[StoredTensor]:
     """What a file of `size` bytes with this header holds, by place. Raises ValueError unless the header describes all of it."""
     start = 8 + len(header)
     try:
-        described: dict[str, Any] = json.loads(header)
-        tensors = [
-            (name, t["dtype"], t["shape"], *t["data_offsets"]) for name, t in described.items() if name != METADATA
-        ]
+        described: dict[str, Any] = json.loads(header.decode(), object_pairs_hook=_unique)
+        noted = described.pop(METADATA, None)
+        if noted is not None and not _all_are(str, noted.values()):
+            raise TypeError(f"{METADATA} holds more than texts")
+        tensors = [(name, t["dtype"], t["shape"], *t["data_offsets"]) for name, t in described.items()]
+        for name, dtype, shape, begin, end in tensors:
+            if not _all_are(str, [dtype]) or not _all_are(int, [*shape, begin, end]):
+                raise TypeError(f"the dtype of {quoted(name)} is no text, or a number no integer")
         found = sorted(
-            StoredTensor(start + begin, end - begin, name, str(dtype), [int(n) for n in shape])
-            for name, dtype, shape, begin, end in tensors
+            StoredTensor(start + begin, end - begin, name, dtype, shape) for name, dtype, shape, begin, end in tensors
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its header is none: {type(error).__name__} {str(error)[:200]}") from error
@@ -89,6 +92,17 @@ def parse_header(header: bytes, size: int) -> list[StoredTensor]:
     if start != size:
         raise ValueError(f"it has {size} bytes, and its header describes {start}")
     return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _all_are(kind: type, values: Iterable[object]) -> bool:
+    """Of just that type: True is no int."""
+    return all(type(value) is kind for value in values)
 
 
 def _is_whole(tensor: StoredTensor, size: int) -> bool:

@@ -2,13 +2,14 @@
 
 import structlog
 
+from common.messages import Outside
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_config
 from common.streams import GROUP_ENV
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from env_service.environments.catalogue import Catalogue
-from env_service.environments.openenv_server import Servers
+from env_service.environments.openenv_server import Servers, read_servers
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.model_endpoint import ModelEndpoints
 from env_service.graders.runner import GraderRunner
@@ -40,20 +41,35 @@ def openenv_servers(settings: EnvSettings) -> Servers:
     return Servers(Endpoints(settings.openenv_hosts, proxy=proxy), settings.openenv_servers, proxy=proxy)
 
 
+def outside_of(settings: EnvSettings) -> Outside:
+    return Outside(
+        settings.endpoint_hosts,
+        settings.grader_hosts,
+        settings.openenv_hosts,
+        tuple(read_servers(settings.openenv_servers)),
+    )
+
+
 def sessions_of(settings: EnvSettings, worker: str) -> Sessions:
     num, idle_s = settings.env_sessions, settings.env_session_idle_s
     return Sessions(worker, num=num, idle_s=idle_s, limit_s=settings.step_timeout_s)
 
 
-async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
-    base_dir = resolve_config(settings.models[parts.cell.base_model])
-    tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
+async def sandbox_of(settings: EnvSettings) -> Sandbox:
+    """Raises InvalidInput if it is too weak here."""
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
     sandbox = Sandbox(max_processes=settings.sandbox_processes, limits=limits)
     layers = await sandbox.probe()
     structlog.get_logger().info("sandbox", layers=layers)
     if not settings.weak_sandbox:
         check_strength(layers)
+    return sandbox
+
+
+async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
+    base_dir = resolve_config(settings.models[parts.cell.base_model])
+    tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
+    sandbox = await sandbox_of(settings)
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
     models = model_endpoints(settings)
     text_comparer = TextComparer()
@@ -99,6 +115,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         handler,
         inboxes,
         slots=settings.env_slots,
+        outside=outside_of(settings),
         ahead=AHEAD * settings.env_slots,
         drain_s=DRAIN_S,
         counters=handler.counters,

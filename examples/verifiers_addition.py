@@ -24,9 +24,10 @@ ENVIRONMENT: dict[str, Any] = {"name": "addition", "args": {}}
 HYPER: dict[str, Any] = {
     "batch_size": 16,
     "group_size": 8,
-    "max_steps": 25,
+    "max_steps": 60,
     "max_tokens": 8,
     "learning_rate_multiplier": 2,
+    "target_reward": 0.9,
 }
 
 OPERATOR = '''"""What the operator opens to jobs."""

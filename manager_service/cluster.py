@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from common.bus import Bus
-from common.messages import Span, WorkerReport
+from common.messages import Outside, Span, WorkerReport
 from common.telemetry import KEEP_S
 
 ALIVE_S = 5.0
@@ -109,6 +109,10 @@ class Cluster:
         """The smallest limit that a live worker announces; None: no worker announces one."""
         ranks = [worker.max_lora_rank for worker in self.working() if worker.max_lora_rank is not None]
         return min(ranks, default=None)
+
+    def outside(self) -> list[Outside]:
+        """What the live env workers may call, as far as they announce it."""
+        return list({worker.outside for worker in self.working() if worker.outside is not None})
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the coarsest dtype of a live worker explains."""

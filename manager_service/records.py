@@ -126,6 +126,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
     adapter_file: str | None = None  # version 0 is the adapter in this file
     integrations: tuple[Integration, ...] = ()
+    notes: tuple[str, ...] = ()  # what the job's first events say
+    webhooks: bool = True  # do the tenant's webhooks hear of its end?
 
     @property
     def is_supervised(self) -> bool:

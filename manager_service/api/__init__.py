@@ -48,6 +48,7 @@ Its files:
     cluster.py           serves workers, timeline and dead letters
     receivers.py         serves where a tenant's jobs report to: loggers' keys, webhooks
     integrations.py      checks a job's loggers
+    outside.py           checks that env workers may call the hosts that a job names
     admin.py             serves tenants and keys to the operator
     docs_page.py         serves the OpenAPI document, also as a page
     health.py            answers /healthz and /readyz

@@ -16,7 +16,7 @@ from manager_service.api.job_store import JobStore
 from manager_service.api.leaving import GONE, Gone, unless_gone
 from manager_service.api.paging import After, FileLimit, page, rest_after
 from manager_service.api.schemas import Deleted, FileObject, Page
-from manager_service.records import FileRecord
+from manager_service.records import FileRecord, JobSpec
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)
@@ -103,7 +103,11 @@ async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
 async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
     """Delete a file, unless an unfinished job needs it."""
     await api.files.get(tenant.id, file_id)
-    if job := await JobStore(api).unfinished_user(tenant.id, file_id):
+
+    def needs(spec: JobSpec) -> bool:
+        return file_id in (spec.training_file, spec.validation_file, spec.adapter_file)
+
+    if job := await JobStore(api).unfinished_user(tenant.id, needs):
         raise conflict(f"the job {job} needs this file until it has ended", code="file_in_use")
     await api.files.delete(tenant.id, file_id)
     return Deleted(id=file_id, object="file")

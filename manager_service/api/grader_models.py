@@ -1,6 +1,7 @@
 """Finds the models that answer for graders (`score_model`, `label_model`), and fixes their versions."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from common.environments import BUILT_IN
@@ -9,7 +10,7 @@ from common.graders import model_graders
 from common.messages import EnvSpec
 from manager_service.api.context import Api, Base
 from manager_service.api.model_names import find_model
-from manager_service.records import TenantRecord
+from manager_service.records import FINAL, TenantRecord
 
 
 async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSpec, *, param: str) -> EnvSpec:
@@ -36,6 +37,22 @@ async def pin_models(
     return pinned
 
 
+async def base_asked(api: Api, tenant: TenantRecord, grader: Mapping[str, Any]) -> Base:
+    """The base model whose workers have the first model that a valid grader asks; the first of all if it asks none."""
+    for _, part in model_graders(grader):
+        with suppress(NotFound):
+            return (await find_model(api, tenant, str(part["model"]))).base
+    return next(iter(api.bases.values()))
+
+
+def asked_models(env: EnvSpec) -> set[str]:
+    """Models of this service that a valid environment's graders ask, without versions."""
+    grader: Any = env.args.get("grader")
+    if env.name not in BUILT_IN or not isinstance(grader, Mapping):
+        return set()
+    return {str(part["model"]).partition("@")[0] for _, part in model_graders(cast(Mapping[str, Any], grader))}
+
+
 async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str, param: str) -> str:
     if model.startswith("tinker://"):
         raise InvalidInput("a grader's model is a base model or ft:…", param=param, code="model_not_found")
@@ -47,6 +64,12 @@ async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str,
     if base is not None and named.base is not base:
         raise InvalidInput(
             f"{model} is served by the workers of {named.base.name!r}: graders ask models of the job's base, {base.name!r}",
+            param=param,
+        )
+    if named.row and named.row.spec.hyper.keep_versions is not None and named.row.state.status not in FINAL:
+        raise InvalidInput(
+            f"{model}: its job is {named.row.state.status} and keeps {named.row.spec.hyper.keep_versions} versions alone,"
+            " so this one may go while it grades: wait for the job's end, or train it without keep_versions",
             param=param,
         )
     return f"{model.partition('@')[0]}@{named.adapter.version}" if model.startswith("ft:") else model

@@ -10,7 +10,7 @@ from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from common.streams import partition_of
 from manager_service.api.context import Api, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
-from manager_service.api.grader_models import pin_models
+from manager_service.api.grader_models import base_asked, pin_models
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.tasks import CheckGrader
@@ -34,7 +34,9 @@ class RunGiven(GraderGiven):
 
     model_sample: str = Field(max_length=1 << 20)
     item: dict[str, Any] | None = None
-    model: str | None = Field(None, description="The base model whose environment workers run it; any if absent")
+    model: str | None = Field(
+        None, description="The base model whose environment workers run it; that of the grader's models if absent"
+    )
 
 
 class Validated(BaseModel):
@@ -74,7 +76,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
     """Run a grader once on an environment worker. Its seconds and its models' tokens count as the tenant's use of `inference`."""
     item = body.item or {}
     await _check(api, tenant, body.grader, item)
-    base = find_base(api, body.model) if body.model else next(iter(api.bases.values()))
+    base = find_base(api, body.model) if body.model else await base_asked(api, tenant, body.grader)
     grader = await pin_models(api, tenant, base, body.grader, param=PARAM)
 
     def make(job: str, reply_to: str) -> GradeRequest:

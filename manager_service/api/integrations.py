@@ -1,13 +1,14 @@
 """Checks a job's `integrations`: the loggers that its figures go to, in OpenAI's form."""
 
 import re
+from collections.abc import Container, Iterator
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidInput
 from common.spelling import did_you_mean, quoted
-from manager_service.records import Integration, LoggerName
+from manager_service.records import Integration, JobSpec, LoggerName
 
 LOGGERS: tuple[LoggerName, ...] = get_args(LoggerName)
 Word = Annotated[str, Field(min_length=1, max_length=64)]
@@ -85,6 +86,21 @@ def _check_names(logger: LoggerName, given: LoggerGiven, param: str) -> None:
         raise InvalidInput(
             f"{param}.project {quoted(given.project)}: trackio keeps this name", param=f"{param}.project"
         )
+
+
+def kept_here(spec: JobSpec, keys: Container[LoggerName]) -> Iterator[str]:
+    """Says where the figures of a job lie that are sent to no server. `keys`: loggers for which its tenant has set one."""
+    for one in spec.integrations:
+        folder = f"loggers/{spec.tenant}/{one.type}"
+        if one.type == "trackio":
+            yield f"trackio: {_WRITTEN} {folder} {_WHOSE}: TRACKIO_DIR=FOLDER trackio show --project {one.project}"
+        elif one.type not in keys:
+            sync = f"wandb beta sync --id {spec.id} FOLDER"
+            yield f"wandb: no key is set (marlaas loggers wandb), so {_WRITTEN} {folder}/{spec.id} {_WHOSE}: {sync}"
+
+
+_WRITTEN = "this job's figures are written into the folder"
+_WHOSE = "in the data folder of the service (of `marlaas up`: .marlaas). There"
 
 
 def shown(integration: Integration) -> dict[str, Any]:

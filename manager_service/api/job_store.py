@@ -170,13 +170,12 @@ class JobStore:
         rows = (_decoded(base, record) for record in await pipe.execute())
         return [row for row in rows if row is not None]
 
-    async def unfinished_user(self, tenant: str, file: str) -> str | None:
-        """An unfinished job that reads this file."""
+    async def unfinished_user(self, tenant: str, needs: Callable[[JobSpec], bool]) -> str | None:
+        """An unfinished job that needs something."""
         for base in self._api.bases.values():
             active = await base.redis.smembers(base.cell.active(partition_of(tenant)))
             for row in await self.present(base, [job.decode() for job in active]):
-                used = (row.spec.training_file, row.spec.validation_file, row.spec.adapter_file)
-                if row.spec.tenant == tenant and file in used and row.state.status not in FINAL:
+                if row.spec.tenant == tenant and row.state.status not in FINAL and needs(row.spec):
                     return row.spec.id
         return None
 

@@ -23,6 +23,7 @@ from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import ErrorObject, HyperparameterObject, JobObject, Page
 from manager_service.api.submission import JobGiven, build_spec
 from manager_service.kept import Kept
+from manager_service.receivers import Receivers
 from manager_service.records import FINAL, Status, TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
@@ -75,7 +76,10 @@ async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
     spec = await build_spec(api, tenant, body)
     base = api.bases[spec.base_model]
     await check_quota(base.redis, base.cell, tenant)
-    return spec
+    if not spec.integrations:
+        return spec
+    keys = await Receivers(api.redis).keys(tenant.id)
+    return msgspec.structs.replace(spec, notes=tuple(integrations.kept_here(spec, keys)))
 
 
 async def _first(store: JobStore, tenant: TenantRecord, known: str, once: Once) -> JobRow:

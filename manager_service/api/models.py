@@ -8,6 +8,7 @@ from common.errors import InvalidInput
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
 from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON, conflict, declared
+from manager_service.api.grader_models import asked_models
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.schemas import BaseObject, Deleted, ModelObject, Page
@@ -63,6 +64,8 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
         raise InvalidInput("a single version cannot be deleted: name the model without @", param="model")
     if named.row.state.status not in FINAL:
         raise conflict(f"the model's job is {named.row.state.status}: cancel it first", code="wrong_job_state")
+    if job := await JobStore(api).unfinished_user(tenant.id, lambda spec: model in asked_models(spec.env)):
+        raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
     await JobStore(api).mark_deleted(named.row)
     await api.adapters.delete_job(tenant.id, named.row.spec.id)
     return Deleted(id=model, object="model")

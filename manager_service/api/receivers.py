@@ -3,16 +3,15 @@
 import re
 from typing import Annotated, Literal, get_args
 
-import httpx
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from common.errors import InvalidInput, NotFound
-from common.outgoing import AllowedHosts, NotAllowed
 from common.spelling import quoted
 from common.urls import check_url
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, declared
+from manager_service.api.outside import check_host
 from manager_service.api.paging import page
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import Deleted, LoggerObject, NewWebhookObject, Page, WebhookObject
@@ -117,13 +116,9 @@ def _check_host(url: str, hosts: str, param: str, setting: str) -> None:
     """Raises InvalidInput unless it is a URL of a host that the operator allows."""
     try:
         check_url(url)
-        AllowedHosts(hosts).check_name(httpx.URL(url))
     except ValueError as error:
         raise InvalidInput(f"{param} {error}", param=param) from error
-    except NotAllowed as error:
-        raise InvalidInput(
-            f"{param}: {error}; {setting} lists the hosts that it allows", param=param, code="host_not_allowed"
-        ) from error
+    check_host(url, hosts, param, setting)
 
 
 def shown_logger(record: LoggerKey) -> LoggerObject:

@@ -27,6 +27,7 @@ from manager_service.api.hyperparameters import (
     resolve_supervised,
 )
 from manager_service.api.integrations import IntegrationGiven, checked_integrations
+from manager_service.api.outside import check_outside
 from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckKind, CheckLengths, CheckMethod, CheckRows, Task
 from manager_service.api.starts import JobStart, find_start
@@ -87,6 +88,7 @@ class JobGiven(Given):
     seed: int | None = Field(None, ge=0, lt=2**53)
     metadata: dict[str, Label] | None = Field(None, max_length=16)
     integrations: list[IntegrationGiven] | None = Field(None, max_length=4)
+    webhooks: bool = Field(True, description="Do your webhooks hear of its end?")
     hyperparameters: dict[str, Any] | None = Field(None, description="OpenAI's old place for them: not used here")
 
 
@@ -141,6 +143,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
             "it cannot be used in deterministic mode",
             param="method.reinforcement.environment",
         )
+    check_outside(plan.env, base.cluster.outside(), param=_grader_param(body))
     env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
     training = await _file(api, tenant, body.training_file, "training_file")
     validation = await _file(api, tenant, body.validation_file, "validation_file")
@@ -174,6 +177,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         source=start.source,
         adapter_file=start.adapter_file,
         integrations=integrations,
+        webhooks=body.webhooks,
     )
 
 

@@ -1,8 +1,9 @@
 """Starts the exporter. Wiring only."""
 
 import asyncio
+import importlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import get_args
@@ -30,6 +31,8 @@ log = structlog.get_logger()
 PASSES = Passes()
 FOLDER = "loggers"
 """In the data folder: what loggers keep on this machine, by tenant."""
+LOOK_EVERY_S = 5.0
+"""Between two looks at which loggers are installed."""
 
 
 async def main(settings: ManagerSettings, passes: Passes = PASSES, loggers: Sequence[LoggerName] | None = None) -> None:
@@ -44,7 +47,6 @@ async def main(settings: ManagerSettings, passes: Passes = PASSES, loggers: Sequ
 async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[LoggerName] | None) -> None:
     """Works whenever no other exporter does. Until cancelled."""
     folder = settings.data_dir.resolve() / FOLDER
-    installed = [name for name in get_args(LoggerName) if find_spec(name)] if loggers is None else loggers
     objects = Objects.open(settings.store)
     await patiently(objects.probe)
     redis = make_client(settings.redis_url, GLOBAL, socket_connect_timeout=5, socket_timeout=None)
@@ -68,18 +70,35 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
     )
     webhooks = Webhooks(cells, receivers, caller, give_up_s=settings.webhook_give_up_s, limits=settings.limits)
 
-    async def tell_installed() -> None:
-        """The others need not wait for it, should Redis have no memory for it."""
-        await cells[0].bus.retrying(lambda: receivers.tell_installed(installed))
-
     try:
         async with locked(folder) as token:
-            log.info("exporter_starts", loggers=installed)
+            log.info("exporter_starts")
             lease = Lease(redis, cells[0].bus, token, settings.lease_s)
-            await lease.work(lambda: running(tell_installed(), exporter.run(), webhooks.run()))
+            look = installed if loggers is None else lambda: loggers
+            await lease.work(
+                lambda: running(tell_loggers(receivers, cells[0].bus, look), exporter.run(), webhooks.run())
+            )
     finally:
         await caller.close()
         await servers.close()
+
+
+async def tell_loggers(receivers: Receivers, bus: Bus, look: Callable[[], Sequence[LoggerName]]) -> None:
+    """Tells the managers which loggers there are, whenever that changes; waits while Redis has no memory for it. Until cancelled."""
+    told: Sequence[LoggerName] | None = None
+    while True:
+        found = look()
+        if found != told:
+            await bus.retrying(lambda found=found: receivers.tell_installed(found))
+            log.info("loggers", installed=found)
+        told = found
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def installed() -> list[LoggerName]:
+    """The loggers whose packages are here, those too that were installed a moment ago."""
+    importlib.invalidate_caches()
+    return [name for name in get_args(LoggerName) if find_spec(name)]
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class Job:
 
     def queue(self, now: float, changes: Changes) -> None:
         self.state.status = "queued"
-        self.journal.tell(now, changes, "Job queued")
+        self.journal.queued(now, changes)
 
     def start(self, now: float, changes: Changes) -> None:
         """Leads from queued to running: asks for version 0."""

@@ -62,6 +62,11 @@ class Journal:
     def _kept(self, kind: Literal["events", "samples"]) -> Kept:
         return self._state.kept.setdefault(kind, Kept())
 
+    def queued(self, now: float, changes: Changes) -> None:
+        """Writes a job's first events."""
+        for message in ("Job queued", *self._spec.notes):
+            self.tell(now, changes, message)
+
     def stopped(self, stop: Stop, why: str, now: float, changes: Changes) -> None:
         """Writes that training ends early."""
         data = {"code": stop.reason, "version": stop.version}

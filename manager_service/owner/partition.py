@@ -425,7 +425,8 @@ class Partition:
             if job.settled:
                 self.jobs.remove(job.id)
                 changes.finished.append(job.id)
-                changes.to_tell.append((job.spec.tenant, job.id))
+                if job.spec.webhooks:
+                    changes.to_tell.append((job.spec.tenant, job.id))
                 changes.close(self._cell.unfinished(job.spec.tenant), job.id)
         self.runs.note(changes, now)
 

@@ -73,19 +73,23 @@ def check(
 ) -> None:
     """Play an environment on ten items, by a job that learns nothing, and show the conversations and the rewards.
 
-    It ends with an error, and status 1, if a trajectory fails. The job stays in `marlaas jobs`; what it made is deleted.
+    It ends with an error, and status 1, if a trajectory fails. The job stays in `marlaas jobs`, and no webhook hears of it; what it made is
+    deleted.
     """
     environment = {"name": name, "args": parse_args(args)}
     how = {"environment": environment, "hyperparameters": CHECK | dict(map(parse_hyper, hyper or []))}
     with connect(url, data) as client, ExitStack() as undo:
+        known = next((one for one in client.get("/v1/environments")["data"] if one["id"] == name), None)
+        if known and known["error"]:
+            say(f"warn: {name}: {known['error']}", err=True)
         training = upload(client, file, Columns()) if file else None
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
-        request = request_of("reinforcement", how, model=model, training_file=training, suffix="check")
+        request = request_of("reinforcement", how, model=model, training_file=training, suffix="check", webhooks=False)
         try:
             job = client.create(request)["id"]
         except Refused as error:
-            if not file and error.status == 400 and name in _without_items(client):
+            if not file and error.status == 400 and known and not known["makes_items"]:
                 raise InvalidInput(
                     f"{name} makes no items: give a file of them, marlaas env check {name} FILE"
                 ) from error
@@ -106,11 +110,6 @@ def parse_args(text: str) -> Record:
     if isinstance(grader, str) and grader.partition(":")[0] in SHORT_GRADERS:
         args["grader"] = grader_of(grader)
     return args
-
-
-def _without_items(client: Client) -> list[str]:
-    """Environments that make no items."""
-    return [one["id"] for one in client.get("/v1/environments")["data"] if not one["makes_items"]]
 
 
 def _report(client: Client, job: str, name: str, *, as_json: bool) -> None:

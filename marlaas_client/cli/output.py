@@ -63,6 +63,11 @@ def print_table(shown: Table) -> None:
     _console(max(console.width, needed)).print(shown)
 
 
+def width_of(shown: Table) -> int:
+    """Characters that a table needs, if nothing is wrapped."""
+    return Measurement.get(console, UNLIMITED, shown).maximum
+
+
 def _width(column: Column) -> int:
     """Characters that a column needs."""
     shown = (column.header, *column.cells)

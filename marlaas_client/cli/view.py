@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from marlaas_client.cli.output import cells, clock, console, cut, status, table, visible
+from marlaas_client.cli.output import cells, clock, console, cut, status, table, visible, width_of
 from marlaas_client.cli.progress import JobProgress, sparkline
 from marlaas_client.records import Record
 
@@ -23,8 +23,8 @@ SHOWN_METRICS = (
     "staleness",
 )
 CURVE_WIDTHS = (8, 20)
-BESIDE_CURVE = 70
-"""Characters of a line that the other columns need."""
+GAP = 2
+"""Characters between two columns."""
 MAX_MESSAGE = 400
 """Characters of an event that are shown; `--json` gives all."""
 BUSY_WIDTH = 8
@@ -32,12 +32,20 @@ MAX_TENANTS = 6
 
 
 def jobs_view(jobs: Iterable[JobProgress], now: float) -> RenderableType:
-    """`now`: of the same clock as in `Progress.add`."""
-    shown = table("job", "status", "step", "reward", "curve", "tokens/s", "eval", right=["step", "reward", "tokens/s"])
+    """Leaves out columns for which the terminal is too narrow: first the curve. `now`: of the same clock as in `Progress.add`."""
+    rows = list(jobs)
     least, most = CURVE_WIDTHS
-    width = max(least, min(most, console.width - BESIDE_CURVE))
+    room = console.width - width_of(_jobs_table(rows, now)) - GAP
+    return _jobs_table(rows, now, curve=min(most, room) if room >= least else 0, rate=room >= -GAP)
+
+
+def _jobs_table(jobs: Iterable[JobProgress], now: float, *, curve: int = 0, rate: bool = True) -> Table:
+    """`curve`: its width; 0: none."""
+    some = (["curve"] if curve else []) + (["tokens/s"] if rate else [])
+    shown = table("job", "status", "step", "reward", *some, "eval", right=["step", "reward", "tokens/s"])
     for job in jobs:
-        row = cells(_steps(job), _reward(job.reward), sparkline(job.rewards, width), _rate(job, now), evals(job))
+        optional = ([sparkline(job.rewards, curve)] if curve else []) + ([_rate(job, now)] if rate else [])
+        row = cells(_steps(job), _reward(job.reward), *optional, evals(job))
         shown.add_row(*cells(name(job)), status(job.status), *row)
     return shown
 

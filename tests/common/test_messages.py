@@ -25,6 +25,7 @@ from common.messages import (
     LossSpec,
     Message,
     OptimSpec,
+    Outside,
     Parked,
     Rows,
     Sampling,
@@ -140,6 +141,7 @@ EXAMPLES: list[AnyMessage] = [
         busy=0.5,
         base_model="tiny",
         spans=(Span(1, 2, "t", "j", "env"),),
+        outside=Outside(grader="*.test", openenv_servers=("maze",)),
     ),
     Operation(**PLAIN, seq=1, action="forward", payload=b"p", tokens=2, failure=Failure("invalid", "why")),
     Operations(
@@ -156,7 +158,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "7c7236ecc2541b9c1642121328d8f903167c35bded40ffa56454f8abd0aa3422"
+SNAPSHOT = "3ead5dde2719e9d91f18ac77c66472e23a5b8798af5e0c2236de9888a30fa2b3"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -1,14 +1,19 @@
 """What the headers of weights say."""
 
 import json
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
 from common.settings import TINY
-from common.weight_files import Weights, parse_header, read_weights
+from common.weight_files import ITEM_BYTES, Weights, parse_header, read_weights
 
 
 def test_the_weights_of_all_files_count(tmp_path: Path) -> None:
@@ -38,3 +43,60 @@ def test_numbers_that_cannot_be_a_shape_are_not_multiplied(shape: list[int], mon
     monkeypatch.delattr("common.weight_files.prod")
     with pytest.raises(ValueError, match="'x' is not where or as large as its header says"):
         parse_header(header, 8 + len(header) + 4)
+
+
+SOUND = {
+    "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
+    "b": {"dtype": "BF16", "shape": [2], "data_offsets": [8, 12]},
+}
+PLACES = [(name, field, at) for name in SOUND for field in SOUND[name] for at in range(len(SOUND[name][field]))]
+ODD = st.one_of(st.none(), st.booleans(), st.integers(-9, 20), st.integers(), st.floats(), st.text(max_size=3))
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> bytes:
+    """Of a file with twelve bytes of numbers, with a few lies."""
+    header: dict[str, Any] = json.loads(json.dumps(SOUND))
+    for name, field, at in draw(st.lists(st.sampled_from(PLACES), max_size=2)):
+        if field == "dtype":
+            header[name][field] = draw(st.one_of(ODD, st.sampled_from(["F16", "I8", "F8_E4M3"])))
+        elif isinstance(header[name], dict) and at < len(header[name].get(field, ())):
+            told = SOUND[name][field][at]
+            header[name][field][at] = draw(
+                st.one_of(ODD, st.sampled_from([float(told), str(told), bool(told), [told]]))
+            )
+    for change in draw(st.lists(st.sampled_from(["metadata", "more", "less", "other"]), max_size=1)):
+        if change == "metadata":
+            header["__metadata__"] = draw(st.one_of(ODD, st.dictionaries(st.text(max_size=2), ODD, max_size=2)))
+        elif change == "more":
+            header[draw(st.text(max_size=3))] = draw(st.one_of(ODD, st.just(SOUND["a"])))
+        elif change == "less":
+            del header["b"][draw(st.sampled_from(["dtype", "shape", "data_offsets"]))]
+        else:
+            header["b"] = draw(ODD)
+    text = json.dumps(header).encode()
+    at, part = draw(st.integers(0, len(text))), draw(st.sampled_from([b"", b"", b"", b" ", b"\0", b"\xff", b"{", b'"']))
+    return (
+        draw(st.sampled_from([b"", b"\n", b"\xef\xbb\xbf"]))
+        + text[:at]
+        + part
+        + text[at:].replace(b'"b"', draw(st.sampled_from([b'"b"', b'"a"'])))
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(headers())
+def test_a_header_that_is_taken_means_the_same_to_safetensors_own_reader(header: bytes) -> None:
+    try:
+        found = parse_header(header, 8 + len(header) + 12)
+    except ValueError:
+        return
+    if not {tensor.dtype for tensor in found} <= ITEM_BYTES.keys():
+        return  # who reads the numbers refuses it
+    try:
+        theirs = dict(deserialize(struct.pack("<Q", len(header)) + header + bytes(12)))
+    except SafetensorError as error:
+        raise AssertionError(f"it does not take {header!r}") from error
+    assert {tensor.name: (tensor.dtype, tensor.shape) for tensor in found} == {
+        name: (tensor["dtype"], list(tensor["shape"])) for name, tensor in theirs.items()
+    }

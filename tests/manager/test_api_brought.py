@@ -1,6 +1,7 @@
 """Adapters that users bring: uploaded, checked and started from, through the real HTTP API."""
 
 import json
+import random
 import re
 import struct
 from collections.abc import AsyncGenerator
@@ -136,6 +137,19 @@ async def test_what_is_no_adapter_is_refused_by_name(server: ApiServer) -> None:
         answer = await send(server, **changes)
         assert answer.status_code == 400, complaint
         assert re.search(complaint, answer.json()["error"]["message"]), answer.text
+
+
+async def test_no_bytes_of_an_adapter_are_an_error_of_the_service(server: ApiServer) -> None:
+    chance, whole = random.Random(0), FILES[WEIGHTS]
+    length = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(40):
+        weights, config = bytearray(whole), bytearray(FILES[CONFIG])
+        for _ in range(chance.choice([1, 3])):
+            weights[chance.randrange(length)] = chance.choice(b'0912345",:[]{}-.e \xff\0')
+        if chance.random() < 0.5:
+            weights, config[chance.randrange(len(config))] = bytearray(whole), chance.choice(b'09",:[]{}-\\ ')
+        answer = await send(server, bytes(weights), config=config.decode())
+        assert answer.status_code in (200, 400), (weights[:length], config)
 
 
 async def test_an_adapter_of_half_precision_is_welcome(server: ApiServer) -> None:

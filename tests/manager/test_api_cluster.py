@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from common.bus import Bus
-from common.messages import Cancel, DeadLetter, Span, WorkerReport
+from common.messages import Cancel, DeadLetter, Outside, Span, WorkerReport
 from common.telemetry import KEEP_S
 from common.wire import encode
 from manager_service.cluster import Cluster
@@ -96,6 +97,44 @@ async def test_a_rank_that_a_rollout_worker_cannot_take_is_refused(server: ApiSe
     body: Any = {"model": "tiny", "training_file": file, "extra_body": {"method": method(lora_rank=17)}}
     with pytest.raises(openai.BadRequestError, match="lora_rank 17 is above 16"):
         await server.openai.fine_tuning.jobs.create(**body)
+
+
+async def test_a_host_that_an_env_worker_may_not_call_is_refused(server: ApiServer) -> None:
+    file = await upload(server.openai)
+    score = {"type": "score_model", "model": "m", "input": [{"role": "user", "content": "?"}]}
+    check = {"type": "endpoint", "url": "https://allowed.test/x"}
+
+    async def create(**reinforcement: Any) -> str:
+        method = {"type": "reinforcement", "reinforcement": reinforcement}
+        answer = await server.http.post(
+            "/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file, "method": method}
+        )
+        return "" if answer.is_success else f"{answer.json()['error']['param']}: {answer.json()['error']['message']}"
+
+    def openenv(**args: str) -> dict[str, Any]:
+        return {"environment": {"name": "openenv", "args": args}}
+
+    refused = [
+        ({"grader": check | {"url": "https://other.test/"}}, "grader.url", "other.test; MARLAAS_ENDPOINT_HOSTS"),
+        ({"grader": score | {"url": "http://127.0.0.1:9/v1"}}, "grader.url", "127.0.0.1; MARLAAS_GRADER_HOSTS"),
+        (openenv(url="http://10.0.0.1:8000"), "environment.args.url", "10.0.0.1; MARLAAS_OPENENV_HOSTS"),
+        (openenv(server="mazes"), "environment.args.server", "did you mean 'maze'?; MARLAAS_OPENENV_SERVERS"),
+    ]
+    assert [await create(**given) for given, _, _ in refused] == [""] * 4, "no worker says what it may call"
+    allowed = Outside("*.test", "*.test", "10.1.0.0/16", ("maze",))
+    one = report("e1", "env", outside=allowed)
+    await tell(server.bus, one, report("e2", "env", outside=msgspec.structs.replace(allowed, endpoint="allowed.test")))
+    await until(server, 2)
+    for given, where, why in refused:
+        said = await create(**given)
+        assert said.startswith(f"method.reinforcement.{where}: ") and why in said
+    multi = {"type": "multi", "graders": {"a": check, "b": score | {"url": "https://b.test/v1"}}}
+    for given in (
+        {"grader": multi | {"calculate_output": "a + b"}},
+        openenv(url="http://10.1.2.3"),
+        openenv(server="maze"),
+    ):
+        assert await create(**given) == ""
 
 
 @pytest.mark.parametrize("asked", ["group_size", "eval_samples"])

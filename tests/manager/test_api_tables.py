@@ -1,12 +1,15 @@
 """Files that are no JSONL, and items in TRL's forms, through the real HTTP API."""
 
 import json
+import random
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.errors import InvalidInput
 from manager_service.api.reading.tables import MAX_MADE, convert_csv
@@ -126,3 +129,54 @@ def test_a_table_that_grows_is_converted_a_little_at_a_time() -> None:
     part = b"prompt," + b"n" * 128 + b"\n" + b"a,\n" * 100_000
     done = convert_csv(part, columns=[], before=0, is_last=True, max_line_bytes=1000)
     assert MAX_MADE <= len(done.lines) <= MAX_MADE + 1000 and done.num_bytes < len(part)
+
+
+TALK = '"[{""role"": ""user"", ""content"": ""%s""}]"'
+CELLS = [
+    TALK % "hi",
+    TALK % "\\ud800",
+    '"[NaN]"',
+    '"[1e999]"',
+    f'"{"[" * 5000}"',
+    '"',
+    '""',
+    "\0",
+    '"a\nb"',
+    "\r",
+    "=1+1",
+    "\ufeff",
+]
+NAMES = ["prompt", "messages", "tools", "answer", "prompt ", "", '"prompt"', "\ufeffprompt", "x" * 200, "__proto__"]
+ROWS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(CELLS)), max_size=4).map(",".join)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> bytes:
+    """With a few bytes of anything within."""
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4))
+    end = draw(st.sampled_from(["\n", "\r\n", "\r"]))
+    table = (end.join([",".join(names), *draw(st.lists(ROWS, max_size=5))]) + end).encode("utf-8", "surrogatepass")
+    at = draw(st.integers(0, len(table)))
+    return table[:at] + draw(st.binary(max_size=2)) + table[at:]
+
+
+@settings(max_examples=400, deadline=None)
+@given(tables(), st.integers(1, 80))
+def test_whatever_a_table_holds_it_is_refused_or_read_as_one_whole(content: bytes, size: int) -> None:
+    try:
+        in_parts = converted(content, size)
+    except InvalidInput:
+        return
+    assert in_parts == converted(content, 1 << 20)
+    assert all(len(line) <= 1000 and isinstance(json.loads(line), dict) for line in in_parts.splitlines())
+
+
+async def test_no_bytes_of_a_table_are_an_error_of_the_service(server: ApiServer) -> None:
+    chance = random.Random(0)
+    for _ in range(40):
+        cells = [[chance.choice(CELLS) for _ in range(2)] for _ in range(3)]
+        table = "\n".join(map(",".join, [chance.sample(NAMES, 2), *cells])).encode()
+        at = chance.randrange(len(table))
+        content = table[:at] + chance.randbytes(chance.choice([0, 0, 1])) + table[at:]
+        sent: dict[str, Any] = {"files": {"file": ("items.csv", content)}, "data": {"purpose": "fine-tune"}}
+        assert (await server.http.post("/v1/files", **sent)).status_code in (200, 400), content

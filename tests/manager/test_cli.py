@@ -273,15 +273,18 @@ def test_environments_are_listed_with_their_arguments(api: type[FakeApi]) -> Non
     assert "broken broken 1.0 of a file cannot be loaded" in rows
 
 
-def test_a_check_takes_a_short_grader_and_says_that_it_needs_a_file(api: type[FakeApi]) -> None:
-    api.answers["GET", "/v1/environments"] = {"data": [{"id": "python", "makes_items": False}]}
+def test_a_check_takes_a_short_grader_says_that_it_needs_a_file_and_warns_of_an_old_version(api: type[FakeApi]) -> None:
+    old = "1.3 is installed, and 1.2 in use until managers and env workers start again"
+    known = [{"id": "python", "makes_items": False, "error": None}, {"id": "maze", "makes_items": True, "error": old}]
+    api.answers["GET", "/v1/environments"] = {"data": known}
     api.answers["POST", "/v1/fine_tuning/jobs"] = (400, {"error": {"message": "it needs a training_file"}})
     with pytest.raises(InvalidInput, match="marlaas env check python FILE"):
         run("env", "check", "python", "--args", '{"grader": "string_check:answer"}')
-    asked = json.loads(api.requests[0][1])["method"]["reinforcement"]["environment"]
-    assert asked == {"name": "python", "args": {"grader": parse_grader("string_check:answer")}}
-    with pytest.raises(Refused, match="needs a training_file"):
-        run("env", "check", "maze", "--args", '{"grader": "mine"}')
+    asked = json.loads(api.requests[-1][1])
+    environment = {"name": "python", "args": {"grader": parse_grader("string_check:answer")}}
+    assert asked["method"]["reinforcement"]["environment"] == environment and asked["webhooks"] is False
+    outdated = CliRunner().invoke(app, ["env", "check", "maze", "--args", '{"grader": "mine"}'])
+    assert isinstance(outdated.exception, Refused) and outdated.stderr == f"warn: maze: {old}\n"
 
 
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
@@ -737,9 +740,15 @@ def test_a_long_message_is_cut_and_says_by_how_much(api: type[FakeApi]) -> None:
     assert json.loads(run("events", "ftjob-1", "--json")) == event
 
 
-def test_the_live_view_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tenant", "label", "num_steps", "shown"),
+    [("bluebird", "reverse", 40, "curve"), ("", "", 40, "tokens/s"), ("", "", 1000, "eval")],
+)
+def test_the_live_view_fits_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, tenant: str, label: str, num_steps: int, shown: str
+) -> None:
     monkeypatch.setattr(output.console, "width", 80)
-    jobs = [JobProgress(f"ftjob-{i}", tenant="bluebird", label="reverse", num_steps=40) for i in range(6)]
+    jobs = [JobProgress(f"ftjob-{i:024}", tenant=tenant, label=label, num_steps=num_steps) for i in range(6)]
     for job in jobs:
         for step in range(1, 40):
             job.add(metrics(step, step=step, reward_mean=0.5, eval_reward_mean=0.52, version=step % 2), now=float(step))
@@ -748,6 +757,8 @@ def test_the_live_view_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyP
         output.console.print(live_view(jobs, [], 40.0))
     lines = capture.get().splitlines()
     assert len(lines) == 2 + len(jobs) and max(map(len, lines)) <= 80
+    assert shown in lines[0] and "eval" in lines[0]
+    assert all((label or job.job) in line and "0.52 → 0.52" in line for job, line in zip(jobs, lines[2:], strict=True))
 
 
 def test_server_sent_events() -> None:

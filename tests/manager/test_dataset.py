@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from manager_service.cli.main import app
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_file
 from marlaas_client.errors import InvalidInput
 from tests.support.api_server import ApiServer, running_api
+from tests.support.hub_server import running_hub
 
 ROWS: list[dict[str, Any]] = [{"question": f"add {n}+1", "answer": str(n + 1), "level": n} for n in range(20)]
 NAMED = ("--prompt", "question", "--grader", "string_check:answer", "--hyper", "batch_size=1")
@@ -89,9 +91,9 @@ def test_a_value_that_is_no_json_is_named_by_row_and_column() -> None:
 # ---- with the extra `data` ------------------------------------------------------------------------------------------
 
 
-def parquet(file: Path) -> Path:
+def parquet(file: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     arrow: Any = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(ROWS), file)
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), file)
     return file
 
 
@@ -121,3 +123,52 @@ async def test_a_datasets_folder_is_converted_by_its_splits(
         assert len(await items(server, job["validation_file"])) == held_out
         assert "split 'dev'" in await submit(server, "--dataset", folder, "--split", "dev", *NAMED)
     assert "no such folder" in await submit(server, "--dataset", tmp_path / "none", *NAMED)
+
+
+SUBMIT = """
+import json, sys
+from typer.testing import CliRunner
+from manager_service.cli.main import app
+
+for words in sys.argv[1:]:
+    ended = CliRunner().invoke(app, json.loads(words))
+    print(json.dumps([ended.stdout, str(ended.exception)]))
+"""
+"""In a process of its own, since the hub's client reads its environment once."""
+CARD = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: train.parquet}, {split: test, path: test.parquet}]
+---
+"""
+
+
+async def test_a_dataset_of_the_hub_is_submitted_by_its_name(server: ApiServer, tmp_path: Path) -> None:
+    repo, old = tmp_path / "repo", tmp_path / "old"
+    for folder in (repo, old):
+        folder.mkdir()
+        (folder / "README.md").write_text(CARD)
+        parquet(folder / "train.parquet", ROWS if folder is repo else ROWS[:7])
+        parquet(folder / "test.parquet")
+    with running_hub({"owner/sums": {"b" * 40: repo, "a" * 40: old}}, gated=set()) as (url, _):
+        asked = [
+            ["owner/sums:main", "--validation-split", "test"],
+            [f"owner/sums:main@{'a' * 40}"],
+            ["owner/none"],
+        ]
+        hub = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        common = [*NAMED, "--url", server.url, "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SUBMIT),
+            *[json.dumps(["submit", "--dataset", *words, *common]) for words in asked],
+            env={"PATH": "", "MARLAAS_API_KEY": server.key} | hub,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+    newest, pinned, absent = [json.loads(line) for line in out.splitlines()]
+    job = json.loads(newest[0])
+    assert await items(server, job["training_file"]) == [
+        {"prompt": row["question"], "answer": row["answer"], "level": row["level"]} for row in ROWS
+    ]
+    assert job["validation_file"] and json.loads(pinned[0])["num_items"] == 7
+    assert "--dataset owner/none, split 'train': Dataset 'owner/none' doesn't exist on the Hub" in absent[1]

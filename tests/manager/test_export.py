@@ -18,6 +18,8 @@ from common.messages import Failure
 from common.outgoing import Caller
 from common.tasks import running
 from manager_service.archive.store import Archive
+from manager_service.export import __main__ as exporter_main
+from manager_service.export.__main__ import installed, tell_loggers
 from manager_service.export.cells import JobCell
 from manager_service.export.exporter import Exporter
 from manager_service.export.notes import warn
@@ -78,8 +80,8 @@ async def nothing_waits(server: ApiServer) -> bool:
 
 async def figures(server: ApiServer, job: str) -> list[tuple[int, dict[str, float]]]:
     """What the events say."""
-    events = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
-    return [(event["data"]["step"], named(event["data"])) for event in reversed(events) if event["type"] == "metrics"]
+    told = reversed(await events(server, job))
+    return [(event["data"]["step"], named(event["data"])) for event in told if event["type"] == "metrics"]
 
 
 async def test_every_step_reaches_its_loggers_once_though_the_exporter_is_killed_three_times(server: ApiServer) -> None:
@@ -134,6 +136,37 @@ async def test_jobs_of_tenants_are_written_into_folders_of_their_own(server: Api
         f"default/wandb/{mine}.jsonl",
         f"beta/wandb/{theirs}.jsonl",
     }
+
+
+async def test_a_logger_that_is_installed_while_the_exporter_runs_is_found_and_a_job_says_where_its_figures_lie(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(exporter_main, "LOOK_EVERY_S", 0.1)
+    receivers = Receivers(server.api.redis)
+
+    async def found(loggers: list[str]) -> None:
+        async def are_told() -> bool:
+            return await receivers.installed() == loggers
+
+        await until(are_told)
+
+    async with running(tell_loggers(receivers, server.bus, installed)), running_jobs(server):
+        await found([])
+        for name in ("trackio", "wandb"):
+            (tmp_path / f"{name}.py").touch()
+        await found(["trackio", "wandb"])
+        job = await create(server.openai, "wandb", "trackio", max_steps=1)
+        await until(lambda: has_ended(server, job))
+        await receivers.set_key("default", "wandb", "k" * 40, "https://wandb.example.org")
+        with_key = await create(server.openai, "wandb", "trackio", max_steps=1)
+        await until(lambda: has_ended(server, with_key))
+    said = [event["message"] for event in await events(server, job)][-4:]
+    assert said[3] == "Job queued" and "no key is set" in said[2] and f"loggers/default/wandb/{job} " in said[2]
+    assert said[1].startswith("trackio: ") and "loggers/default/trackio " in said[1] and said[0] == "Job started"
+    assert [
+        event["message"] for event in await events(server, with_key) if event["message"].startswith("wandb: no")
+    ] == []
 
 
 async def test_a_job_that_fails_leaves_nothing_waiting(server: ApiServer) -> None:
@@ -267,8 +300,12 @@ def exporter_here(server: ApiServer, folder: Path, *, give_up_s: float, hosts: s
 
 async def warnings(server: ApiServer, job: str) -> list[str]:
     """Newest first."""
-    events = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
-    return [event["message"] for event in events if event["level"] == "warn"]
+    return [event["message"] for event in await events(server, job) if event["level"] == "warn"]
+
+
+async def events(server: ApiServer, job: str) -> list[dict[str, Any]]:
+    """Newest first."""
+    return (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?limit=100")).json()["data"]
 
 
 async def has_ended(server: ApiServer, job: str) -> bool:

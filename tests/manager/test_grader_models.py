@@ -10,7 +10,8 @@ import pytest
 
 from common.messages import GradeRequest, GradeResult, Usage
 from common.settings import TINY
-from manager_service.records import JSON, JobSpec, JobState
+from common.tasks import running
+from manager_service.records import JSON, JobSpec, JobState, Status
 from tests.support.api_server import ApiServer, method, played_grader, running_api, upload
 
 ASKED = [{"role": "user", "content": "{{item.answer}} or {{sample.output_text}}?"}]
@@ -31,10 +32,11 @@ async def create(client: openai.AsyncOpenAI, model: str = "tiny", **reinforcemen
     return (await client.fine_tuning.jobs.create(model=model, training_file=await upload(client), extra_body=body)).id
 
 
-async def tuned(server: ApiServer) -> str:
+async def tuned(server: ApiServer, status: Status = "running", **reinforcement: Any) -> str:
     """The name of a model at version 3."""
-    job = await create(server.openai)
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="running", version=3)))
+    job = await create(server.openai, **reinforcement)
+    state = JobState(status=status, version=3, stored=[2, 3])
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
     return f"ft:tiny:default::{job}"
 
 
@@ -58,6 +60,18 @@ async def test_a_job_keeps_to_the_version_of_a_graders_model_that_there_was(serv
     }
     environment = {"name": "calculator", "args": {"grader": score(model)}}
     assert (await grader_of(server, await create(server.openai, environment=environment)))["model"] == f"{model}@3"
+
+
+async def test_a_graders_version_stays_while_it_is_asked(server: ApiServer) -> None:
+    kept_two: dict[str, Any] = {"grader": score("tiny"), "hyperparameters": {"keep_versions": 2}}
+    model, going = await tuned(server, "succeeded", **kept_two), await tuned(server, **kept_two)
+    with pytest.raises(openai.BadRequestError, match="is running and keeps 2 versions alone"):
+        await create(server.openai, grader=score(f"{going}@3"))
+    job = await create(server.openai, grader=score(f"{model}@3"))
+    with pytest.raises(openai.ConflictError, match=f"graders of the job {job} ask this model"):
+        await server.openai.models.delete(model)
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="cancelled")))
+    assert (await server.openai.models.delete(model)).deleted
 
 
 async def test_a_model_that_is_not_there_or_not_ones_own_grades_nothing(server: ApiServer) -> None:
@@ -108,3 +122,8 @@ async def test_trying_a_models_grader_charges_its_tokens(server: ApiServer) -> N
     assert seen[0].env.args["grader"]["model"] == f"{model}@3"
     used = (await server.http.get("/v1/usage")).json()["total"]
     assert (used["prompt_tokens"], used["sampled_tokens"], used["grader_tokens"], used["env_s"]) == (30, 4, 5, 1.0)
+    elsewhere: Any = score("other")
+    other = server.api.bases["other"]
+    async with running(other.run()), played_grader(other.bus, reward):
+        result = await graders.run(grader=elsewhere, model_sample="x", item={"answer": "1"})
+    assert result.metadata.sampled_model_name == "other", "as at OpenAI, the grader alone says which model"

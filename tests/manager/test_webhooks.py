@@ -96,6 +96,15 @@ async def register(server: ApiServer, url: str, **more: Any) -> dict[str, Any]:
     return made.json()
 
 
+async def create(server: ApiServer, **more: Any) -> str:
+    job = await server.openai.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=await upload(server.openai),
+        extra_body={"method": method(max_steps=1, batch_size=1, group_size=2), **more},
+    )
+    return job.id
+
+
 async def finished_job(server: ApiServer, *, after: int = 0) -> str:
     """`after`: ends that wait already."""
 
@@ -103,13 +112,9 @@ async def finished_job(server: ApiServer, *, after: int = 0) -> str:
         return await server.api.redis.zcard(server.bus.cell.ends) > after
 
     async with running_jobs(server):
-        job = await server.openai.fine_tuning.jobs.create(
-            model="tiny",
-            training_file=await upload(server.openai),
-            extra_body={"method": method(max_steps=1, batch_size=1, group_size=2)},
-        )
+        job = await create(server)
         await until(waits)
-    return job.id
+    return job
 
 
 async def until(condition: Any) -> None:
@@ -144,6 +149,14 @@ async def test_the_openai_client_takes_what_is_delivered(server: ApiServer, host
 async def test_a_webhook_hears_of_what_it_asked_for_alone(server: ApiServer, host: Host) -> None:
     await register(server, f"{host.url}/ends", events=["fine_tuning.job.succeeded"])
     await register(server, f"{host.url}/failures", events=["fine_tuning.job.failed", "fine_tuning.job.cancelled"])
+    untold = await create(server, webhooks=False)
+
+    async def has_ended() -> bool:
+        return (await server.openai.fine_tuning.jobs.retrieve(untold)).status == "succeeded"
+
+    async with running_jobs(server):
+        await until(has_ended)
+    assert await all_told(server)
     await finished_job(server)
     async with delivering(server):
         await until(lambda: all_told(server))
@@ -235,21 +248,17 @@ async def test_the_events_of_an_archived_job_say_what_was_not_delivered(server: 
     host.statuses["/gone"] = [404]
     await register(server, f"{host.url}/gone")
     async with running_jobs(server, archive_after_s=0.0):
-        job = await server.openai.fine_tuning.jobs.create(
-            model="tiny",
-            training_file=await upload(server.openai),
-            extra_body={"method": method(max_steps=1, batch_size=1, group_size=2)},
-        )
+        job = await create(server)
 
         async def is_archived() -> bool:
-            return not await server.api.redis.exists(server.bus.cell.job(job.id))
+            return not await server.api.redis.exists(server.bus.cell.job(job))
 
         await until(is_archived)
     async with delivering(server, give_up_s=0.0):
         await until(lambda: all_told(server))
-    (said,) = await warnings(server, job.id)
+    (said,) = await warnings(server, job)
     assert "answered with status 404" in said
-    streamed = (await server.http.get(f"/v1/fine_tuning/jobs/{job.id}/events?stream=true")).text
+    streamed = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/events?stream=true")).text
     assert streamed.count("answered with status 404") == 1
 
 

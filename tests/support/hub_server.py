@@ -1,4 +1,4 @@
-"""A local HTTP server that speaks the hub's protocol, as far as downloads of a model need it."""
+"""A local HTTP server that speaks the hub's protocol, as far as downloads of a model or a dataset need it."""
 
 import hashlib
 import json
@@ -28,8 +28,8 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
+        parts = self.path.partition("?")[0].strip("/").removeprefix("datasets/").split("/")
+        is_api = parts[0] == "api" and parts[1] in ("models", "datasets")
         repo = "/".join(parts[2:4] if is_api else parts[:2])
         if repo not in self.commits:
             return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
@@ -41,8 +41,14 @@ class Hub(BaseHTTPRequestHandler):
         if commit not in self.commits[repo]:
             return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
         folder = self.commits[repo][commit]
+        if is_api and len(rest) > 2:  # of a folder within
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
         if is_api:
-            return self._send(200, json.dumps(_listing(rest[0], repo, commit, folder)).encode(), {}, with_body)
+            return self._send(
+                200, json.dumps(_listing("".join(rest[:1]), repo, commit, folder)).encode(), {}, with_body
+            )
+        if not (folder / rest[2]).is_file():
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, with_body)
         content = (folder / rest[2]).read_bytes()
         self.served.append(f"{commit}/{rest[2]}")
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}

@@ -69,6 +69,8 @@ async def test_an_environment_is_installed_and_checked_while_the_service_runs(tm
         assert (status, said.count("[prompt]")) == (0, 10), told
         assert "10 items, 20 trajectories: mean reward" in said
         assert "unknown environment 'late'" in (await marlaas(cluster, "env", "check", "late"))[2]
+        elsewhere = '{"url": "http://127.0.0.1:9"}'
+        assert "MARLAAS_OPENENV_HOSTS" in (await marlaas(cluster, "env", "check", "openenv", "--args", elsewhere))[2]
         # When a package is installed
         install(folder)
         # Then it can be used

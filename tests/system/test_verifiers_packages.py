@@ -193,9 +193,9 @@ async def test_a_package_that_knows_verifiers_alone_is_learned_from(tmp_path: Pa
         path = f"/fine_tuning/jobs/{job['id']}/samples"
         lines = (await api.http.get(path, params={"format": "jsonl"})).text.splitlines()
         if not old:
-            model = f"{job['fine_tuned_model']}@{addition.HYPER['max_steps']}"
-            assert await own_evaluation(python, interpreter, model, cluster, tmp_path) > 0.85
-    assert fmean(rewards[:3]) < 0.7 and fmean(rewards[-3:]) > 0.85, rewards
+            model = f"{job['fine_tuned_model']}@{job['version']}"
+            assert await own_evaluation(python, interpreter, model, cluster, tmp_path) >= 0.9
+    assert rewards[0] < 0.6 and job["stopped_early"] == "target_reward", rewards
     assert is_balanced(ledger) and ledger["trained"] + ledger["failed"] == ledger["issued"]
     assert ledger["failed"] <= (20 if old else 0), "verifiers 0.3 calls an empty answer an error"
     samples = [sample for line in lines if (sample := json.loads(line))["turns"] and not sample["failure"]]
