@@ -3,10 +3,10 @@
 #   make tinker   a recipe of tinker-cookbook, unmodified, against a service that it starts (ARGS=--loop: a loop of one's own)
 #   make tinker-cookbook   more recipes: three modes of `math_rl`, `sl_basic`, `guess_number`
 #   make tinker-sdks   a tour of the Tinker protocol with each version of the SDK that is promised
-#   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses)
+#   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses); its parts, by themselves:
+#   make test-fast, make test-exact, make test-slow, make test-vllm    those of deterministic mode are the exact ones
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C (ARGS="--rollout 2 --port 9000")
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
-#   make test-exact    the tests of deterministic mode alone
 #   make check    format, lint, types, architecture
 #   make hook     run `make check` before each commit from now on (.git/hooks/pre-commit)
 #   make chaos    a thousand faults on real processes, and nothing lost or doubled (ARGS=--quick: 2 minutes; ARGS="--seed 7": those of a seed)
@@ -23,7 +23,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tinker tinker-cookbook tinker-sdks test test-exact up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
+.PHONY: help demo tinker tinker-cookbook tinker-sdks test test-fast test-exact test-slow test-vllm up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -55,14 +55,20 @@ tinker-sdks: .venv/.ready-dev
 up: .venv/.ready
 	@$(BIN)/marlaas up $(ARGS)
 
-test: .venv/.ready-dev
-	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 $(ARGS)
-	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]
-	@$(RUN) -m pytest -m "slow and not vllm" -n 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
-	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
+test:
+	@for kind in fast exact slow vllm; do $(MAKE) --no-print-directory test-$$kind || exit 1; done
+
+test-fast: .venv/.ready-dev
+	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 --dist worksteal $(ARGS)
 
 test-exact: .venv/.ready-dev
-	@$(RUN) -m pytest --exact -n 2 $(ARGS)
+	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+
+test-slow: .venv/.ready-dev
+	@$(RUN) -m pytest -m "slow and not vllm" -n 2 $(ARGS) || [ $$? -eq 5 ]
+
+test-vllm: .venv/.ready-dev
+	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
 
 vllm: .venv/.ready
 	@$(BIN)/python -m deploy.install_vllm $(PIP_ARGS)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # they import torch, which most tests do not need
     from tests.support.engines_under_test import Running, SharedVllm
 
 exact = pytest.StashKey[Exact]()
+KINDS = ("exact", "slow", "vllm")
+"""Marks of tests that run by themselves."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +36,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[exact] = prepare()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where tests of one kind are asked for, files without any are not imported: all take each process 20 s."""
+    if collection_path.suffix != ".py" or (kind := _only_kind(config)) is None:
+        return None
+    return not _may_have(collection_path, kind) or None
+
+
+def _only_kind(config: pytest.Config) -> str | None:
+    """The kind that `--exact`, `-m vllm` and `-m "slow and not vllm"` ask for."""
+    words = (config.getoption("markexpr") or "").split(" and ")
+    return "exact" if config.getoption("--exact") else next((kind for kind in KINDS if kind in words), None)
+
+
+def _may_have(path: Path, kind: str) -> bool:
+    text = path.read_text()
+    return f"mark.{kind}" in text or "engines_under_test" in text
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for path, kind in {(item.path, kind) for item in items for kind in KINDS if item.get_closest_marker(kind)}:
+        assert _may_have(path, kind), f"{path}: its tests that are {kind} would not be found"
     wanted = bool(config.getoption("--exact"))
     chosen = [item for item in items if (item.get_closest_marker("exact") is not None) == wanted]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

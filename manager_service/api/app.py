@@ -89,9 +89,10 @@ def create_app(api: Api) -> FastAPI:
     )
     app.state.api = api
     app.state.tinker = make_records(api)
-    for noun in ROUTERS:
-        app.include_router(noun.router)
-    app.include_router(jobs.hyperparameters)
+    for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
+        app.router.routes += (
+            router.routes
+        )  # as they are: `include_router` makes each anew, a quarter of a second in all
     errors.install(app)
     settings = api.settings
     app.add_middleware(

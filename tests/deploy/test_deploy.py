@@ -15,7 +15,6 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.keda import v1alpha1 as keda
 
 from common.settings import KNOWN, PREFIX
 from common.streams import Cell
@@ -65,6 +64,8 @@ def check(document: dict[str, Any]) -> None:
         for version in VERSIONS:
             kubernetes_validate.validate(document, version, strict=True)
         return
+    from cloudcoil.models.keda import v1alpha1 as keda  # imported here: it takes seconds
+
     known: Any = getattr(keda, document["kind"]).model_validate(document)
     assert known.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
     for trigger in document["spec"].get("triggers", []):

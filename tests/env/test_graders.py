@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from common.errors import InvalidInput
 from common.graders import check_item, item_fields, validate_grader
@@ -38,13 +39,34 @@ async def grade_async(
     hosts: str = "",
     timeout_s: float = 5.0,
 ) -> Grade:
+    async with graders(hosts, timeout_s) as runner:
+        return await graded(runner, grader, output, item)
+
+
+@contextlib.asynccontextmanager
+async def graders(hosts: str = "", timeout_s: float = 5.0) -> AsyncGenerator[GraderRunner]:
     endpoints, comparer = Endpoints(hosts), TextComparer()
-    runner = GraderRunner(sandbox=Sandbox(), endpoints=endpoints, text_comparer=comparer, timeout_s=timeout_s)
     try:
-        return await runner.grade(validate_grader(grader), Attempt(item or {}, output), key="job/0/0/0/0")
+        yield GraderRunner(sandbox=Sandbox(), endpoints=endpoints, text_comparer=comparer, timeout_s=timeout_s)
     finally:
         await comparer.close()
         await endpoints.close()
+
+
+async def graded(
+    runner: GraderRunner, grader: dict[str, Any], output: str, item: dict[str, Any] | None = None
+) -> Grade:
+    return await runner.grade(validate_grader(grader), Attempt(item or {}, output), key="job/0/0/0/0")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runner() -> AsyncGenerator[GraderRunner]:
+    """One for many tests: a helper process that compares texts takes a second to start."""
+    async with graders() as made:
+        yield made
+
+
+in_module = pytest.mark.asyncio(loop_scope="module")
 
 
 def grade(grader: dict[str, Any], output: str, item: dict[str, Any] | None = None, **options: Any) -> float:
@@ -129,13 +151,13 @@ async def compared(
 METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
 
 
+@in_module
 @pytest.mark.parametrize("metric", METRICS)
-def test_similarity_is_one_for_the_same_text_and_less_for_another(metric: str) -> None:
+async def test_similarity_is_one_for_the_same_text_and_less_for_another(runner: GraderRunner, metric: str) -> None:
     text = "the quick brown fox jumps over the lazy dog"
-    assert grade(alike(metric), text, {"answer": text}) == pytest.approx(1.0)
-    some = grade(alike(metric), "the quick brown fox sleeps under the lazy dog", {"answer": text})
-    assert 0 <= some < 1
-    assert grade(alike(metric), "", {"answer": text}) == pytest.approx(0.0, abs=1e-9)
+    texts = (text, "the quick brown fox sleeps under the lazy dog", "")
+    same, some, none = [(await graded(runner, alike(metric), each, {"answer": text})).reward for each in texts]
+    assert (same, none) == pytest.approx((1.0, 0.0), abs=1e-9) and 0 <= some < 1
 
 
 def test_rouge_1_is_the_f_measure_of_words() -> None:
@@ -273,8 +295,11 @@ def test_each_gsm8k_answer_is_right_for_its_row_and_wrong_for_the_next_where_it_
         ("1/0", "5", False),
     ],
 )
-def test_final_answers_are_compared_mathematically(output: str, answer: str, equal: bool) -> None:
-    assert grade({"type": "math"}, output, {"answer": answer}) == float(equal)
+@in_module
+async def test_final_answers_are_compared_mathematically(
+    runner: GraderRunner, output: str, answer: str, equal: bool
+) -> None:
+    assert (await graded(runner, {"type": "math"}, output, {"answer": answer})).reward == float(equal)
 
 
 def test_the_final_answer_is_the_last_of_its_kind() -> None:

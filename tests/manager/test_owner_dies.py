@@ -86,6 +86,7 @@ class Fate:
     name: str = ""
     after: bool = False
     seen: Counter[str] = field(default_factory=Counter)
+    order: list[str] = field(default_factory=list[str])  # of the commands' names
     dead: bool = False
     met: str = ""  # the name of the command at which it ended
     last: Any = None  # the connection on which the last command was sent
@@ -93,6 +94,7 @@ class Fate:
     def meets(self, name: str) -> bool:
         """Count a command; True if it is the one."""
         self.seen[name] += 1
+        self.order.append(name)
         if self.at != (self.seen[self.name] if self.name else self.seen.total()) or self.name not in ("", name):
             return False
         self.met = name
@@ -262,8 +264,9 @@ async def test_an_owner_that_dies_at_a_command_of_any_kind_loses_nothing(
 async def test_an_owner_that_dies_at_any_command_loses_nothing(redis_url: str, objects: Objects, after: bool) -> None:
     whole = Fate()
     await Life(redis_url, objects, Cell("whole"), whole).run()
-    fates = [Fate(at, "", after) for at in range(1, whole.seen.total() + 1)]
+    # all but the 53 that make groups, one like the other: the test before dies at some of them
+    fates = [Fate(at, "", after) for at, name in enumerate(whole.order, start=1) if name != "XGROUP"]
     await live(redis_url, objects, fates)
     died = [fate.met for fate in fates if fate.dead]
     assert len(died) > len(fates) // 2
-    assert set(died) >= {"COMMIT", "XREADGROUP", "XGROUP"}, "what changes anything, and is sent often"
+    assert set(died) >= {"COMMIT", "XREADGROUP"}, "what changes anything, and is sent often"

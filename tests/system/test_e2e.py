@@ -18,7 +18,8 @@ SMALL: dict[str, Any] = {"batch_size": 4, "group_size": 4, "max_steps": 5}
 
 async def test_rewards_rise(tmp_path: Path) -> None:
     async with running(tmp_path) as (_, api):
-        jobs = [await api.submit(skill, evaluate=True, eval_samples=4, max_steps=20) for skill in ("sort", "calc")]
+        quick: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "learning_rate_multiplier": 3}
+        jobs = [await api.submit(skill, evaluate=True, eval_samples=4, **quick) for skill in ("sort", "calc")]
         for job in await api.until_done(*jobs):
             assert job["status"] == "succeeded", job["error"]
             evaluations = [e["data"] for e in await api.events(job["id"]) if "eval_reward_mean" in e["data"]]
