@@ -89,10 +89,9 @@ def create_app(api: Api) -> FastAPI:
     )
     app.state.api = api
     app.state.tinker = make_records(api)
+    # the routes as they are: `include_router` makes each anew, a quarter of a second in all
     for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
-        app.router.routes += (
-            router.routes
-        )  # as they are: `include_router` makes each anew, a quarter of a second in all
+        app.router.routes += router.routes
     errors.install(app)
     settings = api.settings
     app.add_middleware(
