@@ -14,6 +14,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float6
 MAX_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
 MAX_DIMS = 64
+NUM_KEYS = 3  # of what a header says about a tensor
 """Of a tensor, as numpy has it."""
 
 METADATA = "__metadata__"
@@ -72,11 +73,20 @@ def parse_header(header: bytes, size: int) -> list[StoredTensor]:
     """What a file of `size` bytes with this header holds, by place. Raises ValueError unless the header describes all of it."""
     start = 8 + len(header)
     try:
-        described: dict[str, Any] = json.loads(header.decode(), object_pairs_hook=_unique)
+        described: dict[str, Any] = json.loads(
+            header.decode(),
+            object_pairs_hook=_unique,
+            parse_int=_natural,
+            parse_float=_refused,
+            parse_constant=_refused,
+        )
         noted = described.pop(METADATA, None)
         if noted is not None and not _all_are(str, noted.values()):
             raise TypeError(f"{METADATA} holds more than texts")
         tensors = [(name, t["dtype"], t["shape"], *t["data_offsets"]) for name, t in described.items()]
+        _check_texts([*described, *(noted or {}), *(noted or {}).values()])
+        if odd := [name for name, t in described.items() if len(t) > NUM_KEYS]:
+            raise TypeError(f"there is more about {quoted(odd[0])} than its dtype, shape and data_offsets")
         for name, dtype, shape, begin, end in tensors:
             if not _all_are(str, [dtype]) or not _all_are(int, [*shape, begin, end]):
                 raise TypeError(f"the dtype of {quoted(name)} is no text, or a number no integer")
@@ -98,6 +108,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a name is there twice")
     return found
+
+
+def _natural(text: str) -> int:
+    if text.startswith("-"):
+        raise ValueError(f"{text[:20]} is negative")
+    return int(text)
+
+
+def _refused(text: str) -> None:
+    raise ValueError(f"{text[:20]} is no integer")
+
+
+def _check_texts(texts: Iterable[str]) -> None:
+    """Raises ValueError for half of a surrogate pair."""
+    for text in texts:
+        text.encode()
 
 
 def _all_are(kind: type, values: Iterable[object]) -> bool:

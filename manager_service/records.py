@@ -287,8 +287,8 @@ class JobState(msgspec.Struct, kw_only=True):
 
     @property
     def commonest_reason(self) -> str:
-        """Of the failures since the last step; empty if there were none."""
-        return max(self.reasons, key=lambda reason: self.reasons[reason], default="")
+        """Of the failures since the last step, one that says something; empty if there were none."""
+        return max(self.reasons, key=lambda reason: (reason != OTHER_REASONS, self.reasons[reason]), default="")
 
 
 class EventRecord(msgspec.Struct, frozen=True):

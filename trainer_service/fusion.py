@@ -90,7 +90,7 @@ class Fusion:
         large = self.trainer.budget.tokens
         waiting = self._main.members
         return (
-            new.tokens + sum(member.tokens_left for member in express.members) <= express.trainer.budget.tokens
+            express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)
             and any(member.tokens_left > large for member in waiting)
             and all(member.tenant != new.tenant for member in waiting)
             and self._served.virtual_time(new.tenant) < self._main.most_served({member.tenant for member in waiting})

@@ -4,7 +4,6 @@ Operations add to the gradient one after the other, in order of their numbers an
 give the same bits.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,7 +121,7 @@ def finish(trainer: Trainer, run: OpenRun) -> Computed:
 
 
 def _finish(trainer: Trainer, run: OpenRun) -> Computed:
-    since = time.perf_counter()
+    since = trainer.seconds()
     results = [_result(run, part) for part in range(len(run.operations))]
     gradient = _sum(trainer, run, results)
     state, metrics, last = None, {}, run.operations[-1]
@@ -135,7 +134,7 @@ def _finish(trainer: Trainer, run: OpenRun) -> Computed:
         gradient = None
     wanted = [result for result, one in zip(results, run.operations, strict=False) if not one.answered]
     sums = run.opened.sums
-    sums.seconds += time.perf_counter() - since
+    sums.seconds += trainer.seconds() - since
     return Computed(tuple(wanted), gradient, state, metrics, _usage(run), sums.num_forward, sums.num_padding)
 
 

@@ -52,17 +52,21 @@ class Trainer:
         adapter = init_adapter(message.lora, self.backbone.linear_shapes(), message.seed)
         return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.backbone.device))
 
+    def seconds(self) -> float:
+        """By the clock; where other threads compute beside, those of this one."""
+        return time.thread_time() if self.backbone.concurrent else time.perf_counter()
+
     # ---- a batch of one adapter -------------------------------------------------------------------------------------
 
     def open(self, state: TrainState, batch: Batch, grad_P: Tensor | None = None) -> OpenBatch:
         """Opens a batch whose gradient is added to `grad_P`; without wanted rows it is done."""
-        start = time.perf_counter()
+        start = self.seconds()
         cost = self.backbone.cost() if self.share_prefixes else None
         queue = in_order(pack(batch, cost), exact=self.deterministic)
         stack = self._stack(state.layout)
         place = stack.put(state.values_P, state.spec.alpha / state.spec.rank, grad_P)
         opened = OpenBatch(state, batch, stack, place, queue)
-        opened.sums.seconds = time.perf_counter() - start
+        opened.sums.seconds = self.seconds() - start
         return opened
 
     def gradient(self, opened: OpenBatch) -> Tensor:
@@ -102,17 +106,17 @@ class Trainer:
 
         Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
         """
-        start, base, version = time.perf_counter(), self.backbone, message.adapter.version
+        start, base, version = self.seconds(), self.backbone, message.adapter.version
         check_spec(message)
         rows = parse_rows(message.rows, version=version, vocab=base.vocab, context=base.context)
         terms = row_terms(rows, message.loss)
         opened = self.open(state, batch_of(rows, terms, message.loss, version))
-        opened.sums.seconds = time.perf_counter() - start
+        opened.sums.seconds = self.seconds() - start
         return OpenStep(message, rows, terms, opened)
 
     def finish(self, step: OpenStep) -> Trained:
         """Makes the next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
-        start, opened = time.perf_counter(), step.opened
+        start, opened = self.seconds(), step.opened
         try:
             if opened.failures:
                 raise TrainingFailed(opened.failures[0])
@@ -121,7 +125,7 @@ class Trainer:
             state, norm = self.apply(opened.state, self.gradient(opened), step.message.optim)
         finally:
             self.discard(opened)
-        seconds = opened.sums.seconds + time.perf_counter() - start
+        seconds = opened.sums.seconds + self.seconds() - start
         return Trained(state, step.metrics(norm) | {"train_s": seconds}, step.rows.num_tokens(), seconds)
 
     # ---- micro-batches ----------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ class Trainer:
 
         A part whose loss is not finite fails, and only that one.
         """
-        start = time.perf_counter()
+        start = self.seconds()
         taken = self._take(opened, budget or self.budget)
         sequences = self._sequences(taken)
         learns = taken[0][1][0].learns
@@ -150,7 +154,9 @@ class Trainer:
         if learns:
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
         _keep_logprobs(taken, logprobs_M.detach())
-        _credit(taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, start)
+        _credit(
+            taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, self.seconds() - start
+        )
 
     def _take(self, opened: Sequence[OpenBatch], budget: Budget) -> Taken:
         """Takes the next micro-batch out of the batches' queues."""
@@ -226,9 +232,9 @@ def _keep_logprobs(taken: Taken, logprobs_M: Tensor) -> None:
             start = stop
 
 
-def _credit(taken: Taken, figures_KR: Floats, width: int | None, start: float) -> None:
+def _credit(taken: Taken, figures_KR: Floats, width: int | None, seconds: float) -> None:
     """Adds a micro-batch's figures up by batch and part, its time by each one's share of the positions. `width`: to which each
-    sequence was padded; None: none was."""
+    sequence was padded; None: none was. `seconds`: that it took."""
 
     def places(sequences: Sequence[Tree]) -> int:
         return sum(map(len, sequences)) if width is None else len(sequences) * width
@@ -241,7 +247,7 @@ def _credit(taken: Taken, figures_KR: Floats, width: int | None, start: float) -
         sums.figures_K += own_KR.sum(1)
         sums.num_forward += places(sequences)
         sums.num_padding += places(sequences) - sum(map(len, sequences))
-        sums.seconds += (time.perf_counter() - start) * places(sequences) / num_places
+        sums.seconds += seconds * places(sequences) / num_places
         row += num_rows
         _credit_parts(
             one, np.repeat([tree.part for tree in sequences], [len(tree.rows) for tree in sequences]), own_KR[0]

@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from common.streams import partition_of
-from manager_service.api.context import Api, Parts, Tenant
+from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.grader_models import base_asked, pin_models
+from manager_service.api.outside import check_outside
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.tasks import CheckGrader
@@ -67,6 +68,7 @@ class RunResult(BaseModel):
 async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
     """Check a grader. The answer is the grader as it was given."""
     await _check(api, tenant, body.grader, None)
+    _check_hosts(await base_asked(api, tenant, body.grader), body.grader)
     await pin_models(api, tenant, None, body.grader, param=PARAM)
     return Validated(grader=body.grader)
 
@@ -77,6 +79,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
     item = body.item or {}
     await _check(api, tenant, body.grader, item)
     base = find_base(api, body.model) if body.model else await base_asked(api, tenant, body.grader)
+    _check_hosts(base, body.grader)
     grader = await pin_models(api, tenant, base, body.grader, param=PARAM)
 
     def make(job: str, reply_to: str) -> GradeRequest:
@@ -102,6 +105,10 @@ async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: d
     num_bytes = len(JSON.encode(grader))
     check_num_bytes(PARAM, num_bytes, param=PARAM)
     await api.helpers.do(tenant, CheckGrader(grader, item, PARAM), num_bytes=num_bytes + len(JSON.encode(item)))
+
+
+def _check_hosts(base: Base, grader: dict[str, Any]) -> None:
+    check_outside(EnvSpec("single_turn", {"grader": grader}), base.cluster.outside(), param=PARAM)
 
 
 def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:

@@ -90,11 +90,8 @@ async def samples(
         Query(ge=0, le=MAX_STEP, description="That was trained on them, or evaluated; the newest if absent"),
     ] = None,
     evaluation: Annotated[
-        bool | None,
-        Query(
-            description="What evaluations were answered, or what steps were trained on; with format=jsonl both if absent"
-        ),
-    ] = None,
+        bool, Query(description="What evaluations were answered, instead of what steps were trained on")
+    ] = False,
     format: Annotated[
         Literal["json", "jsonl"], Query(description="jsonl: a line a sample, of all steps if no version is given")
     ] = "json",
@@ -104,9 +101,10 @@ async def samples(
     store = JobStore(api)
     row = await store.find(tenant.id, job_id)
     if format == "jsonl":
-        parts = await _parts(store, row, steps, version, evaluation)
-        return StreamingResponse(_lines(api, tenant, row, wanted, parts), media_type="application/jsonl")
-    found = await _read(store, row, version, bool(evaluation))
+        kept = [version] if version is not None else await _kept(store, row, evaluation)
+        lines = _lines(api, tenant, row, wanted, steps.among(kept), evaluation)
+        return StreamingResponse(lines, media_type="application/jsonl")
+    found = await _read(store, row, version, evaluation)
     if not wanted.takes_all:
         found = JSON.encode([one for one in await _decoded(found) if wanted.takes(one)])
     return Response(_page_of_samples(found), media_type="application/json")
@@ -129,34 +127,19 @@ async def _decoded(records: bytes) -> list[SampleRecord]:
 # ---- as JSONL -------------------------------------------------------------------------------------------------------
 
 
-Part = tuple[int, bool]
-"""A step, or the evaluation of a version (True)."""
-
-
-async def _parts(
-    store: JobStore, row: JobRow, steps: Steps, version: int | None, evaluation: bool | None
-) -> list[Part]:
-    """Those that are asked for and may have samples, oldest first."""
-    kinds = (False, True) if evaluation is None else (evaluation,)
-    found = [
-        (step, kind) for kind in kinds for step in ([version] if version is not None else await _kept(store, row, kind))
-    ]
-    wanted = set(steps.among(sorted({step for step, _ in found})))
-    return sorted(part for part in found if part[0] in wanted)
-
-
 async def _kept(store: JobStore, row: JobRow, evaluation: bool) -> list[int]:
+    """Those that may have samples, ascending."""
     if evaluation:
         return await store.read(row, lambda records: records.answer_versions()) if row.spec.num_eval_items else []
     return await store.read(row, lambda records: records.sample_versions())
 
 
 async def _lines(
-    api: Api, tenant: TenantRecord, row: JobRow, wanted: Filter, parts: Sequence[Part]
+    api: Api, tenant: TenantRecord, row: JobRow, wanted: Filter, found: Sequence[int], evaluation: bool
 ) -> AsyncIterator[bytes]:
-    """The samples part by part; memory holds those of one."""
+    """The samples of steps, or of evaluations; memory holds those of one."""
     store = JobStore(api)
-    for step, evaluation in parts:
+    for step in found:
         chosen = [one for one in await _decoded(await _read(store, row, step, evaluation)) if wanted.takes(one)]
         turns = [_stretches(one.written or NOTHING) for one in chosen]
         pieces = [ids for own in turns for _, ids in own]

@@ -35,7 +35,10 @@ def samples(
     limit: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 4,
     jsonl: Annotated[
         bool,
-        typer.Option("--jsonl", help="All that are kept, a line each; of all steps and evaluations without --step."),
+        typer.Option(
+            "--jsonl",
+            help="All that are kept, a line each; of all steps, or with --evaluation of all of those, without --step.",
+        ),
     ] = False,
     url: Url = None,
     data: Data = None,
@@ -45,8 +48,8 @@ def samples(
     if best + worst + failed > 1:
         raise InvalidInput("give one of --best, --worst and --failed")
     asked: Record = {"failed": failed} if failed or best or worst else {}
-    if not jsonl or evaluation or item is not None:
-        asked["evaluation"] = evaluation or item is not None
+    evaluation = evaluation or item is not None
+    asked |= {"evaluation": True} if evaluation else {}
     asked |= {} if item is None else {"item": item}
     asked |= {"version": step} if step is not None else {} if jsonl else {"newest": 1 if item is None else limit}
     with connect(url, data) as client:
@@ -57,7 +60,7 @@ def samples(
             return
         shown = chosen(found, best=best, worst=worst)[:limit]
         if not shown and not as_json:
-            say(_none(client, job, step, rewarded=best or worst, evaluation=evaluation or item is not None))
+            say(_none(client, job, step, rewarded=best or worst, evaluation=evaluation and not failed))
     for sample in shown:
         print_json(sample) if as_json else show(sample)
 

@@ -41,8 +41,16 @@ def test_a_folder_without_weights_is_not_known_and_a_broken_file_is_named(tmp_pa
 def test_numbers_that_cannot_be_a_shape_are_not_multiplied(shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
     monkeypatch.delattr("common.weight_files.prod")
-    with pytest.raises(ValueError, match="'x' is not where or as large as its header says"):
+    with pytest.raises(ValueError, match=r"'x' is not where or as large as its header says|is negative"):
         parse_header(header, 8 + len(header) + 4)
+
+
+@pytest.mark.parametrize("odd", [r'"\ud800"', "NaN", "-Infinity", "1.5", "[" * 200 + "]" * 200, "9" * 4000])
+def test_what_safetensors_own_reader_does_not_take_is_refused_before(odd: str) -> None:
+    for place in (f'"__metadata__": {{"a": {odd}}}, "x": {{', f'"x": {{"more": {odd}, '):
+        header = f'{{{place}"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}}}'.encode()
+        with pytest.raises(ValueError, match="its header is none"):
+            parse_header(header, 8 + len(header) + 4)
 
 
 SOUND = {

@@ -128,6 +128,10 @@ async def test_a_host_that_an_env_worker_may_not_call_is_refused(server: ApiServ
     for given, where, why in refused:
         said = await create(**given)
         assert said.startswith(f"method.reinforcement.{where}: ") and why in said
+    for doing, more in (("validate", {}), ("run", {"model_sample": "1"})):
+        tried = {"grader": check | {"url": "https://other.test/"}, **more}
+        answer = await server.http.post(f"/v1/fine_tuning/alpha/graders/{doing}", json=tried)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
     multi = {"type": "multi", "graders": {"a": check, "b": score | {"url": "https://b.test/v1"}}}
     for given in (
         {"grader": multi | {"calculate_output": "a + b"}},

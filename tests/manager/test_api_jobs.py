@@ -561,9 +561,9 @@ async def test_answers_of_evaluations_are_read_by_version_and_by_item(server: Ap
     assert await found(evaluation=True) == [(10, 0), (10, 1)]
     assert await found(version=2, evaluation=True, item=1) == [(2, 1)]
     assert await found(version=1, evaluation=True) == []
-    assert await found(format="jsonl", item=1) == [(0, 1), (2, 1), (10, 1)]
-    assert await found(format="jsonl", newest=2) == [(2, None), (2, 0), (2, 1), (10, 0), (10, 1)]
-    assert await found(format="jsonl", evaluation=False) == [(2, None)]
+    assert await found(format="jsonl") == [(2, None)], "nobody trains on held-out items who did not ask for them"
+    assert await found(format="jsonl", evaluation=True, item=1) == [(0, 1), (2, 1), (10, 1)]
+    assert await found(format="jsonl", evaluation=True, newest=2) == [(2, 0), (2, 1), (10, 0), (10, 1)]
     whole = (await server.http.get(f"{url}/10/1/0?evaluation=true")).json()
     assert (whole["sample"]["text"], [turn["by"] for turn in whole["turns"]]) == ("version 10", ["prompt", "model"])
     missing = await server.http.get(f"{url}/10/2/0?evaluation=true")

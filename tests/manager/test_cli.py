@@ -554,7 +554,7 @@ def test_samples_are_whole_conversations_in_80_columns(api: type[FakeApi]) -> No
     run("samples", "ftjob-1", "--evaluation", "--step", "0")
     assert api.query == {"format": "jsonl", "evaluation": "true", "version": "0"}
     run("samples", "ftjob-1", "--step", "12")
-    assert api.query == {"format": "jsonl", "evaluation": "false", "version": "12"}
+    assert api.query == {"format": "jsonl", "version": "12"}
 
 
 def test_the_best_and_the_worst_samples_come_first(api: type[FakeApi]) -> None:

@@ -322,6 +322,13 @@ def test_a_turn_that_nobody_can_read_has_failed_and_a_start_with_all_its_traject
     assert job.state.reasons == {"dead_letter: a message could not be read: newer": 5}
 
 
+def test_the_commonest_reason_says_something() -> None:
+    state = JobState(status="running")
+    for number in range(60):
+        state.note_failure(Failure("grader", f"the model answered '{number}?'"))
+    assert state.commonest_reason.startswith("grader: the model answered")
+
+
 def test_a_step_that_nobody_can_read_fails_its_job() -> None:
     world = begun()
     job = world.job

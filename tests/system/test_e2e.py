@@ -28,7 +28,9 @@ async def test_rewards_rise(tmp_path: Path) -> None:
             assert is_balanced(await api.ledger(job["id"]))
             path = f"/fine_tuning/jobs/{job['id']}/samples"
             answers = (await api.get(path, evaluation=True))["data"]
-            assert [(one["version"], one["item"]) for one in answers] == [(20, item) for item in range(4)]
+            assert [(one["version"], one["item"]) for one in answers] == [
+                (quick["max_steps"], item) for item in range(4)
+            ]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
             assert whole["sample"]["prompt"] == answers[1]["prompt"], "the same items for every version"
 

@@ -297,6 +297,21 @@ async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: F
     await asyncio.gather(large, too_large, own)
 
 
+async def test_what_memory_has_no_room_for_beside_the_large_step_waits(decoder: Decoder) -> None:
+    budget = Budget(BUDGET, num_bytes=BUDGET, bytes_per_token=10.0)
+    both = Fusion(Stopping(DecoderBackbone(decoder), budget, share_prefixes=False))
+    state, trainer = both.trainer.init(make_run("run")), stopped(both)
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
+    await asyncio.to_thread(trainer.began.wait, 60)
+
+    small = asyncio.create_task(gradient(both, "b", state))
+    await optimise(both, state)
+
+    assert not (small.done() or large.done())
+    trainer.goes_on.set()
+    await asyncio.gather(large, small)
+
+
 async def test_a_flood_of_small_steps_comes_behind_the_large_one_in_the_end(both: Fusion) -> None:
     state, trainer = both.trainer.init(make_run("run")), stopped(both)
     large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
