@@ -120,16 +120,18 @@ function judging(training, environments, base) {
     say(note, environment ? about(environment) : "");
     attempt.hidden = Boolean(environment);
   };
-  const take = async () => { item.value = await training.first(); };
+  const tell = (text, isError) => { result.className = isError ? "error" : ""; say(result, text); };
+  const take = async () => {
+    tell("", false);
+    try { item.value = await training.first(); } catch (error) { tell(error.message, true); }
+  };
   const run = async () => {
-    result.className = "";
-    say(result, "…");
+    tell("…", false);
     try {
       const found = await post("/v1/fine_tuning/alpha/graders/run", {grader: parsed(source.value, "the grader"), item: item.value.trim() ? parsed(item.value, "the item") : {}, model_sample: sample.value});
       const parts = Object.entries(found.sub_rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-      result.className = found.failure ? "error" : "";
-      say(result, found.failure ? `failed: ${found.failure.reason}` : `reward ${number(found.reward)}${parts && ` (${parts})`} in ${number(found.metadata.execution_time)} s`);
-    } catch (error) { result.className = "error"; say(result, error.message); }
+      tell(found.failure ? `failed: ${found.failure.reason}` : `reward ${number(found.reward)}${parts && ` (${parts})`} in ${number(found.metadata.execution_time)} s`, Boolean(found.failure));
+    } catch (error) { tell(error.message, true); }
   };
   const attempt = h("div", {}, h("h2", {}, "Try it"), h("div", {class: "halves"},
     h("div", {}, h("label", {}, "Item"), item, h("button", {type: "button", class: "quiet", onclick: take}, "Take the file's first")),
