@@ -1,7 +1,7 @@
 // One question to two models, side by side. Each column is a conversation of its own.
 
 import {chat, get, session} from "./api.js";
-import {announce, fill, h} from "./dom.js";
+import {announce, fill, h, say} from "./dom.js";
 
 export async function show(node, {params, signal}) {
   if (session.isOperator) return fill(node, h("h1", {}, "Chat"), h("p", {}, "Chat needs a tenant's key: the operator's only reads."));
@@ -41,8 +41,8 @@ function side(model, i, signal) {
     try {
       for await (const piece of chat({model: field.value.trim(), messages, ...options}, signal)) {
         whole += piece.text;
-        said.textContent = whole;
-        about.textContent = `${piece.version === "base" ? "base model" : piece.version}${piece.reason ? ` · ${piece.reason} · ${((performance.now() - began) / 1000).toFixed(1)} s` : " …"}`;
+        say(said, whole);
+        say(about, `${piece.version === "base" ? "base model" : piece.version}${piece.reason ? ` · ${piece.reason} · ${((performance.now() - began) / 1000).toFixed(1)} s` : " …"}`);
         talk.scrollTop = talk.scrollHeight;
       }
       messages.push({role: "assistant", content: whole});
@@ -50,7 +50,7 @@ function side(model, i, signal) {
       if (signal.aborted) return;
       messages.pop();
       answer.classList.add("error");
-      about.textContent = error.message;
+      say(about, error.message);
     }
   }
   return {node: h("section", {"aria-label": `Model ${"AB"[i]}`}, field, talk), ask, clear: () => { messages = []; fill(talk); }};

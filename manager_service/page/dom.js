@@ -1,31 +1,42 @@
-// Makes DOM nodes. Text becomes text nodes and never markup, so nothing that a tenant wrote can run.
+// Makes DOM nodes. Text becomes text nodes and never markup, so nothing that a tenant wrote can run; nor can it turn other text around.
 
 const OWN_ADDRESS = /^(#|\/(?!\/)|blob:)/;
+const UNSEEN = /(?![\n\t])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
+
+/** The text with each unseen character, such as those that turn text around, as the escape of JSON: \u202e. */
+export function visible(text) {
+  return text.replace(UNSEEN, (found) => found.split("").map((unit) => `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`).join(""));
+}
 
 /** A node: h("a", {href: "#/jobs", onclick: f, class: "x"}, "text", child). null and false are left out. */
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) set(node, name, value);
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...shown(children));
   return node;
 }
+
+const shown = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
+  .map((child) => child instanceof Node ? child : visible(String(child)));
 
 function set(node, name, value) {
   if (value === null || value === undefined || value === false) return;
   if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
   else if (name === "value" || name === "checked") node[name] = value;
   else if (name === "href" && !OWN_ADDRESS.test(value)) throw new Error("links lead to this service alone");
+  else if (name === "title" || name === "aria-label") node.setAttribute(name, visible(String(value)));
   else node.setAttribute(name, value === true ? "" : value);
 }
 
 export function fill(node, ...children) {
-  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  node.replaceChildren(...shown(children));
   return node;
 }
 
 /** Sets a node's text, if it changed: what did not change keeps a reader's selection. */
 export function say(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const seen = visible(text);
+  if (node.textContent !== seen) node.textContent = seen;
 }
 
 /** Says something to screen readers, without a change to see. */

@@ -133,7 +133,7 @@ function update(row, job) {
   say(row.made, ago(job.created_at));
   if (FINAL.has(job.status)) {
     say(row.waits, job.error?.message ?? "");
-    row.waits.title = job.error?.message ?? "";
+    row.waits.title = row.waits.textContent;
     say(row.since, job.error ? "" : `took ${duration((job.finished_at ?? job.created_at) - (job.started_at ?? job.created_at))}`);
   }
 }
@@ -152,7 +152,7 @@ async function refresh(row, signal) {
     const events = (await ofJob(id, "events", {query: {limit: 5}, tenant, signal})).data;
     const told = events.find((event) => event.level !== "info") ?? events[0];
     say(row.waits, told ? told.message : "its owner");
-    row.waits.title = told?.message ?? "";
+    row.waits.title = row.waits.textContent;
     say(row.since, told ? ago(told.created_at) : "");
   } catch (error) {
     if (!signal.aborted) row.isDrawn = false;

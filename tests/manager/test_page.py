@@ -16,6 +16,7 @@ from tests.support.api_server import ApiServer, Script, item, jsonl, method, pla
 from tests.support.browser import browsing
 
 MAX_BYTES = 200_000
+TURNED, SEEN = "\u202e", r"\u202e"
 HOSTILE = '<img src=x onerror="document.title=`broken`"><script>document.title=`broken`</script>'
 
 
@@ -108,9 +109,11 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
     file = await upload(server.openai, jsonl(item(HOSTILE, HOSTILE)))
     job = await create(server, training_file=file, metadata={"x": HOSTILE})
     failure = Failure("grader", HOSTILE)
-    tokens = server.api.bases["tiny"].tokenizer.encode(HOSTILE)
+    tokens = server.api.bases["tiny"].tokenizer.encode(HOSTILE + TURNED)
     written = Written(tokens, [0, len(tokens)], [-1.0] * len(tokens))
-    samples = [SampleRecord(0, 0, 0, HOSTILE, None, "failed", HOSTILE, {HOSTILE: 1.0}, failure, written)]
+    samples = [
+        SampleRecord(0, 0, 0, HOSTILE, None, "failed", TURNED + HOSTILE, {HOSTILE: 1.0}, failure, written, step=1)
+    ]
     await server.api.redis.hset(server.bus.cell.samples(job), "1", JSON.encode(samples))
     await server.openai.files.create(file=(f"{HOSTILE}.jsonl", jsonl(item())), purpose="fine-tune")
     await write_steps(server, job, range(1, 3))
@@ -122,6 +125,10 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
             await tab.go(f"/job/{job}?tab={tab_name}")
             if tab_name in ("figures", "samples", "events"):
                 await tab.page.get_by_text(HOSTILE).first.wait_for()
+            if tab_name == "samples":
+                for place in (".list h3", ".turn .tokens"):
+                    await expect(tab.page.locator(place).last).to_contain_text(SEEN)
+            assert TURNED not in await tab.page.locator("main").inner_text()
         await tab.go(f"/chat?say={HOSTILE}&a=tiny&b=tiny")
         await tab.page.get_by_role("button", name="Ask", exact=True).click()
         await tab.page.locator(".said:not(.user)", has_text=HOSTILE).nth(1).wait_for()
