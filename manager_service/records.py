@@ -313,7 +313,7 @@ class Written(msgspec.Struct, frozen=True):
 
     tokens: list[int]  # from the first of the prompt on
     lengths: list[int]  # tokens of the prompt, of the model's turn, of the reply, of the model's turn, …
-    logprobs: list[float]  # of the model's tokens, when they were sampled
+    logprobs: list[float]  # of the model's tokens, when they were sampled; none of a supervised job's
     num_dropped: int = 0  # tokens at the end that are not kept
 
 

@@ -196,7 +196,7 @@ def _turns(written: Written, spelt: Sequence[str]) -> list[TurnObject]:
     turns: list[TurnObject] = []
     said = 0
     for by, tokens in _stretches(written, spelt):
-        logprobs = written.logprobs[said : said + len(tokens)] if by == "model" else None
+        logprobs = written.logprobs[said : said + len(tokens)] if by == "model" and written.logprobs else None
         turns.append(TurnObject(by=by, tokens=tokens, logprobs=logprobs))
         said += len(logprobs or ())
     return turns

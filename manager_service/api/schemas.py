@@ -147,7 +147,7 @@ class WrittenObject(BaseModel):
 
     tokens: list[int]
     lengths: list[int]  # of the prompt, the model's turn, the environment's reply, the model's turn, …
-    logprobs: list[float]  # of the model's tokens
+    logprobs: list[float]  # of the model's tokens; none of a supervised job's
     num_dropped: int
 
 
@@ -175,7 +175,7 @@ class TurnObject(BaseModel):
 
     by: Literal["prompt", "model", "environment"]
     tokens: list[str]  # the text that each adds, special tokens included; empty where it ends no character
-    logprobs: list[float] | None  # of the model's tokens, when they were sampled
+    logprobs: list[float] | None  # of the model's tokens, when they were sampled; null in a supervised job
 
 
 class ConversationObject(BaseModel):

@@ -184,7 +184,7 @@ class Journal:
     def note_failed(self, message: ScoredTrajectory, item: dict[str, Any] | None) -> None:
         """Takes a trajectory that failed to the samples of the coming step, the first few of a step."""
         if len(self._failed) < self._limits.other_samples:
-            self._failed.append(record_of(message, item, "failed"))
+            self._failed.append(record_of(message, item, "failed", supervised=self._spec.is_supervised))
 
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
@@ -197,11 +197,10 @@ class Journal:
                 kept,
                 whole=kept != "first" or place < WHOLE_SAMPLES,
                 advantage=compared[number][place],
+                supervised=self._spec.is_supervised,
             )
             for number, place, scored, kept in chosen(batch, groups=self._limits.sample_groups, others=others)
         ]
-        if self._spec.is_supervised:  # an example has no reward
-            records = [msgspec.structs.replace(record, reward=None, advantage=None) for record in records]
         self._keep(self._state.version + 1, records, changes)
 
     def keep_failed(self, changes: Changes) -> None:
@@ -222,9 +221,8 @@ class Journal:
             return
         if (kept := self._kept("samples")).has_dropped(key.version):
             return
-        record = record_of(message, orders.item_of(key), "evaluation")
-        reward = None if self._spec.is_supervised else record.reward
-        encoded = JSON.encode(msgspec.structs.replace(record, reward=reward, step=key.version, item=key.group))
+        record = record_of(message, orders.item_of(key), "evaluation", supervised=self._spec.is_supervised)
+        encoded = JSON.encode(msgspec.structs.replace(record, step=key.version, item=key.group))
         changes.answers.append((self._spec.id, key.version, key.group, encoded))
         if dropped := kept.add_late(key.version, len(encoded), self._limits.samples):
             changes.dropped_samples.append((self._spec.id, *dropped))

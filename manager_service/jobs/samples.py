@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from common.advantages import ADVANTAGES, group_advantages
@@ -54,21 +55,25 @@ def record_of(
     *,
     whole: bool = True,
     advantage: float | None = None,
+    supervised: bool = False,
 ) -> SampleRecord:
-    """`whole`: token by token too. `advantage`: by which it is learned from."""
+    """`whole`: token by token too. `advantage`: by which it is learned from. `supervised`: nothing of it was sampled or rewarded."""
+    written = written_of(message) if whole else None
+    if supervised and written is not None:
+        written = msgspec.structs.replace(written, logprobs=[])
     return SampleRecord(
         version=message.adapter.version,
         group=message.trajectory.group,
         sample=message.trajectory.sample,
         text=message.output_text[:MAX_TEXT],
-        reward=message.reward,
+        reward=None if supervised else message.reward,
         stop_reason=message.stop_reason,
         prompt=prompt_of(item),
         reward_parts=message.reward_parts,
         failure=message.failure,
-        written=written_of(message) if whole else None,
+        written=written,
         kept=kept,
-        advantage=None if advantage is None else round(advantage, DECIMALS),
+        advantage=None if advantage is None or supervised else round(advantage, DECIMALS),
     )
 
 

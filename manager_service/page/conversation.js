@@ -7,13 +7,13 @@ const RARE = [0.7, 2, 4, 6]; // −log p in nats at which a token's shade begins
 export const SHADE = " The shade of a token says how unlikely it was when it was sampled.";
 const TITLES = {prompt: "Prompt", model: "Model", environment: "Environment or tool"};
 
-/** What was measured of a sample: its reward and the parts of it, and how it ended. */
-export function facts(sample) {
+/** What was measured of a sample: its reward and the parts of it, and how it ended. No version wrote an example. */
+export function facts(sample, isExample = false) {
   const found = [
     ["reward", sample.reward === null ? "none" : number(sample.reward)],
     sample.advantage != null && ["advantage", number(sample.advantage)],
     ...Object.entries(sample.reward_parts).map(([part, value]) => [part, number(value)]),
-    ["written by", `version ${sample.version}`], ["ended by", sample.stop_reason],
+    !isExample && ["written by", `version ${sample.version}`], ["ended by", sample.stop_reason],
     !["first", "evaluation"].includes(sample.kept) && ["kept as", `one of the step's ${sample.kept}`],
   ].filter(Boolean);
   return [

@@ -25,7 +25,7 @@ export async function showSamples(panel, view) {
   panes.className = params.has("beside") ? "halves" : "samples";
   const shown = [pane(view, "step", true)];
   if (params.has("beside")) shown.push(pane(view, "beside", false));
-  panel.append(h("p", {class: "muted"}, isSupervised(view.job) ? EXAMPLES_KEPT : KEPT, SHADE));
+  panel.append(h("p", {class: "muted"}, isSupervised(view.job) ? EXAMPLES_KEPT : [KEPT, SHADE]));
   fill(panes, shown.map((one) => one.node));
   await Promise.all(shown.map((one) => one.open(numberIn(params, one.name))));
 }
@@ -94,7 +94,7 @@ function conversation(view, found) {
   const tuned = view.job.fine_tuned_model;
   const again = tuned && sample.prompt && h("a", {class: "tenant-only", href: `#/chat?${new URLSearchParams({a: `${tuned}@${Math.max(1, view.job.version)}`, b: view.job.version > 1 ? `${tuned}@1` : view.job.model, say: sample.prompt})}`}, "Ask two versions the same");
   return [
-    facts(sample),
+    facts(sample, isSupervised(view.job)),
     turnsOf(found).map((one) => turn(one, {advantage: sample.advantage, length: found.turns.length > 0})),
     cutOff(found.num_dropped),
     again && h("p", {}, again),

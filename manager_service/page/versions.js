@@ -28,7 +28,7 @@ export async function showVersions(panel, view) {
   const tell = (error) => fill(body, h("p", {class: "error", role: "alert"}, error.message));
   fill(panel,
     h("div", {class: "bar"}, h("label", {}, "Held-out item ", items), h("button", {type: "button", "aria-label": "Item before", onclick: () => step(-1)}, "←"), h("button", {type: "button", "aria-label": "Next item", onclick: () => step(1)}, "→")),
-    h("div", {class: "halves"}, sides.map((side) => h("label", {}, "Version ", side.field))), body, h("p", {class: "muted"}, KEPT, SHADE));
+    h("div", {class: "halves"}, sides.map((side) => h("label", {}, "Version ", side.field))), body, h("p", {class: "muted"}, KEPT, !isSupervised(view.job) && SHADE));
   await Promise.all(sides.map(load));
   await show(item);
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from common.messages import AdapterRef, Failure, ScoredTrajectory, TrajectoryRef, f32, i32, u8
 from manager_service.api.hyperparameters import Hyperparameters
-from manager_service.jobs.samples import MAX_TOKENS, written_of
+from manager_service.jobs.samples import MAX_TOKENS, record_of, written_of
 from manager_service.records import FINAL, JSON, EventRecord, JobState, SampleRecord, Written
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 
@@ -131,6 +132,8 @@ def test_what_is_kept_of_a_trajectory_adds_up(length: int) -> None:
     assert kept.num_dropped == length - len(kept.tokens)
     assert kept.logprobs == [-float(number) for number in range(len(kept.tokens)) if wrote[number]]
     assert len(kept.logprobs) == sum(kept.lengths[1::2])
+    example = record_of(message, None, "first", advantage=1.0, supervised=True)
+    assert (example.reward, example.advantage, example.written) == (None, None, replace(kept, logprobs=[]))
 
 
 async def test_what_failed_is_kept_beside_what_was_trained_on(server: ApiServer) -> None:

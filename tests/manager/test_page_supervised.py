@@ -1,5 +1,6 @@
 """Supervised jobs on the web page, in a real Chromium over the real API."""
 
+import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from playwright.async_api import expect
 
 from common.messages import Failure
-from manager_service.records import JSON, EventRecord, JobState, SampleRecord
+from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
 from tests.manager.test_api_supervised import EXAMPLES, create
 from tests.support.api_server import ApiServer, running_api
 from tests.support.browser import Tab, browsing
@@ -66,7 +67,12 @@ async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiSer
 async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServer) -> None:
     job = (await create(server, hyper={"batch_size": 3})).id
     await trained(server, job)
-    learned = [SampleRecord(0, group, 0, f"answer {group}", None, "length", "min 3,1,2", step=3) for group in range(2)]
+    prompt, said = (server.api.bases["tiny"].tokenizer.encode(text) for text in ("min 3,1,2", "answer 0"))
+    written = Written([*prompt, *said], [len(prompt), len(said)], [])
+    learned = [
+        SampleRecord(0, group, 0, f"answer {group}", None, "length", "min 3,1,2", written=written, step=3)
+        for group in range(2)
+    ]
     failed = SampleRecord(0, 7, 0, "", None, "failed", failure=Failure("invalid", "too long"), kept="failed", step=3)
     await server.api.redis.hset(server.bus.cell.samples(job), "3", JSON.encode([*learned, failed]))
     async with browsing(server.url) as tab:
@@ -81,6 +87,7 @@ async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServe
         await expect(listed.locator("b")).to_have_text(["", "", "×"])
         await expect(tab.page.locator(".turn .tokens").last).to_have_text("answer 0")
         await expect(tab.page.get_by_text("Of a step its first examples are kept")).to_be_visible()
+        await expect(tab.page.get_by_text(re.compile("log-prob|written by|shade of a token"))).to_have_count(0)
         which = tab.page.get_by_label("Which samples")
         await expect(which.locator("option")).to_have_text(["all", "failed"])
         await which.select_option("failed")
