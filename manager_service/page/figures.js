@@ -106,7 +106,7 @@ export async function figures(panel, view) {
 /** `supervised`: the job's main figure is its loss; it has no rewards. */
 function drawAll(uPlot, grid, charts, curves, supervised) {
   const main = supervised ? "Loss" : "Reward";
-  for (const [title, names, note] of CHARTS) {
+  for (const [title, names, note] of CHARTS.toSorted((a, b) => (b[0] === main) - (a[0] === main))) {
     const known = names.filter((key) => curves.columns[key]?.some((value) => value !== null && value !== undefined));
     if (!known.length && title !== main) continue;
     if (!charts.has(title)) {

@@ -13,7 +13,7 @@ from tests.manager.test_api_supervised import EXAMPLES, create
 from tests.support.api_server import ApiServer, running_api
 from tests.support.browser import Tab, browsing
 
-STEPS = ({"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.75})
+STEPS = ({"step": 1, "loss": 2.5, "grad_norm": 1.0, "kl": 0.1}, {"step": 2, "loss": 0.75, "kl": 0.2})
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiSer
         await trained(server, job)
         await tab.page.reload()
         await expect(tab.page.get_by_role("img", name="Loss. ")).to_be_visible()
+        await expect(tab.page.locator(".chart b").first).to_have_text("Loss")
         await expect(tab.page.get_by_role("img", name="Reward. ")).to_have_count(0)
         await expect(tab.page.get_by_text("evaluation loss 0.500, best version 2")).to_be_visible()
         await tab.go("/jobs")
