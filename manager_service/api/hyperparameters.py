@@ -3,6 +3,7 @@
 `"auto"` and null mean: the default. Unknown names are refused with the nearest valid one.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +26,23 @@ SUPERVISED_NAMES = (
 )
 """The hyperparameters of supervised jobs, which mean what they mean in others; `batch_size` is examples in a step."""
 MAX_STEPS = 1_000_000
+
+UNSAID = {
+    "n_epochs": "1, or no limit where max_steps is given",
+    "max_steps": "the steps of n_epochs",
+    "learning_rate": "the base model's own",
+    "learning_rate_multiplier": "1",
+    "compute_multiplier": "1",
+    "reasoning_effort": "default",
+    "lora_targets": "all linear layers",
+    "max_context": "what is served",
+    "clip_low": "the loss's own",
+    "clip_high": "the loss's own",
+    "max_staleness": "0, or what the operator's policy lends",
+    "keep_versions": "all",
+    **dict.fromkeys(("deadline", "target_reward", "plateau_steps", "max_tokens_total"), "none"),
+}
+"""The defaults that no value of the hyperparameter says."""
 
 SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maximum", "maxItems", "minimum", "type")
 """What is said of a value's schema."""
@@ -99,10 +117,15 @@ class Hyperparameters(BaseModel):
 
 
 def described(*, supervised: bool = False) -> list[dict[str, Any]]:
-    """Name, default and JSON Schema of each."""
+    """Name, default, what that is in words, and JSON Schema of each."""
     rows = Hyperparameters.model_json_schema()["properties"]
     return [
-        {"id": name, "default": row.get("default"), "schema_": {key: row[key] for key in row if key in SHOWN}}
+        {
+            "id": name,
+            "default": row.get("default"),
+            "default_text": UNSAID.get(name) or json.dumps(row["default"]).strip('"'),
+            "schema_": {key: row[key] for key in row if key in SHOWN},
+        }
         for name, row in rows.items()
         if not supervised or name in SUPERVISED_NAMES
     ]

@@ -203,6 +203,7 @@ class CurvesObject(BaseModel):
 class HyperparameterObject(Identified):
     object: Literal["hyperparameter"] = "hyperparameter"
     default: Any  # None: it depends on the rest, or on the base model
+    default_text: str  # in words where no value says it
     schema_: dict[str, Any] = Field(serialization_alias="schema")  # JSON Schema of its values
 
 

@@ -18,6 +18,7 @@ const GRADERS = {
 };
 const EMPTY = {array: [], object: {}, string: "", number: 0, integer: 0, boolean: false};
 const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};
+const NEUTRAL = ["compute_multiplier", "reasoning_effort"]; // OpenAI's, of which the service takes one value alone
 const FIRST_BYTES = 262_144;
 
 export async function show(node, {signal}) {
@@ -148,10 +149,10 @@ function parsed(text, what) {
   try { return JSON.parse(text); } catch (error) { throw new Error(`${what} is not JSON: ${error.message}`); }
 }
 
-/** A field for each hyperparameter; an empty one means the default. */
+/** A field for each hyperparameter that has a choice; an empty one means the default. */
 function hyperFields(all) {
-  const fields = all.map(({id, default: usual, schema}) => ({id, kind: flat(schema), usual})).map((one) => ({...one, input: inputOf(one)}));
-  const nodes = fields.map(({id, kind, usual, input}) => h("label", {}, id, input, h("small", {}, [usual === null || usual === undefined ? "default: by the rest" : `default ${JSON.stringify(usual)}`, limits(kind)].filter(Boolean).join(" · "))));
+  const fields = all.filter(({id}) => !NEUTRAL.includes(id)).map(({id, default_text: usual, schema}) => ({id, kind: flat(schema), usual})).map((one) => ({...one, input: inputOf(one)}));
+  const nodes = fields.map(({id, kind, usual, input}) => h("label", {}, id, input, h("small", {}, [`default: ${usual}`, limits(kind)].filter(Boolean).join(" · "))));
   const read = () => Object.fromEntries(fields.filter(({input}) => input.value !== "").map(({id, kind, input}) => [id, valueOf(kind, input.value)]));
   return {nodes, read};
 }

@@ -194,6 +194,9 @@ async def test_hyperparameters_are_told_with_defaults_and_limits(server: ApiServ
     assert told["batch_size"]["schema"] == {"type": "integer", "minimum": 1, "maximum": 1024}
     assert "grpo" in told["loss"]["schema"]["enum"]
     assert set(told) == set(Hyperparameters.model_fields)
+    texts = {name: row["default_text"] for name, row in told.items()}
+    assert (texts["batch_size"], texts["loss"], texts["target_reward"]) == ("16", "grpo", "none")
+    assert "null" not in texts.values() and "[]" not in texts.values()
 
 
 async def test_use_is_told_by_day(server: ApiServer) -> None:

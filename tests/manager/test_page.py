@@ -218,6 +218,8 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(serve
         await tab.page.get_by_label("New training file").set_input_files(tmp_path / "items.jsonl")
         await tab.page.get_by_role("button", name="Take the file's first").click()
         await expect(tab.page.get_by_label("Item", exact=True)).to_have_value(re.compile('"add 1'))
+        assert await tab.page.locator("[name=compute_multiplier], [name=reasoning_effort]").count() == 0
+        await tab.page.get_by_text("default: all linear layers").wait_for()
         await tab.page.locator("input[name=batch_size]").fill("0")
         await tab.page.get_by_role("button", name="Submit the job").click()
         await tab.page.get_by_text("batch_size: input should be greater than or equal to 1").wait_for()
