@@ -5,6 +5,7 @@ import {number} from "./format.js";
 
 const RARE = [0.7, 2, 4, 6]; // −log p in nats at which a token's shade begins: p = 0.5, 0.14, 0.02, 0.002
 export const SHADE = " The shade of a token says how unlikely it was when it was sampled.";
+export const isSpecial = (token) => /^<\|.*\|>$/.test(token);
 const TITLES = {prompt: "Prompt", model: "Model", environment: "Environment or tool"};
 
 /** What was measured of a sample: its reward and the parts of it, and how it ended. No version wrote an example. */
@@ -36,7 +37,7 @@ export function turn({by, tokens, logprobs}, {advantage, length = true, of = ""}
 export const cutOff = (dropped) => dropped > 0 && h("p", {class: "muted"}, `${dropped} more tokens are not kept.`);
 
 function token(text, logprob, advantage) {
-  const kinds = [/^<\|.*\|>$/.test(text) && "special"];
+  const kinds = [isSpecial(text) && "special"];
   if (logprob === undefined) return kinds[0] ? h("span", {class: "special"}, text) : text;
   const shade = RARE.filter((from) => -logprob >= from).length;
   kinds.push(shade && `p${shade}`);

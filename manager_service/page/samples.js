@@ -2,8 +2,8 @@
 
 import {addressOf, note, numberIn} from "./address.js";
 import {ofJob} from "./api.js";
-import {cutOff, facts, SHADE, turn, turnsOf} from "./conversation.js";
-import {announce, fill, h, select} from "./dom.js";
+import {cutOff, facts, isSpecial, SHADE, turn, turnsOf} from "./conversation.js";
+import {announce, fill, h, say, select} from "./dom.js";
 import {isSupervised, reward} from "./format.js";
 import {showVersions} from "./versions.js";
 
@@ -66,7 +66,7 @@ function pane(view, name, isFirst) {
   function list() {
     const shown = visible(), groups = Map.groupBy ? Map.groupBy(shown, (one) => one.group) : grouped(shown);
     fill(names, shown.length ? [...groups].map(([group, samples]) => [
-      h("h3", {}, `Group ${group} · ${cut(samples[0].prompt) || "no prompt"}`),
+      h("h3", {"data-group": group}, `Group ${group} · ${asked(samples)}`),
       samples.map((one) => h("button", {type: "button", "aria-pressed": "false", "data-at": `${one.group}/${one.sample}`, onclick: () => read(one)},
         h("b", {}, one.failure ? "×" : one.reward === null ? "" : reward(one.reward)), h("span", {class: "cut"}, cut(one.text) || one.failure?.reason || "nothing"), h("span", {class: "muted"}, one.failure ? "failed" : one.stop_reason === "stop" ? "" : one.stop_reason))),
     ]) : h("p", {class: "muted"}, state.samples.length ? "None of them." : "No samples are kept of this step."));
@@ -75,6 +75,11 @@ function pane(view, name, isFirst) {
   async function read(one) {
     for (const button of names.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.at === `${one.group}/${one.sample}`));
     const found = await ofJob(id, `samples/${state.step}/${one.group}/${one.sample}`, {tenant, signal});
+    if (!one.prompt) {
+      one.prompt = promptOf(found);
+      const head = names.querySelector(`[data-group="${one.group}"]`); // none if the list was sifted meanwhile
+      if (head) say(head, `Group ${one.group} · ${asked([one])}`);
+    }
     fill(reads, conversation(view, found));
     announce(`Sample ${one.sample} of group ${one.group}`);
   }
@@ -85,6 +90,13 @@ function grouped(samples) {
   const groups = new Map();
   for (const one of samples) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
   return groups;
+}
+
+const asked = (samples) => cut(samples.find((one) => one.prompt)?.prompt ?? "") || "no prompt";
+
+/** What was asked, by the tokens of its first turn: an item that an environment made has no text of its own. */
+function promptOf({turns: [first]}) {
+  return first?.by === "prompt" ? first.tokens.filter((token) => !isSpecial(token)).join("").trim() : "";
 }
 
 const cut = (text) => text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;

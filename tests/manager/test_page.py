@@ -161,7 +161,8 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     good = [SampleRecord(1, 0, n, "3", 1.0, "stop", "add 1+2") for n in range(3)]
     bad = SampleRecord(1, 0, 3, "4", None, "failed", "add 1+2", {}, Failure("grader", "it raised"), written)
     learned = SampleRecord(1, 0, 4, "4", 0.0, "stop", "add 1+2", written=written, advantage=-0.5)
-    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode([*good, bad, learned]))
+    unsaid = SampleRecord(1, 1, 0, "4", 0.0, "stop", written=written)
+    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode([*good, bad, learned, unsaid]))
     async with browsing(server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=samples&step=2")
@@ -176,6 +177,10 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
         )
         await tab.go(f"/job/{job}?tab=samples&step=2&group=0&sample=4")
         await tab.page.get_by_title("log-prob -5.000, p 0.0067, advantage -0.5").wait_for()
+        heads = tab.page.locator(".list h3")
+        await expect(heads).to_have_text(["Group 0 · add 1+2", "Group 1 · no prompt"])
+        await tab.page.locator(".list button").last.click()
+        await expect(heads.last).to_have_text("Group 1 · add 1+2")
 
 
 async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiServer) -> None:
