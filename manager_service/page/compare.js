@@ -51,17 +51,17 @@ function summary(found, wanted) {
   const rows = found.map((job, i) => {
     const swatch = h("i", {class: "swatch"});
     swatch.style.background = colour(i);
-    return [h("span", {class: "pair"}, swatch, h("a", {href: address(job)}, name(job))), job.status, `${Math.max(0, job.version)}/${job.num_steps}`, newest(job),
+    return [h("span", {class: "pair"}, swatch, h("a", {href: address(job), class: "cut", title: name(job)}, name(job))), job.status, `${Math.max(0, job.version)}/${job.num_steps}`, newest(job),
       evaluated(job), number(job.trained_tokens), differing(job, found),
       h("button", {type: "button", class: "quiet", onclick: () => go(wanted.map((one) => one.text).filter((text) => !text.endsWith(job.id)))}, "Leave out")];
   });
-  return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward or loss", ">Evaluation", ">Tokens trained", "What differs", ""], rows);
+  return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward or loss", ">Evaluation", ">Tokens trained", "What differs", ""], rows, "compared");
 }
 
-/** The hyperparameters that are not the same in all of them. */
+/** The hyperparameters that all of them have, and not all the same. */
 function differing(job, found) {
   const hyper = (one) => one.hyperparameters;
-  const keys = Object.keys(hyper(job)).filter((key) => new Set(found.map((one) => JSON.stringify(hyper(one)[key]))).size > 1);
+  const keys = Object.keys(hyper(job)).filter((key) => found.every((one) => key in hyper(one)) && new Set(found.map((one) => JSON.stringify(hyper(one)[key]))).size > 1);
   return keys.map((key) => `${key} ${JSON.stringify(hyper(job)[key])}`).join(", ");
 }
 

@@ -240,6 +240,7 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer) -> None:
     jobs = [
         await create(server, suffix=name, method=method(batch_size=size)) for name, size in (("one", 1), ("two", 2))
     ]
+    unnamed = await create(server, method=method(n_epochs=2))
     for job in jobs:
         await write_steps(server, job, range(1, 5))
     async with browsing(server.url) as tab:
@@ -252,6 +253,12 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer) -> None:
         said = await chart.get_attribute("aria-label") or ""
         assert "one: 0 at step 1, 0.75 at step 4" in said and "two: 0 at step 1" in said
         await tab.page.get_by_text("batch_size 2").wait_for()
+        await tab.page.set_viewport_size({"width": 1200, "height": 800})
+        await tab.go(f"/compare?jobs={','.join([*jobs, unnamed])}")
+        await expect(tab.page.locator(".compared tbody tr")).to_have_count(3)
+        box = await tab.page.get_by_role("link", name=unnamed).bounding_box()
+        assert box is not None and box["height"] < 40, "in one line"
+        assert "n_epochs" not in await tab.page.locator(".compared").inner_text(), "one of them alone has it"
 
 
 async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer) -> None:
