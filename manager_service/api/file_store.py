@@ -101,6 +101,7 @@ class Files:
             longest=items.longest,
             tokens=items.tokens,
             num_examples=items.num_examples,
+            num_texts=items.num_texts,
             adapter=adapter,
         )
         if num_bytes > PART_BYTES:
