@@ -68,6 +68,8 @@ def as_jsonl(rows: Iterable[Row], columns: Columns) -> Generator[BinaryIO]:
     with TemporaryFile() as file:
         for number, row in enumerate(rows, 1):
             file.write(_line(columns.item(row, number), number))
+        if not file.tell():
+            raise InvalidInput("there are no rows: each is an item")
         file.seek(0)
         yield file
 

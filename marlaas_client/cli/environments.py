@@ -89,7 +89,7 @@ def check(
         try:
             job = client.create(request)["id"]
         except Refused as error:
-            if not file and error.status == 400 and known and not known["makes_items"]:
+            if not file and error.status == 400 and known and not (known["makes_items"] or known["error"]):
                 raise InvalidInput(
                     f"{name} makes no items: give a file of them, marlaas env check {name} FILE"
                 ) from error

@@ -275,7 +275,11 @@ def test_environments_are_listed_with_their_arguments(api: type[FakeApi]) -> Non
 
 def test_a_check_takes_a_short_grader_says_that_it_needs_a_file_and_warns_of_an_old_version(api: type[FakeApi]) -> None:
     old = "1.3 is installed, and 1.2 in use until managers and env workers start again"
-    known = [{"id": "python", "makes_items": False, "error": None}, {"id": "maze", "makes_items": True, "error": old}]
+    known = [
+        {"id": "python", "makes_items": False, "error": None},
+        {"id": "maze", "makes_items": True, "error": old},
+        {"id": "broken", "makes_items": False, "error": "cannot be loaded"},
+    ]
     api.answers["GET", "/v1/environments"] = {"data": known}
     api.answers["POST", "/v1/fine_tuning/jobs"] = (400, {"error": {"message": "it needs a training_file"}})
     with pytest.raises(InvalidInput, match="marlaas env check python FILE"):
@@ -285,6 +289,8 @@ def test_a_check_takes_a_short_grader_says_that_it_needs_a_file_and_warns_of_an_
     assert asked["method"]["reinforcement"]["environment"] == environment and asked["webhooks"] is False
     outdated = CliRunner().invoke(app, ["env", "check", "maze", "--args", '{"grader": "mine"}'])
     assert isinstance(outdated.exception, Refused) and outdated.stderr == f"warn: maze: {old}\n"
+    with pytest.raises(Refused, match="it needs a training_file"):
+        run("env", "check", "broken")
 
 
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:

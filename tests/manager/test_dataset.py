@@ -74,6 +74,8 @@ async def test_the_named_columns_of_examples_become_messages(server: ApiServer, 
 async def test_nothing_is_uploaded_of_a_table_with_a_fault(server: ApiServer, tmp_path: Path) -> None:
     file, odd = table(tmp_path / "sums.csv"), tmp_path / "odd.csv"
     odd.write_text("question,answer\na,1\nb\n")
+    bare = tmp_path / "bare.csv"
+    bare.write_text("question,answer\n")
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"question": "a"}\n3\n')
     refused = [
@@ -84,6 +86,7 @@ async def test_nothing_is_uploaded_of_a_table_with_a_fault(server: ApiServer, tm
             "no `messages`; the columns are 'question', 'answer', 'level': name the one that asks, --prompt",
         ),
         ((odd, "--prompt", "question"), "row 2: its values are not as many as the columns"),
+        ((bare, "--prompt", "question"), "there are no rows"),
         ((wrong, "--prompt", "question"), "line 2: must be a JSON object"),
         ((tmp_path / "none.csv", "--prompt", "question"), "No such file"),
         ((file, "--dataset", tmp_path), "give FILE or --dataset"),
