@@ -44,6 +44,10 @@ Hyper = Annotated[
         help='key=value, may be repeated: --hyper max_steps=40; lists as JSON in quotes: lora_targets=["q_proj"]'
     ),
 ]
+Model = Annotated[
+    str,
+    typer.Option(help="The base model, or a tuned one to go on from: ft:…, or its job, ftjob-…; @<version> pins it."),
+]
 Start = Annotated[
     Path | None, typer.Option(help="A folder with an adapter of the base model in PEFT's form, to go on from.")
 ]
@@ -71,7 +75,7 @@ def submit(
     ] = None,
     environment: Environment = None,
     hyper: Hyper = None,
-    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
+    model: Model = "tiny",
     adapter: Start = None,
     log: Log = None,
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
@@ -91,6 +95,7 @@ def submit(
     if adapter:
         check_folder(adapter)
     with connect(url, data) as client, connect_operator(url, data) as operator, ExitStack() as unused:
+        request["model"] = client.model_of(model)
 
         def add(field: str, file: str) -> None:
             unused.callback(client.discard, file)

@@ -186,6 +186,10 @@ def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) ->
     assert request["method"] == {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
     run("submit", str(train), "--method", "supervised")
     assert json.loads(api.requests[-1][1])["method"] == {"type": "supervised", "supervised": {}}
+    # from another job's model
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    run("submit", str(train), "--method", "supervised", "--model", "ftjob-1@5")
+    assert json.loads(api.requests[-1][1])["model"] == f"{JOB['fine_tuned_model']}@5"
     with pytest.raises(InvalidInput, match="leave out --grader"):
         run("submit", str(train), "--method", "supervised", "--grader", "math:answer")
     with pytest.raises(InvalidInput, match="--method supervised"):
@@ -611,6 +615,8 @@ def test_chat_answers_once(api: type[FakeApi]) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
     run("chat", "ftjob-1", "add 37+58", "--json")
     assert json.loads(api.requests[-1][1])["model"] == JOB["fine_tuned_model"]
+    run("chat", "ftjob-1@5", "add 37+58", "--json")
+    assert json.loads(api.requests[-1][1])["model"] == f"{JOB['fine_tuned_model']}@5"
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "fine_tuned_model": None}
     with pytest.raises(InvalidInput, match="ftjob-1 has no trained version yet"):
         run("chat", "ftjob-1", "add 37+58")
