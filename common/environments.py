@@ -22,7 +22,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import msgspec
 from pydantic import BaseModel, Field, model_validator
@@ -248,27 +250,48 @@ def load_installed(name: str) -> Any:
             f"unknown environment {quoted(name)}{did_you_mean(name, known)}; known: {', '.join(known)}",
             param="environment.name",
         )
+    entry = found[name]
     try:
-        made = _loaded(found[name])
-        _in_use.setdefault(found[name].value, _version(found[name]))
-        return made
+        return _loaded(entry)
     except Exception as error:  # foreign code
-        reason = f"{type(error).__name__}: {error}"
+        hint = f"; {why}" if (why := outdated(entry)) else ""
+        reason = f"{type(error).__name__}: {error}{hint}"
         raise InvalidInput(
             f"the installed environment {quoted(name)} cannot be loaded: {reason}", param="environment.name"
         ) from error
+    finally:
+        if module := sys.modules.get(entry.module):
+            _in_use.setdefault(module, (_version(entry), _written(module)))
 
 
-_in_use: dict[str, str] = {}
-"""Entry point -> version of its package when it was loaded first: Python keeps what it has imported."""
+_in_use: WeakKeyDictionary[ModuleType, tuple[str, int]] = WeakKeyDictionary()
+"""Module -> version of its package, and time of its file, when it was loaded first: Python keeps what it has imported."""
 
 
 def outdated(entry: EntryPoint) -> str | None:
-    """Says that another version of its package was installed since this process has loaded it; None: no."""
-    used, now = _in_use.get(entry.value), _version(entry)
-    if used in (None, now):
+    """Says that another version of its package was installed, or its module's file changed, since this process has loaded it; None: no."""
+    module, now = sys.modules.get(entry.module), _version(entry)
+    if module is None or module not in _in_use:
         return None
-    return f"{now} is installed, and {used} in use until managers and env workers start again"
+    used, written = _in_use[module]
+    if used != now:
+        return f"{now} is installed, and {used} {_UNTIL}"
+    return (
+        None
+        if written == _written(module)
+        else f"the file of {entry.module} has changed, and the older one is {_UNTIL}"
+    )
+
+
+_UNTIL = "in use until managers and env workers start again"
+
+
+def _written(module: ModuleType) -> int:
+    """When the module's file was, by the file system's clock; 0 if there is none."""
+    try:
+        return os.stat(module.__file__ or "").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _version(entry: EntryPoint) -> str:

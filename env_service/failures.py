@@ -41,6 +41,17 @@ def one_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where foreign code raised it."""
+    """Where foreign code raised it, or called what raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    if not frames:
+        return ""
+    place = next((frame for frame in reversed(frames) if _is_foreign(frame.filename)), frames[-1])
+    return f" ({Path(place.filename).name}:{place.lineno})"
+
+
+def _is_foreign(filename: str) -> bool:
+    """Is it neither of this package nor of the standard library, in whose folder other packages may lie?"""
+    file = Path(filename)
+    if file.is_relative_to(Path(__file__).parent) or filename.startswith("<frozen "):
+        return False
+    return not file.is_relative_to(Path(traceback.__file__).parent) or "site-packages" in file.parts

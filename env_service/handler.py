@@ -216,8 +216,7 @@ class EnvHandler:
     async def _example(self, start: Start) -> Example:
         """Rendered beside the loop, since long ones take their time."""
         async with work.time_limit(self._step_timeout_s):
-            with work.charged():
-                return await asyncio.to_thread(example_of, start, self._tokenizer)
+            return await asyncio.to_thread(work.charged_alone(example_of), start, self._tokenizer)
 
     async def _prepare(self, start: Start, doing: work.Work) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""

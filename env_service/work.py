@@ -11,13 +11,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from common.places import Places
 
 if TYPE_CHECKING:
     from env_service.live.sessions import Seat
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 BEAT_EVERY_S = 1.0
@@ -93,6 +94,19 @@ def charged() -> Generator[None]:
         yield
     finally:
         charge(time.monotonic() - started)
+
+
+def charged_alone(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which charges the current work for the time of its thread, not for that in which other threads ran."""
+
+    def timed(*args: P.args, **named: P.kwargs) -> T:
+        started = time.thread_time()
+        try:
+            return function(*args, **named)
+        finally:
+            charge(time.thread_time() - started)
+
+    return timed
 
 
 @contextlib.asynccontextmanager

@@ -87,8 +87,8 @@ class Client:
         seed: int | None = None,
         log: Sequence[str] = (),
     ) -> Job:
-        """Uploads the items and creates a job, whose `model` is a base model, or a tuned one to go on from; `adapter`: a folder with
-        an adapter of the base, to go on from.
+        """Uploads the items and creates a job, whose `model` is a base model, or a tuned one, or its job, to go on from; `adapter`: a
+        folder with an adapter of the base, to go on from.
 
         `grader`: as the API takes it, or short, `string_check:answer`. `environment`: as the API takes it, or its name; some make
         items themselves. `log`: loggers that the figures go to, `wandb:PROJECT`.
@@ -101,6 +101,7 @@ class Client:
         request = request_of(method, how, model=model, training_file=None, suffix=suffix, seed=seed, log=log)
         if adapter is not None:
             check_folder(adapter)
+        request["model"] = self.model_of(model)
         with ExitStack() as unused:
 
             def add(field: str, file: Record) -> None:
@@ -192,12 +193,16 @@ class Client:
         name_base(folder / CONFIG, self.bases)
         return Pulled(chosen, folder, files)
 
-    def model_of(self, job: str) -> str:
-        """The name of the model that a job trains. Raises InvalidInput if there is none yet."""
+    def model_of(self, name: str) -> str:
+        """The name of the model that a job trains: of `ftjob-…`, or of `ftjob-…@5`, which pins the version; other names stay as they are.
+        Raises InvalidInput if there is none yet."""
+        job, at, version = name.partition("@")
+        if not job.startswith("ftjob-"):
+            return name
         model = self.job(job)["fine_tuned_model"]
         if not model:
             raise InvalidInput(f"{job} has no trained version yet")
-        return model
+        return f"{model}{at}{version}"
 
     def _newest_version(self, name: str) -> int:
         """Of a job, or the version that a model's name means."""

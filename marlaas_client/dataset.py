@@ -23,6 +23,8 @@ JSON_COLUMNS = frozenset({"messages", "tools"})
 """Of CSV; the others hold texts."""
 ASKING = {"prompt", "messages"}
 """Fields of which an item needs one."""
+TALK = {"prompt": "user", "completion": "assistant"}
+"""Fields of an example to learn, and who says them."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `Dataset.save_to_disk` has written."""
 
@@ -32,6 +34,7 @@ class Columns(NamedTuple):
 
     fields: Mapping[str, str] = {}  # field -> the column that becomes it
     kept: frozenset[str] | None = None  # of the other columns, which stay as they are; None: all
+    talks: bool = False  # texts of a prompt and a completion become messages, which a chat template shows
 
     def item(self, row: Row, number: int) -> Row:
         """Raises InvalidInput for a column that is not there. A value that is null is left out."""
@@ -43,6 +46,10 @@ class Columns(NamedTuple):
         rest = {name: row[name] for name in row if name not in taken and (self.kept is None or name in self.kept)}
         item = rest | {field: row[column] for field, column in self.fields.items()}
         given = {name: value for name, value in item.items() if value is not None}
+        if self.talks and given.get("completion"):
+            given |= {
+                name: _message(role, given[name]) for name, role in TALK.items() if isinstance(given.get(name), str)
+            }
         if not ASKING & given.keys():
             columns = ", ".join(map(repr, row))
             raise InvalidInput(
@@ -51,12 +58,18 @@ class Columns(NamedTuple):
         return given
 
 
+def _message(role: str, text: str) -> list[Row]:
+    return [{"role": role, "content": text}]
+
+
 @contextmanager
 def as_jsonl(rows: Iterable[Row], columns: Columns) -> Generator[BinaryIO]:
     """A temporary file with a line for each row. Raises InvalidInput."""
     with TemporaryFile() as file:
         for number, row in enumerate(rows, 1):
             file.write(_line(columns.item(row, number), number))
+        if not file.tell():
+            raise InvalidInput("there are no rows: each is an item")
         file.seek(0)
         yield file
 

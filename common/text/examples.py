@@ -35,6 +35,11 @@ def is_example(item: Mapping[str, Any]) -> bool:
     return isinstance(last, Mapping) and cast(Mapping[str, Any], last).get("role") == "assistant"
 
 
+def is_text(item: Mapping[str, Any]) -> bool:
+    """Is it an example of plain text, which is learned without the chat template?"""
+    return _has_completion(item) and isinstance(item["completion"], str)
+
+
 def _has_completion(item: Mapping[str, Any]) -> bool:
     """Beside `messages` a field of that name is one that graders use."""
     return item.get("completion") is not None and "messages" not in item
@@ -42,7 +47,7 @@ def _has_completion(item: Mapping[str, Any]) -> bool:
 
 def check_example(item: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the field, for what no base model can learn."""
-    if _has_completion(item) and isinstance(item["completion"], str):
+    if is_text(item):
         return _check_text(item)
     talk, _ = _conversation(item)
     check_messages(talk)
@@ -51,7 +56,7 @@ def check_example(item: Mapping[str, Any]) -> None:
 
 def read_example(item: Mapping[str, Any], tokenizer: ChatTokenizer) -> Example:
     """Raises ValueError, naming the field, for what is no example or cannot be rendered by this base."""
-    if _has_completion(item) and isinstance(item["completion"], str):
+    if is_text(item):
         return _of_text(item, tokenizer)
     talk, learned = _conversation(item)
     return _of_talk(talk, learned, _tools(item), tokenizer)

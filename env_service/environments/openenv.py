@@ -34,11 +34,11 @@ class OpenEnv:
 
     async def open(self, item: dict[str, Any], seed: int) -> "OpenEnvSession":
         server = self._servers.find(self._args)
-        if self._shape is None:
-            self._shape = shape_of(await self._servers.schemas(server))
         async with AsyncExitStack() as stack:
             connection = await self._servers.connect(server)
             stack.push_async_callback(connection.close)
+            if self._shape is None:
+                self._shape = shape_of(await self._servers.schemas(server))
             session = OpenEnvSession(connection, self._args, self._shape)
             await session.begin(item, seed)
             stack.pop_all()

@@ -9,6 +9,7 @@ allows, as for `endpoint` graders, or one of the operator's servers.
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,7 @@ class Servers:
             raise EnvironmentFailed(f"the OpenEnv server's schema is none: {error}") from error
 
     async def connect(self, server: Server) -> "Connection":
-        """Begins a session. Raises EnvironmentFailed."""
+        """Begins a session. Raises EnvironmentFailed, and NoRoom if the server refuses connections, as one does that starts again."""
         url = httpx.URL(server.url)
         try:
             host = await self._endpoints.allowed_host(url, known=server.known)
@@ -111,7 +112,8 @@ class Servers:
             )
         except (OSError, WebSocketException) as error:
             log.info("openenv_unreachable", url=server.url, reason=f"{type(error).__name__}: {error}"[:MAX_TOLD])
-            raise EnvironmentFailed(f"the OpenEnv server cannot be reached: {_named(error)}") from error
+            kind = NoRoom if f"[Errno {errno.ECONNREFUSED}]" in str(error) else EnvironmentFailed
+            raise kind(f"the OpenEnv server cannot be reached: {_named(error)}") from error
         return Connection(socket)
 
 

@@ -81,7 +81,8 @@ class Files:
             task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
         if not all_found.num_items:
-            raise InvalidInput("the file is empty: it needs one JSON object a line", param="file", code="invalid_file")
+            what = "one JSON object a line" if named == "line" else "the columns' names, and a row for each item"
+            raise InvalidInput(f"the file is empty: it needs {what}", param="file", code="invalid_file")
         return all_found
 
     async def create(
@@ -101,6 +102,7 @@ class Files:
             longest=items.longest,
             tokens=items.tokens,
             num_examples=items.num_examples,
+            num_texts=items.num_texts,
             adapter=adapter,
         )
         if num_bytes > PART_BYTES:

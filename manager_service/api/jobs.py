@@ -79,7 +79,7 @@ async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
     if not spec.integrations:
         return spec
     keys = await Receivers(api.redis).keys(tenant.id)
-    return msgspec.structs.replace(spec, notes=tuple(integrations.kept_here(spec, keys)))
+    return msgspec.structs.replace(spec, notes=(*spec.notes, *integrations.kept_here(spec, keys)))
 
 
 async def _first(store: JobStore, tenant: TenantRecord, known: str, once: Once) -> JobRow:

@@ -178,7 +178,14 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         adapter_file=start.adapter_file,
         integrations=integrations,
         webhooks=body.webhooks,
+        notes=(_OF_TEXTS,) if plan.supervised and training and training.num_texts else (),
     )
+
+
+_OF_TEXTS = (
+    "Examples whose prompt and completion are texts are learned as they stand, without the chat template by which chat and other jobs ask: "
+    "write lists of messages for that, as `marlaas submit --prompt COLUMN --completion COLUMN` does"
+)
 
 
 async def _plan(api: Api, tenant: TenantRecord, body: JobGiven, start: JobStart) -> JobPlan:

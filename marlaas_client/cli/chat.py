@@ -9,7 +9,9 @@ from marlaas_client.cli.output import print_json
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A base model; or ft:…, which @<version> pins; or a job, ftjob-….")],
+    model: Annotated[
+        str, typer.Argument(help="A base model, ft:…, or a job, ftjob-…; @<version> pins the latter two.")
+    ],
     message: Annotated[str | None, typer.Argument(help="Without it: a conversation, until an empty line.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
@@ -24,7 +26,7 @@ def chat(
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
     with connect(url, data) as client:
-        options["model"] = client.model_of(model) if model.startswith("ftjob-") else model
+        options["model"] = client.model_of(model)
         talk = Talk(client, options)
         if as_json:
             print_json(talk.answer(message if message is not None else typer.prompt("you")))

@@ -66,7 +66,7 @@ def check(
     ] = None,
     args: Annotated[str, typer.Option(help="The environment's arguments as JSON.")] = "{}",
     hyper: Annotated[list[str] | None, typer.Option(help="key=value, may be repeated: max_tokens=64.")] = None,
-    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:….")] = "tiny",
+    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, or its job, ftjob-….")] = "tiny",
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
@@ -85,11 +85,13 @@ def check(
         training = upload(client, file, Columns()) if file else None
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
-        request = request_of("reinforcement", how, model=model, training_file=training, suffix="check", webhooks=False)
+        request = request_of(
+            "reinforcement", how, model=client.model_of(model), training_file=training, suffix="check", webhooks=False
+        )
         try:
             job = client.create(request)["id"]
         except Refused as error:
-            if not file and error.status == 400 and known and not known["makes_items"]:
+            if not file and error.status == 400 and known and not (known["makes_items"] or known["error"]):
                 raise InvalidInput(
                     f"{name} makes no items: give a file of them, marlaas env check {name} FILE"
                 ) from error

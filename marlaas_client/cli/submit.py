@@ -14,7 +14,7 @@ from marlaas_client.cli.options import Data, Json, Url, connect, connect_operato
 from marlaas_client.cli.output import print_json, say
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
-from marlaas_client.dataset import Columns, as_jsonl, rows_of_dataset, rows_of_file
+from marlaas_client.dataset import TALK, Columns, as_jsonl, rows_of_dataset, rows_of_file
 from marlaas_client.errors import InvalidInput, Refused
 from marlaas_client.records import Job, Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
@@ -27,7 +27,15 @@ SplitName = Annotated[str, typer.Option(help="Of the dataset.")]
 ValidationSplit = Annotated[str | None, typer.Option(help="Of the dataset: held-out items.")]
 Prompt = Annotated[str | None, typer.Option(help="The column that says what is asked.")]
 Answer = Annotated[str | None, typer.Option(help="The column that becomes the field `answer`.")]
-Completion = Annotated[str | None, typer.Option(help="The column that a supervised job learns.")]
+Completion = Annotated[
+    str | None,
+    typer.Option(
+        help="The column that a supervised job learns, as the assistant's answer to the prompt, by the chat template."
+    ),
+]
+Learned = Annotated[
+    Method, typer.Option(help="supervised: the file's own answers are learned, and nothing is sampled.")
+]
 Kept = Annotated[str | None, typer.Option(help="The other columns that are kept, by commas. Default: all.")]
 Environment = Annotated[str | None, typer.Option(help='Name, or JSON such as {"name": "search", "args": {…}}.')]
 Hyper = Annotated[
@@ -35,6 +43,10 @@ Hyper = Annotated[
     typer.Option(
         help='key=value, may be repeated: --hyper max_steps=40; lists as JSON in quotes: lora_targets=["q_proj"]'
     ),
+]
+Model = Annotated[
+    str,
+    typer.Option(help="The base model, or a tuned one to go on from: ft:…, or its job, ftjob-…; @<version> pins it."),
 ]
 Start = Annotated[
     Path | None, typer.Option(help="A folder with an adapter of the base model in PEFT's form, to go on from.")
@@ -57,15 +69,13 @@ def submit(
     answer: Answer = None,
     completion: Completion = None,
     columns: Kept = None,
-    method: Annotated[
-        Method, typer.Option(help="supervised: the file's own answers are learned, and nothing is sampled.")
-    ] = "reinforcement",
+    method: Learned = "reinforcement",
     grader: Annotated[
         str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
     ] = None,
     environment: Environment = None,
     hyper: Hyper = None,
-    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, to go on from.")] = "tiny",
+    model: Model = "tiny",
     adapter: Start = None,
     log: Log = None,
     suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
@@ -78,12 +88,14 @@ def submit(
 ) -> None:
     """Train an adapter on a file of items."""
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
-    mapped = mapping({"prompt": prompt, "answer": answer, "completion": completion}, columns)
+    fields = {"prompt": prompt, "answer": answer, "completion": completion}
+    mapped = mapping(fields, columns, supervised=method == "supervised")
     training, held_out = sources(file, validation, dataset, split, validation_split)
     request = request_of(method, how, model=model, training_file=None, suffix=suffix, seed=seed, log=log or ())
     if adapter:
         check_folder(adapter)
     with connect(url, data) as client, connect_operator(url, data) as operator, ExitStack() as unused:
+        request["model"] = client.model_of(model)
 
         def add(field: str, file: str) -> None:
             unused.callback(client.discard, file)
@@ -227,9 +239,10 @@ def sources(
     return Split(dataset, split), Split(dataset, validation_split) if validation_split else validation
 
 
-def mapping(fields: dict[str, str | None], columns: str | None) -> Columns:
+def mapping(fields: dict[str, str | None], columns: str | None, *, supervised: bool = False) -> Columns:
     given = {field: column for field, column in fields.items() if column}
-    return Columns(given, None if columns is None else frozenset(filter(None, columns.split(","))))
+    kept = None if columns is None else frozenset(filter(None, columns.split(",")))
+    return Columns(given, kept, talks=supervised and not given.keys().isdisjoint(TALK))
 
 
 def upload(client: Client, source: Source, columns: Columns) -> str:

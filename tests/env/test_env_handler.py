@@ -618,6 +618,8 @@ def test_waiting_for_a_tool_is_not_busy_time_twice() -> None:
 # ------------------------------------------------------------------------------------- environments of operators
 
 PACKAGE = """
+import random
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -669,6 +671,8 @@ class Countdown:
     def reset(self, item, seed):
         if self.mode == "raise":
             raise RuntimeError("broken\\nindeed")
+        if self.mode == "library":
+            random.sample([], 1)
         state = {"left": self.target}
         if self.mode == "large":
             state["x"] = "x" * 70000
@@ -721,6 +725,7 @@ def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
         ("large", "environment", "more than 65536"),
         ("object", "environment", "cannot be packed"),
         ("raise", "environment", "RuntimeError: broken indeed (countdown_env.py:"),
+        ("library", "environment", "(countdown_env.py:"),
         ("tuple", "environment", "return env_service.environment.Step, not tuple"),
         ("nothing", "environment", "without a reward"),
         ("nan", "grader", "nan"),

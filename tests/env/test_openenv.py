@@ -24,7 +24,7 @@ from env_service.environment import Turn
 from env_service.environments.openenv import OpenEnv
 from env_service.environments.openenv_mapping import shape_of, shown, shown_result
 from env_service.environments.openenv_server import MAX_TOLD, Schemas, Servers, read_servers
-from env_service.failures import EnvironmentFailed
+from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.graders.endpoint import Endpoints
 from examples.openenv_job import serving
 from harness.redis_server import free_port
@@ -212,10 +212,13 @@ async def test_a_step_has_the_jobs_time_limit() -> None:
         await session.close()
 
 
-async def test_an_address_of_the_operators_network_is_not_told() -> None:
+async def test_a_server_that_refuses_connections_is_waited_for_and_its_address_is_not_told() -> None:
     async with using("", named=f"largest=http://127.0.0.1:{free_port()}", server="largest") as environment:
-        environment._shape = shape_of(Schemas(ANSWER))  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(EnvironmentFailed, match=r"^the OpenEnv server cannot be reached: ConnectionRefusedError$"):
+        with pytest.raises(NoRoom, match=r"^the OpenEnv server cannot be reached: ConnectionRefusedError$"):
+            await environment.open({}, 1)
+    # Also at a name with several addresses
+    async with using("", named=f"largest=http://localhost:{free_port()}", server="largest") as environment:
+        with pytest.raises(NoRoom, match="cannot be reached"):
             await environment.open({}, 1)
 
 

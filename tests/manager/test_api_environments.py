@@ -1,5 +1,6 @@
 """The list of environments, and packages that are installed while the service runs, through the real HTTP API."""
 
+import os
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from importlib.util import find_spec
@@ -107,6 +108,14 @@ async def test_a_package_that_is_installed_while_the_service_runs_is_found(serve
     found = await listed(server)
     assert (found["fresh"]["package"], found["edited"]["error"]) == ("fresh 1.3", None)
     assert found["fresh"]["error"].startswith("1.3 is installed, and 1.2 in use until")
+    # And so it is if a module's file is edited, also where it then has a class that the one in use has not
+    source = folder.parent / "source" / "edited_module.py"
+    os.utime(source, ns=(0, source.stat().st_mtime_ns + 1_000_000))
+    changed = "the file of edited_module has changed, and the older one is in use until"
+    assert (await listed(server))["edited"]["error"].startswith(changed)
+    info = folder / "edited-1.2.dist-info" / "entry_points.txt"
+    info.write_text(info.read_text().replace(":Late", ":Later"))
+    assert f"has no attribute 'Later'; {changed}" in (await listed(server))["edited"]["error"]
 
 
 async def test_a_package_that_cannot_be_imported_is_listed_with_the_reason(server: ApiServer, folder: Path) -> None:

@@ -180,7 +180,9 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
     assert msgspec.json.decode(jsonl(row)) == row
     if is_example(row):
         length = {"tiny": len(read_example(row, CHATTY).tokens)}
-        assert found == FoundItems(1, 1, length, 1, length)
+        assert found == FoundItems(
+            1, 1, length, 1, length, int("messages" not in row and isinstance(row["completion"], str))
+        )
     else:
         length = {"tiny": len(CHATTY.render(with_messages(row)["messages"]))}
         assert found == FoundItems(1, 1, length, 0, length)

@@ -57,6 +57,8 @@ async def test_a_job_of_each_form_of_examples_is_taken_as_openais(server: ApiSer
     spec = await spec_of(server, job.id)
     assert (spec.hyper.num_steps, spec.hyper.group_size, spec.hyper.loss.name) == (6, 1, "cross_entropy")
     assert (spec.num_items, spec.num_eval_items, spec.env.name) == (12, 2, SUPERVISED)
+    assert len(spec.notes) == 1 and "without the chat template" in spec.notes[0]
+    assert not (await spec_of(server, (await create(server, jsonl(example()))).id)).notes
 
 
 async def test_what_is_wrong_is_named(server: ApiServer) -> None:

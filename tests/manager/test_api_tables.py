@@ -63,7 +63,8 @@ BAD = [
     (b"prompt,answer\na,b\n\xff,c\n", "row 2: not UTF-8"),
     (b"messages,answer\n[,b\n", "row 1, column 'messages': not JSON"),
     (b'messages,answer\n"[{""role"": ""robot""}]",b\n', r"row 1: messages\[0\].role"),
-    (b"prompt,answer\n", "the file is empty"),
+    (b"", "the file is empty: it needs the columns' names, and a row"),
+    (b"prompt,answer\n", "the file is empty: it needs the columns' names, and a row"),
     (b"prompt,answer\n" + b"x" * 20_000 + b",3\n", "row 1: 200.. bytes as JSON; a row has at most 10000"),
     (b"PAR1" + b"\0" * 100, "Parquet file, which is converted on your side"),
 ]

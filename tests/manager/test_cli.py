@@ -186,6 +186,10 @@ def test_a_supervised_job_needs_no_grader(api: type[FakeApi], tmp_path: Path) ->
     assert request["method"] == {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
     run("submit", str(train), "--method", "supervised")
     assert json.loads(api.requests[-1][1])["method"] == {"type": "supervised", "supervised": {}}
+    # from another job's model
+    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
+    run("submit", str(train), "--method", "supervised", "--model", "ftjob-1@5")
+    assert json.loads(api.requests[-1][1])["model"] == f"{JOB['fine_tuned_model']}@5"
     with pytest.raises(InvalidInput, match="leave out --grader"):
         run("submit", str(train), "--method", "supervised", "--grader", "math:answer")
     with pytest.raises(InvalidInput, match="--method supervised"):
@@ -275,7 +279,11 @@ def test_environments_are_listed_with_their_arguments(api: type[FakeApi]) -> Non
 
 def test_a_check_takes_a_short_grader_says_that_it_needs_a_file_and_warns_of_an_old_version(api: type[FakeApi]) -> None:
     old = "1.3 is installed, and 1.2 in use until managers and env workers start again"
-    known = [{"id": "python", "makes_items": False, "error": None}, {"id": "maze", "makes_items": True, "error": old}]
+    known = [
+        {"id": "python", "makes_items": False, "error": None},
+        {"id": "maze", "makes_items": True, "error": old},
+        {"id": "broken", "makes_items": False, "error": "cannot be loaded"},
+    ]
     api.answers["GET", "/v1/environments"] = {"data": known}
     api.answers["POST", "/v1/fine_tuning/jobs"] = (400, {"error": {"message": "it needs a training_file"}})
     with pytest.raises(InvalidInput, match="marlaas env check python FILE"):
@@ -285,6 +293,8 @@ def test_a_check_takes_a_short_grader_says_that_it_needs_a_file_and_warns_of_an_
     assert asked["method"]["reinforcement"]["environment"] == environment and asked["webhooks"] is False
     outdated = CliRunner().invoke(app, ["env", "check", "maze", "--args", '{"grader": "mine"}'])
     assert isinstance(outdated.exception, Refused) and outdated.stderr == f"warn: maze: {old}\n"
+    with pytest.raises(Refused, match="it needs a training_file"):
+        run("env", "check", "broken")
 
 
 def test_the_losses_of_a_supervised_job_are_shown(api: type[FakeApi]) -> None:
@@ -605,6 +615,8 @@ def test_chat_answers_once(api: type[FakeApi]) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
     run("chat", "ftjob-1", "add 37+58", "--json")
     assert json.loads(api.requests[-1][1])["model"] == JOB["fine_tuned_model"]
+    run("chat", "ftjob-1@5", "add 37+58", "--json")
+    assert json.loads(api.requests[-1][1])["model"] == f"{JOB['fine_tuned_model']}@5"
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "fine_tuned_model": None}
     with pytest.raises(InvalidInput, match="ftjob-1 has no trained version yet"):
         run("chat", "ftjob-1", "add 37+58")

@@ -57,9 +57,25 @@ async def test_a_table_of_other_columns_is_submitted_by_naming_them(server: ApiS
     ]
 
 
+async def test_the_named_columns_of_examples_become_messages(server: ApiServer, tmp_path: Path) -> None:
+    file = table(tmp_path / "sums.csv")
+    words = ("--prompt", "question", "--completion", "answer", "--columns", "level", "--method", "supervised")
+    asked, said = [{"role": "user", "content": "add 0+1"}], [{"role": "assistant", "content": "1"}]
+    job = await submit(server, file, *words)
+    learned = {"prompt": asked, "completion": said, "level": "0"}
+    assert (await items(server, job["training_file"]))[0] == learned
+    # What is already so stays as it is
+    lines = tmp_path / "sums.jsonl"
+    lines.write_text(json.dumps({"prompt": "add 0+1", "completion": "1"}))
+    job = await submit(server, lines, "--method", "supervised")
+    assert (await items(server, job["training_file"]))[0] == {"prompt": "add 0+1", "completion": "1"}
+
+
 async def test_nothing_is_uploaded_of_a_table_with_a_fault(server: ApiServer, tmp_path: Path) -> None:
     file, odd = table(tmp_path / "sums.csv"), tmp_path / "odd.csv"
     odd.write_text("question,answer\na,1\nb\n")
+    bare = tmp_path / "bare.csv"
+    bare.write_text("question,answer\n")
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"question": "a"}\n3\n')
     refused = [
@@ -70,6 +86,7 @@ async def test_nothing_is_uploaded_of_a_table_with_a_fault(server: ApiServer, tm
             "no `messages`; the columns are 'question', 'answer', 'level': name the one that asks, --prompt",
         ),
         ((odd, "--prompt", "question"), "row 2: its values are not as many as the columns"),
+        ((bare, "--prompt", "question"), "there are no rows"),
         ((wrong, "--prompt", "question"), "line 2: must be a JSON object"),
         ((tmp_path / "none.csv", "--prompt", "question"), "No such file"),
         ((file, "--dataset", tmp_path), "give FILE or --dataset"),

@@ -8,7 +8,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.graders import check_fields
-from common.text.examples import check_example, is_example, read_example
+from common.text.examples import check_example, is_example, is_text, read_example
 from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.api.reading.values import parse_json
@@ -26,6 +26,7 @@ class FoundItems(msgspec.Struct, frozen=True):
     longest: dict[str, int]  # base model -> tokens of the longest prompt or example; not for bases that refuse one
     num_examples: int = 0  # of the items: those with an answer to learn
     tokens: dict[str, int] = {}  # as `longest`, of all together
+    num_texts: int = 0  # of the examples: those of plain text, which no chat template shows
 
     def __add__(self, more: "FoundItems") -> "FoundItems":
         bases = [base for base in self.longest if base in more.longest]
@@ -35,6 +36,7 @@ class FoundItems(msgspec.Struct, frozen=True):
             {base: max(self.longest[base], more.longest[base]) for base in bases},
             self.num_examples + more.num_examples,
             {base: self.tokens[base] + more.tokens[base] for base in bases},
+            self.num_texts + more.num_texts,
         )
 
     @classmethod
@@ -75,7 +77,7 @@ def check_lines(
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{named} {number}: {error}", param="file", code="invalid_file") from error
         lengths = _lengths(item, {base: tokenizers[base] for base in found.longest})
-        found += FoundItems(0, 1, lengths, int(is_example(item)), lengths)
+        found += FoundItems(0, 1, lengths, int(is_example(item)), lengths, int(is_text(item)))
     return msgspec.structs.replace(found, num_lines=number - before)
 
 
