@@ -351,6 +351,7 @@ async def test_runs_stand_still_while_the_tokens_of_the_day_are_used_up(world: W
         await world.send(run, (1, "forward_backward"))
         await world.result(run, 1)
         await world.result(other, 0)
+        await asyncio.sleep(2 * LEASE_S)  # owners look at what was used so often
         await world.send(run, (2, "optim_step"))
         assert await world.save(other, 1, SaveWeights("a")), "what costs nothing is answered"
         assert not await world.sent(run) and len(trainer.seen) == 1
