@@ -14,8 +14,9 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float6
 MAX_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
 MAX_DIMS = 64
-NUM_KEYS = 3  # of what a header says about a tensor
 """Of a tensor, as numpy has it."""
+NUM_KEYS = 3
+"""Of what a header says about a tensor."""
 
 METADATA = "__metadata__"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}

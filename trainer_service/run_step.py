@@ -121,7 +121,7 @@ def finish(trainer: Trainer, run: OpenRun) -> Computed:
 
 
 def _finish(trainer: Trainer, run: OpenRun) -> Computed:
-    since = trainer.seconds()
+    since = trainer.clock()
     results = [_result(run, part) for part in range(len(run.operations))]
     gradient = _sum(trainer, run, results)
     state, metrics, last = None, {}, run.operations[-1]
@@ -134,7 +134,7 @@ def _finish(trainer: Trainer, run: OpenRun) -> Computed:
         gradient = None
     wanted = [result for result, one in zip(results, run.operations, strict=False) if not one.answered]
     sums = run.opened.sums
-    sums.seconds += trainer.seconds() - since
+    sums.seconds += trainer.clock() - since
     return Computed(tuple(wanted), gradient, state, metrics, _usage(run), sums.num_forward, sums.num_padding)
 
 

@@ -11,7 +11,6 @@ Axes: R rows and M targets of a micro-batch, T its positions, W places for the t
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from base_model.adapter import init_adapter
+from base_model.device import compute_clock
 from common.errors import TrainingFailed
 from common.messages import Init, OptimSpec, TrainStep
 from trainer_service import lora, optimiser
@@ -52,21 +52,21 @@ class Trainer:
         adapter = init_adapter(message.lora, self.backbone.linear_shapes(), message.seed)
         return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.backbone.device))
 
-    def seconds(self) -> float:
-        """By the clock; where other threads compute beside, those of this one."""
-        return time.thread_time() if self.backbone.concurrent else time.perf_counter()
+    def clock(self) -> float:
+        """Seconds, by the clock of the computing thread: what two threads are charged adds up to what they took."""
+        return compute_clock(self.backbone.device)()
 
     # ---- a batch of one adapter -------------------------------------------------------------------------------------
 
     def open(self, state: TrainState, batch: Batch, grad_P: Tensor | None = None) -> OpenBatch:
         """Opens a batch whose gradient is added to `grad_P`; without wanted rows it is done."""
-        start = self.seconds()
+        start = self.clock()
         cost = self.backbone.cost() if self.share_prefixes else None
         queue = in_order(pack(batch, cost), exact=self.deterministic)
         stack = self._stack(state.layout)
         place = stack.put(state.values_P, state.spec.alpha / state.spec.rank, grad_P)
         opened = OpenBatch(state, batch, stack, place, queue)
-        opened.sums.seconds = self.seconds() - start
+        opened.sums.seconds = self.clock() - start
         return opened
 
     def gradient(self, opened: OpenBatch) -> Tensor:
@@ -106,17 +106,17 @@ class Trainer:
 
         Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
         """
-        start, base, version = self.seconds(), self.backbone, message.adapter.version
+        start, base, version = self.clock(), self.backbone, message.adapter.version
         check_spec(message)
         rows = parse_rows(message.rows, version=version, vocab=base.vocab, context=base.context)
         terms = row_terms(rows, message.loss)
         opened = self.open(state, batch_of(rows, terms, message.loss, version))
-        opened.sums.seconds = self.seconds() - start
+        opened.sums.seconds = self.clock() - start
         return OpenStep(message, rows, terms, opened)
 
     def finish(self, step: OpenStep) -> Trained:
         """Makes the next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
-        start, opened = self.seconds(), step.opened
+        start, opened = self.clock(), step.opened
         try:
             if opened.failures:
                 raise TrainingFailed(opened.failures[0])
@@ -125,7 +125,7 @@ class Trainer:
             state, norm = self.apply(opened.state, self.gradient(opened), step.message.optim)
         finally:
             self.discard(opened)
-        seconds = opened.sums.seconds + self.seconds() - start
+        seconds = opened.sums.seconds + self.clock() - start
         return Trained(state, step.metrics(norm) | {"train_s": seconds}, step.rows.num_tokens(), seconds)
 
     # ---- micro-batches ----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Trainer:
 
         A part whose loss is not finite fails, and only that one.
         """
-        start = self.seconds()
+        start = self.clock()
         taken = self._take(opened, budget or self.budget)
         sequences = self._sequences(taken)
         learns = taken[0][1][0].learns
@@ -154,9 +154,7 @@ class Trainer:
         if learns:
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
         _keep_logprobs(taken, logprobs_M.detach())
-        _credit(
-            taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, self.seconds() - start
-        )
+        _credit(taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, self.clock() - start)
 
     def _take(self, opened: Sequence[OpenBatch], budget: Budget) -> Taken:
         """Takes the next micro-batch out of the batches' queues."""
