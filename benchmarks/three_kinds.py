@@ -25,7 +25,7 @@ from manager_service.local.supervisor import LocalCluster
 PYTHON, SAMPLING = Path(".tinker/bin/python"), Path(__file__).with_name("_tinker_sampling.py")
 WEIGHTS = {"job": 1.0, "run": 2.0, "chat": 1.0}
 WITHIN = 0.1
-WARM_UP_S = 10.0
+WARM_UP_S = 20.0
 NUM_CHATS, MAX_TOKENS = 64, 32
 NUM_JOBS = 8
 PLAIN = "User: What is 37 + 58?\n\nAssistant:"

@@ -17,7 +17,7 @@ from harness.s3_server import S3Server
 
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "samples:", "answers:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
-    "finished:", "num-archived", "rev:", "weights", "inference", "owners", "bits", "memory", "dropped", "telemetry", "control",
+    "finished:", "num-archived", "rev:", "weights", "inference", "served", "owners", "bits", "memory", "dropped", "telemetry", "control",
     "adapters:new", "done", "ends", "told", "env-workers",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""

@@ -29,6 +29,7 @@
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
     sampling                   string   weight of the tenants who sample in bulk; expires
+    served                     hash     what was served -> seconds of rollout engines: `jobs`, `rollout` (completions), `samples` (in bulk)
     inference                  hash     API replica -> until when it counts as alive, ms, and which tenants ask it for places
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
     begun                      set      ids of the cell's unfinished jobs that have a version 0
@@ -341,6 +342,10 @@ class Cell:
     @property
     def sampling(self) -> str:
         return self.key("sampling")
+
+    @property
+    def served(self) -> str:
+        return self.key("served")
 
     @property
     def inference(self) -> str:

@@ -6,7 +6,7 @@ an owner that dies run out, and the others take them. All times are Redis' own.
 
 The round also exchanges the weight of the active tenants of each partition. That weight, and not the number of
 partitions, is an owner's part of the workers. API replicas whose tenants chat or sample in bulk are among those who share
-(manager_service/api/sampling/cell_share.py): `sampling` has their tenants' weight.
+(manager_service/api/sampling/cell_share.py): `sampling` has their tenants' weight, and `served` what all got of the rollout engines' time.
 """
 
 import time
@@ -16,24 +16,26 @@ from enum import Enum
 
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
+from manager_service.scheduling.correction import JOBS, numbers
 
-# KEYS: owners, weights, sampling, then the lease of each partition. ARGV: token, milliseconds, weight of each partition that the
-# owner works for ("" for the others). Answers with the even share, the weight of all who share, and for each partition whether
-# it is another's (0), was taken now (1) or is renewed (2).
+# KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, seconds of engines that jobs
+# were served since the last round, weight of each partition that the owner works for ("" for the others). Answers with the even
+# share, owners' and samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or
+# is renewed (2).
 ROUND = """
 local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', owners, now + ms, token)
 redis.call('ZREMRANGEBYSCORE', owners, '-inf', '(' .. now)
-local partitions = #KEYS - 3
+local partitions = #KEYS - 4
 local share = math.ceil(partitions / redis.call('ZCARD', owners))
 local answer, held, free = {}, 0, {}
 for i = 1, partitions do
-  local holder = redis.call('GET', KEYS[i + 3])
+  local holder = redis.call('GET', KEYS[i + 4])
   answer[i] = 0
   if holder == token then
-    redis.call('SET', KEYS[i + 3], token, 'PX', ms)
+    redis.call('SET', KEYS[i + 4], token, 'PX', ms)
     answer[i], held = 2, held + 1
   elseif not holder then
     free[#free + 1] = i
@@ -41,17 +43,18 @@ for i = 1, partitions do
 end
 for _, i in ipairs(free) do
   if held < share then
-    redis.call('SET', KEYS[i + 3], token, 'PX', ms)
+    redis.call('SET', KEYS[i + 4], token, 'PX', ms)
     answer[i], held = 1, held + 1
   end
 end
 for i = 1, partitions do
-  if ARGV[i + 2] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 2]) end
+  if ARGV[i + 3] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 3]) end
 end
-local total = tonumber(redis.call('GET', KEYS[3]) or 0)
+local total = 0
 for _, weight in ipairs(redis.call('HVALS', weights)) do total = total + tonumber(weight) end
-return {share, tostring(total), unpack(answer)}
-"""
+if ARGV[3] ~= '0.0' then redis.call('HINCRBYFLOAT', KEYS[4], '%s', ARGV[3]) end
+return {share, tostring(total), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[4]), unpack(answer)}
+""".replace("%s", JOBS)
 
 # KEYS: owners, then leases. ARGV: token, "1" if the owner leaves for good.
 RELEASE = """
@@ -76,9 +79,9 @@ class Round:
 
     leases: Mapping[int, Held]  # every partition
     share: int  # partitions that one owner should hold at most
-    other_weight: (
-        float  # of active tenants in partitions that this owner does not work for, and of those who sample in bulk
-    )
+    other_weight: float  # of active tenants in partitions that this owner does not work for
+    sampling_weight: float  # of those who chat or sample in bulk
+    served: Mapping[str, float]  # seconds of rollout engines up to now, by kind
 
     @property
     def surplus(self) -> int:
@@ -103,18 +106,20 @@ class Leases:
         self._round = self.bus.client.register_script(ROUND)
         self._release = self.bus.client.register_script(RELEASE)
 
-    async def round(self, weights: Mapping[int, float]) -> Round:
-        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for."""
+    async def round(self, weights: Mapping[int, float], served_s: float = 0.0) -> Round:
+        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for. `served_s`: seconds of
+        rollout engines that its jobs got since the last round.
+        """
         began_s = time.monotonic()
         told = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
         cell = self.bus.cell
-        keys = [cell.owners, cell.weights, cell.sampling, *self._leases]
-        arguments = [self.token, int(self.lease_s * 1000), *told]
-        share, total, *held = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
+        keys = [cell.owners, cell.weights, cell.sampling, cell.served, *self._leases]
+        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), *told]
+        share, total, sampling, served, *held = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
         self.valid_until_s = began_s + self.lease_s
         mine = sum(weight for partition, weight in weights.items() if held[partition] == Held.RENEWED.value)
         leases = {partition: Held(value) for partition, value in enumerate(held)}
-        return Round(leases, int(share), max(0.0, float(total) - mine))
+        return Round(leases, int(share), max(0.0, float(total) - mine), float(sampling), numbers(served))
 
     def surely_held(self, margin_s: float) -> bool:
         """Will the leases that the last round renewed last for `margin_s` more?"""

@@ -120,8 +120,10 @@ class Owner:
     async def _keep_leases(self) -> None:
         """Renews leases and takes free ones. Partitions are loaded elsewhere, so that no lease runs out meanwhile."""
         while True:
-            found = await self._leases.round(self._allocator.active_weights(self._owned))
-            self._allocator.other_weight = found.other_weight
+            found = await self._leases.round(
+                self._allocator.active_weights(self._owned), self._allocator.take_served_s()
+            )
+            self._allocator.hear_of_others(found.other_weight, found.sampling_weight, found.served)
             self._surplus = found.surplus
             for number, held in found.leases.items():
                 await self._follow_lease(number, held)

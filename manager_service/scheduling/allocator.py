@@ -5,7 +5,7 @@ State comes in, Changes go out. It waits for nothing, so that a simulator can ru
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
 from manager_service.records import QUOTA_COUNTERS, ROLLOUT_COUNTERS, JobError, TenantRecord, day_field
 from manager_service.runs.run import Run
+from manager_service.scheduling.correction import JOBS, Correction
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
@@ -79,6 +80,7 @@ class Allocator:
     used_today: dict[str, int] = field(default_factory=dict)  # tenant -> tokens
     memory_used: float = 0.0  # Redis' memory over its limit, 0 to 1
     other_weight: float = 0.0  # of active tenants that other owners have
+    sampling_weight: float = 0.0  # of those who chat or sample in bulk
     admits: Callable[[Job], bool] = lambda job: True
     """May the job's complete batch be published? If not, the job is looked at again once it may."""
     env_backlog: int = 0  # entries of the env workers' streams: trajectories not at a rollout worker, and examples
@@ -86,6 +88,8 @@ class Allocator:
     _members: dict[str, Member] = field(default_factory=dict)
     _rollouts: Fairness = field(default_factory=Fairness)
     _examples: Fairness = field(default_factory=Fairness)
+    _correction: Correction = field(default_factory=Correction)
+    _served_s: float = 0.0  # seconds of rollout engines, since they were last taken
     _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
     _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
@@ -134,6 +138,8 @@ class Allocator:
                 self.charge_rollouts(tenant, amount)
             elif counter == "train_s":
                 self.queue.measured(amount)
+            elif counter == "rollout_s":
+                self._served_s += amount
             if counter not in QUOTA_COUNTERS:
                 continue
             self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
@@ -269,8 +275,8 @@ class Allocator:
             if self.demand.rollouts.next_job(tenant) in self.demand.fresh and self._within_quota(tenant, now, changes):
                 self._grant(tenant, share, now, changes)
 
-    def room(self, in_env: int, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
-        """Trajectories that may be issued now. `in_env`: those under way that need no rollout slot; `share`: this owner's."""
+    def room(self, in_env: float, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
+        """Trajectories that may be issued now. `in_env`: those under way that need no rollout slot; both are this owner's."""
         return room(
             oversubscription=oversubscription,
             slots=self.cluster.slots("rollout"),
@@ -282,15 +288,17 @@ class Allocator:
         )
 
     @property
-    def in_env(self) -> int:
-        """Trajectories, but for examples, that env workers work on. Those that wait for an env slot count like those that wait for
-        a rollout."""
-        return min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
+    def in_env(self) -> float:
+        """This owner's part of the trajectories, but for examples, that env workers work on. Those that wait for an env slot count
+        like those that wait for a rollout."""
+        mine = self._active_weight()
+        part = mine / (mine + self.other_weight) if mine else 0.0
+        return part * min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
 
     def _fits(self, job: Job, share: float) -> bool:
         """Is there room for the keys and values of what the job is issued next? What is alone under way always fits."""
         demand = self.demand
-        at_rollout = max(0.0, 1 - self.in_env * share / max(1, demand.open_work))
+        at_rollout = max(0.0, 1 - self.in_env / max(1, demand.open_work))
         left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=share)
         return demand.open_work == 0 or job.next_kv_tokens <= left
 
@@ -336,6 +344,18 @@ class Allocator:
 
     # ---- other owners -----------------------------------------------------------------------------------------------
 
+    def take_served_s(self) -> float:
+        """Seconds of rollout engines that this owner's jobs got since they were last taken."""
+        taken, self._served_s = self._served_s, 0.0
+        return taken
+
+    def hear_of_others(self, other_weight: float, sampling_weight: float, served: Mapping[str, float]) -> None:
+        """Weights of other owners' active tenants, and of those who chat or sample; seconds of rollout engines up to now, by kind."""
+        self.other_weight, self.sampling_weight = other_weight, sampling_weight
+        jobs = self._active_weight() + other_weight
+        due = jobs / (jobs + sampling_weight) if jobs else 0.0
+        self._correction.look(served, JOBS, due, asks=bool(self.demand.rollouts.tenants))
+
     def active_weights(self, partitions: Iterable[int]) -> dict[int, float]:
         """Weight of the tenants with rollouts under way or wanted, by partition."""
         weights = dict.fromkeys(partitions, 0.0)
@@ -345,9 +365,16 @@ class Allocator:
 
     @property
     def share(self) -> float:
-        """This owner's part of the cell's capacity, 0 to 1: the weight of its active tenants over that of all owners'."""
-        mine = sum(map(self._weight, self.demand.tenants()))
-        return mine / (mine + self.other_weight) if mine else 0.0
+        """This owner's part of the rollout workers' capacity, 0 to 1: the weight of its active tenants over everybody's."""
+        mine = self._active_weight()
+        if not mine:
+            return 0.0
+        if not self.sampling_weight:
+            return mine / (mine + self.other_weight)
+        return min(1.0, mine / (mine + self.other_weight + self.sampling_weight) * self._correction.factor)
+
+    def _active_weight(self) -> float:
+        return sum(map(self._weight, self.demand.tenants()))
 
     # ---- tenants ----------------------------------------------------------------------------------------------------
 

@@ -43,20 +43,20 @@ def room(
     open_work: int,
     share: float,
     memory_used: float,
-    in_env: int = 0,
+    in_env: float = 0,
     holds_slots: bool = False,
     oversubscription: float = OVERSUBSCRIPTION,
 ) -> int:
     """Trajectories that may be issued now. `share`: this owner's part of the cell's capacity, 0 to 1.
 
-    `open_work`: trajectories issued and not back. `in_env`: trajectories of the cell that an env worker has (a tool or a grader
-    runs), which need no slot meanwhile. `holds_slots`: a trajectory needs its slot from its start until it is scored.
+    `open_work`: trajectories issued and not back. `in_env`: those of them that an env worker has (a tool or a grader runs), which
+    need no slot meanwhile. `holds_slots`: a trajectory needs its slot from its start until it is scored.
     `memory_used`: Redis' memory over its limit, 0 to 1. An owner with nothing open may issue, however small its share is.
     """
     if memory_used > MAX_MEMORY_USED or not slots:
         return 0
-    capacity = slots if holds_slots else oversubscription * slots + in_env
-    return max(0 if open_work else 1, int(capacity * share) - open_work)
+    capacity = slots * share if holds_slots else oversubscription * slots * share + in_env
+    return max(0 if open_work else 1, int(capacity) - open_work)
 
 
 def examples_room(*, slots: int, open_examples: int, others: int, share: float, memory_used: float) -> int:

@@ -80,8 +80,8 @@ def test_open_work_never_comes_to_more_than_the_workers_can_hold(
     slots: int, open_work: int, share: float, in_env: int, holds_slots: bool
 ) -> None:
     found = room(slots=slots, open_work=open_work, share=share, memory_used=0.0, in_env=in_env, holds_slots=holds_slots)
-    most = slots if holds_slots else OVERSUBSCRIPTION * slots + in_env
-    assert found >= 0 and (found == 0 or open_work + found <= max(1, most * share + 1e-6))
+    most = slots * share if holds_slots else OVERSUBSCRIPTION * slots * share + in_env
+    assert found >= 0 and (found == 0 or open_work + found <= max(1, most + 1e-6))
 
 
 def test_a_share_below_one_trajectory_starts_nevertheless() -> None:

@@ -67,6 +67,16 @@ async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:
     assert (await two.round({15: 1.0})).other_weight == 0.0
 
 
+async def test_owners_hear_what_jobs_and_samplers_were_served(bus: Bus) -> None:
+    one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
+    await one.round({}, 1.5)
+    await two.round({}, 2.0)
+    await bus.client.set(bus.cell.sampling, "3.0")
+    await bus.client.hset(bus.cell.served, "rollout", "0.5")
+    found = await one.round({0: 4.0})
+    assert (found.served, found.sampling_weight, found.other_weight) == ({"jobs": 3.5, "rollout": 0.5}, 3.0, 0.0)
+
+
 async def test_a_lease_that_was_not_renewed_is_anothers(bus: Bus) -> None:
     # Given an owner that sleeps longer than its lease
     one, two = Leases(bus, "one", 0.05), Leases(bus, "two", 60)

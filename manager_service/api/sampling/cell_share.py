@@ -7,16 +7,21 @@ places that its tenants' weights are of all, and shares it by those weights.
 Who chats or samples in bulk shares the rollout workers with jobs: the weight of all of them stands in `sampling`, where owners
 see it, and owners' weight is seen here. Of a tenant who asks for less than its weight gives it, as much weight counts as it asks for.
 
-    reads: `weights`   reads, writes: `inference`, `sampling`   after a crash: the others forget the replica after GONE_S
+What completions got of the engines' time corrects their places (manager_service/scheduling/correction.py), beside owners who correct
+jobs' share; samples in bulk have the rest.
+
+    reads: `weights`   reads, writes: `inference`, `sampling`, `served`   after a crash: the others forget the replica after GONE_S
 """
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from common.bus import Bus
+from manager_service.scheduling.correction import Correction, numbers
 
 EXCHANGE_S = 0.5
 CHAT, BULK = "rollout", "samples"
@@ -25,8 +30,9 @@ ROLLOUT = (CHAT, BULK)
 GONE_S = 5.0
 """A replica that was silent for so long has no part any more."""
 
-# KEYS: inference, sampling, weights. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
-# chat or sample in bulk. Answers with the weight of the owners' tenants, then with what all live replicas tell.
+# KEYS: inference, sampling, weights, served. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
+# chat or sample in bulk, then kinds and the seconds of engines that they got of late. Answers with the weight of the owners'
+# tenants, what was served, then with what all live replicas tell.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -35,7 +41,8 @@ local told = redis.call('HGETALL', KEYS[1])
 if ARGV[4] ~= '0.0' then redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[2]) end
 local total = 0
 for _, weight in ipairs(redis.call('HVALS', KEYS[3])) do total = total + tonumber(weight) end
-local answer = {tostring(total)}
+for i = 5, #ARGV, 2 do redis.call('HINCRBYFLOAT', KEYS[4], ARGV[i], ARGV[i + 1]) end
+local answer = {tostring(total), redis.call('HGETALL', KEYS[4])}
 for i = 1, #told, 2 do
   local ends, rest = string.match(told[i + 1], '^(%d+) (.*)$')
   if tonumber(ends) < now then
@@ -84,6 +91,8 @@ class CellShare:
         self._mine: Mapping[str, Asking] = {}
         self._all: list[_TOLD] = []
         self._jobs_weight = 0.0
+        self._got = defaultdict[str, float](float)
+        self._correction = Correction()
         self._wanted = asyncio.Event()
 
     async def exchange(self) -> None:
@@ -93,16 +102,31 @@ class CellShare:
             for kind, asking in self._asking().items()
         }
         cell = self._bus.cell
-        keys = [cell.inference, cell.sampling, cell.weights]
+        keys = [cell.inference, cell.sampling, cell.weights, cell.served]
+        got, self._got = self._got, defaultdict[str, float](float)
         words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine), repr(self._sampling_weight())]
-        total, *told = await self._bus.retrying(lambda: self._exchange(keys=keys, args=words))
+        words += [word for kind, seconds in got.items() for word in (kind, repr(seconds))]
+        total, served, *told = await self._bus.retrying(lambda: self._exchange(keys=keys, args=words))
         self._jobs_weight = float(total)
         self._all = [msgspec.json.decode(one, type=_TOLD) for one in told]
         self._mine = mine
+        self._correct(numbers(served))
 
     def _at_most(self, kind: str, asked: Asked) -> Asked:
         """Who asks two replicas for more than there is has an equal part of both, however long the queues."""
         return Asked(asked.weight, min(asked.num, max(1, self._slots()))) if kind in ROLLOUT else asked
+
+    def note(self, kind: str, seconds: float) -> None:
+        """Notes what a turn got of the engines' time."""
+        self._got[kind] += seconds
+
+    def _correct(self, served: Mapping[str, float]) -> None:
+        asked = {tenant: self._asked(tenant, CHAT) for tenant in self._weights(CHAT)}
+        counted = self._counted()
+        weight = sum(counted[tenant] * num / self._asked(tenant) for tenant, num in asked.items())
+        due = weight / (self._sampling_weight() + self._jobs_weight) if weight else 0.0
+        more = sum(asked.values()) > due * self._slots() * self._correction.factor
+        self._correction.look(served, CHAT, due, asks=more)
 
     async def run(self, changed: Callable[[], None]) -> None:
         """Exchanges until cancelled, and calls `changed` after each time."""
@@ -128,30 +152,30 @@ class CellShare:
             return mine / weights
         here = {tenant for each in ROLLOUT for tenant in self._mine.get(each, {})}
         due = mine / (self._sampling_weight(whole=here) + self._jobs_weight) if mine else 0.0
-        return due if kind == BULK else min(mine / weights, due / self._most_for_chat)
+        return due if kind == BULK else min(mine / weights, due / self._most_for_chat * self._correction.factor)
 
     def weight(self, kind: str, tenant: str, weight: float) -> float:
         """The part of a tenant's weight that counts here, for this kind: as what it asks is of all that it asks for."""
         here = self._mine.get(kind, {}).get(tenant)
         if here is None:
             return weight
-        kinds = ROLLOUT if kind in ROLLOUT else (kind,)
-        return weight * here.num / sum(asked.num for each in kinds for asked in self._of_all(each, tenant))
+        return weight * here.num / self._asked(tenant, *(ROLLOUT if kind in ROLLOUT else (kind,)))
 
     def _sampling_weight(self, *, whole: Collection[str] = ()) -> float:
         """What counts, beside jobs' weight, of the weights of all who chat or sample in bulk. `whole`: tenants whose whole weight does."""
+        return sum(self._counted(whole=whole).values())
+
+    def _counted(self, *, whole: Collection[str] = ()) -> dict[str, float]:
+        """By tenant that chats or samples in bulk."""
         tenants = {tenant: weight for kind in ROLLOUT for tenant, weight in self._weights(kind).items()}
-        total, slots = sum(tenants.values()) + self._jobs_weight, max(1, self._slots())
-        counted = 0.0
-        for tenant, weight in tenants.items():
-            asked = sum(each.num for kind in ROLLOUT for each in self._of_all(kind, tenant))
-            counted += weight if tenant in whole else min(weight, asked * total / slots)
-        return counted
+        each = (sum(tenants.values()) + self._jobs_weight) / max(1, self._slots())
+        return {t: weight if t in whole else min(weight, self._asked(t) * each) for t, weight in tenants.items()}
 
     def _weights(self, kind: str) -> dict[str, float]:
         """By tenant that asks any replica."""
         return {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
 
-    def _of_all(self, kind: str, tenant: str) -> list[Asked]:
-        """What a tenant asks of each replica."""
-        return [told[kind][tenant] for told in self._all if tenant in told.get(kind, {})]
+    def _asked(self, tenant: str, *kinds: str) -> int:
+        """The number of places of these kinds, by default of rollout slots, that a tenant asks of all replicas."""
+        found = (told.get(kind, {}).get(tenant) for told in self._all for kind in kinds or ROLLOUT)
+        return sum(each.num for each in found if each)

@@ -229,6 +229,7 @@ class Inference:
             return []
         fresh = take(choice, message, key[0] * num_choices + key[1] if key else 0)
         if choice.result is not None:
+            self._share.note(BULK if choice.bulk else CHAT, choice.result.usage.rollout_s)
             self._give_back(choice)
         return [] if fresh is None else [fresh]
 

@@ -1,0 +1,44 @@
+"""Corrects a share of the rollout slots by what it got of the engines' time.
+
+Whoever has a part of the turns under way does not get that part of the engines' seconds: a short turn spends more of its time on its
+way, and a long prompt more of the engine's than its slot says. So a share grows while it gets less than is due, and shrinks while more.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import sqrt
+
+JOBS = "jobs"
+"""What jobs were served. Completions and samples in bulk stand beside it by the names of their places."""
+ENOUGH_S = 2.0
+"""Seconds of engines in which what a share got is told from chance."""
+MOST = 2.0
+
+
+def numbers(told: Iterable[bytes]) -> dict[str, float]:
+    """Seconds by kind, from the fields and values of a hash."""
+    words = iter(told)
+    return {kind.decode(): float(seconds) for kind, seconds in zip(words, words, strict=True)}
+
+
+class Correction:
+    """The factor of one share."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._before: Mapping[str, float] = {}
+
+    def look(self, served: Mapping[str, float], kind: str, due: float, *, asks: bool) -> None:
+        """Goes half the way (of the logarithm) to the factor with which `kind` would have got its due.
+
+        `served`: seconds of engines up to now, by kind. `due`: part of all, 0 to 1. `asks`: it wants more than it has; what it
+        gets while it does not says nothing.
+        """
+        if not asks or not 0 < due < 1:
+            self._before = served
+            return
+        got = {each: seconds - self._before.get(each, 0.0) for each, seconds in served.items()}
+        if sum(got.values()) < ENOUGH_S:
+            return
+        self._before = served
+        part = max(got.get(kind, 0.0) / sum(got.values()), due / MOST**2)
+        self.factor = min(MOST, max(1 / MOST, self.factor * sqrt(due / part)))

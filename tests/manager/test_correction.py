@@ -1,0 +1,72 @@
+"""A share of the rollout slots grows while it gets less of the engines' time than is due, and only while more is asked for."""
+
+import random
+
+import pytest
+
+from harness.standin import FixedSlots, job_spec
+from manager_service.scheduling.correction import ENOUGH_S, MOST, Correction
+from manager_service.scheduling.policies import POLICIES
+from tests.support.owner_world import World
+
+
+def after(*rounds: tuple[float, float], due: float = 0.25, asks: bool = True) -> Correction:
+    """Rounds of seconds that jobs and others got in each."""
+    found, jobs, others = Correction(), 0.0, 0.0
+    found.look({}, "jobs", due, asks=False)
+    for more_jobs, more_others in rounds:
+        jobs, others = jobs + more_jobs, others + more_others
+        found.look({"jobs": jobs, "samples": others}, "jobs", due, asks=asks)
+    return found
+
+
+def test_a_share_that_gets_its_due_is_left_alone() -> None:
+    assert after(*[(1.0, 3.0)] * 5).factor == 1.0
+
+
+@pytest.mark.parametrize("got", [0.15, 0.2, 0.3, 0.4])
+def test_a_share_that_gets_more_or_less_comes_to_its_due(got: float) -> None:
+    """What it gets grows as its factor does."""
+    found, jobs, others = Correction(), 0.0, 0.0
+    for _ in range(20):
+        part = got * found.factor
+        jobs, others = jobs + 4 * part, others + 4 * (1 - part)
+        found.look({"jobs": jobs, "samples": others}, "jobs", 0.25, asks=True)
+    assert got * found.factor == pytest.approx(0.25, rel=0.01)
+
+
+def test_it_stays_within_bounds() -> None:
+    assert after(*[(0.0, 4.0)] * 20).factor == MOST
+    assert after(*[(4.0, 0.0)] * 20).factor == 1 / MOST
+
+
+def test_what_it_gets_while_it_asks_for_no_more_says_nothing() -> None:
+    assert after(*[(0.0, 4.0)] * 5, asks=False).factor == 1.0
+    assert after(*[(0.0, 4.0)] * 5, due=1.0).factor == 1.0
+    # Nor does what it got before it asked
+    found = Correction()
+    found.look({"jobs": 0.0, "samples": 100.0}, "jobs", 0.25, asks=False)
+    found.look({"jobs": 1.0, "samples": 103.0}, "jobs", 0.25, asks=True)
+    assert found.factor == 1.0
+
+
+def test_little_is_not_told_from_chance() -> None:
+    assert after((0.0, ENOUGH_S / 2)).factor == 1.0
+    assert after((0.0, ENOUGH_S / 2), (0.0, ENOUGH_S / 2)).factor > 1.0
+
+
+def test_an_owners_share_of_the_slots_is_corrected_beside_samplers_alone() -> None:
+    world = World(random.Random(1), POLICIES["marlaas"], cluster=FixedSlots(rollout=8, trainer=1, env=8))
+    for number in range(8):
+        world.add(job_spec(f"job-{number}", f"tenant-{number}", batch_size=2, group_size=3, num_steps=3))
+    allocator = world.allocator
+    while not allocator.demand.rollouts.tenants:
+        world.turn()
+    weight = float(len(allocator.demand.tenants()))
+    assert allocator.share == 1.0
+    allocator.hear_of_others(0.0, weight, {"jobs": 0.0, "samples": 0.0})
+    assert allocator.share == 0.5
+    allocator.hear_of_others(0.0, weight, {"jobs": 1.0, "samples": 3.0})
+    assert allocator.share == pytest.approx(0.5 * 2**0.5)
+    allocator.hear_of_others(weight, 0.0, {"jobs": 1.0, "samples": 3.0})
+    assert allocator.share == 0.5
