@@ -442,5 +442,6 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
     reason: str = ""  # why it was refused, or what it waits for
+    waiting: dict[str, str] = {}  # job -> what its work waits for, outside of this worker
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics

@@ -65,6 +65,7 @@ class BuiltService:
     fingerprint: str = ""
     """Of the bits that it computes in deterministic mode."""
     resident: Callable[[], list[str]] = field(default=list)
+    waiting: Callable[[], dict[str, str]] = field(default=dict)
     counters: Callable[[], dict[str, float]] = field(default=dict)
     on_adapter_new: Callable[[AdapterNew], None] | None = None
     has_room: Callable[[], bool] = lambda: True
@@ -183,6 +184,7 @@ def _reporter(worker: str, name: str, cell: Cell, service: BuiltService) -> Repo
         dtype=service.dtype,
         fingerprint=service.fingerprint,
         resident=service.resident,
+        waiting=service.waiting,
         measured=service.counters,
     )
 

@@ -14,6 +14,8 @@ KEEP_REPORTS = 65_536
 """How many stay there at most: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
 WAITED_S = 5.0
 """How long a report says what its worker waited for lately."""
+MAX_WAITING = 64
+"""Jobs in one report of which it says so."""
 MAX_SPANS = 64
 """In one report: the longest, should a worker have worked for more jobs in that second."""
 
@@ -79,6 +81,23 @@ def merged(spans: list[Span], gap_s: float = 0.02) -> list[Span]:
     return result
 
 
+class Waiting:
+    """What jobs' work waits for, outside of this worker."""
+
+    def __init__(self) -> None:
+        self._lately: dict[str, tuple[str, float]] = {}  # job -> reason, when it was noted; the newest last
+
+    def note(self, job: str, reason: str) -> None:
+        self._lately.pop(job, None)
+        self._lately[job] = reason, time.monotonic()
+
+    def lately(self) -> dict[str, str]:
+        """Job -> reason, of the last WAITED_S and at most MAX_WAITING jobs."""
+        now = time.monotonic()
+        self._lately = {job: noted for job, noted in self._lately.items() if now - noted[1] < WAITED_S}
+        return {job: reason for job, (reason, _) in list(self._lately.items())[-MAX_WAITING:]}
+
+
 @dataclass(slots=True)
 class Reporter:
     """Builds this worker's reports."""
@@ -93,6 +112,7 @@ class Reporter:
     dtype: str = ""
     fingerprint: str = ""
     resident: Callable[[], list[str]] = field(default=list)
+    waiting: Callable[[], dict[str, str]] = field(default=dict)
     measured: Callable[[], dict[str, float]] = field(default=dict)
     """Totals that the service counts itself, such as `busy_s`."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -137,6 +157,7 @@ class Reporter:
             dtype=self.dtype,
             fingerprint=self.fingerprint,
             reason=reason or (waited if now - at_s < WAITED_S else ""),
+            waiting=self.waiting(),
             spans=spans,
             counters={
                 **self.counters,

@@ -118,6 +118,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         outside=outside_of(settings),
         ahead=AHEAD * settings.env_slots,
         drain_s=DRAIN_S,
+        waiting=handler.waiting.lately,
         counters=handler.counters,
         beside=[sessions.close_idle, attendance.run],
         close=close,

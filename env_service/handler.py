@@ -39,6 +39,7 @@ from common.messages import (
 )
 from common.places import Claim, Places
 from common.streams import Cell
+from common.telemetry import Waiting
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
 from env_service import work
@@ -84,6 +85,7 @@ class EnvHandler:
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._slots = Places(lambda: slots)
+        self.waiting = Waiting()
         self._sessions = sessions
         self._live = Trajectories(cell, environments, self._conversation, sessions)
         tools = ("tool_turns", "sum_log_tool_s", "sum_squared_log_tool_s")
@@ -99,6 +101,7 @@ class EnvHandler:
         except NoRoom as error:
             if not self._live.may_wait(message):
                 return self.failed(message, Failure("infrastructure", one_line(error)))
+            self.waiting.note(message.job, one_line(error))
             beat()
             await asyncio.sleep(PUT_BACK_S)
             return [(self._cell.env, message)]

@@ -231,7 +231,7 @@ class FixedSlots:
     def working(self, service: str | None = None) -> list[WorkerReport]:
         return [worker for worker in self.workers if service in (None, worker.service)]
 
-    def waits_for(self) -> str:
+    def waits_for(self, job: str) -> str:
         return ""
 
     def slots(self, service: str) -> int:

@@ -120,9 +120,12 @@ class Cluster:
             GAP_BOUNDS.values()
         )
 
-    def waits_for(self) -> str:
-        """What a live worker waits for outside of itself; empty if none says."""
-        return next((worker.reason for worker in self.working() if worker.reason), "")
+    def waits_for(self, job: str) -> str:
+        """What the job's work waits for outside of the workers, or else all work of one; empty if none says."""
+        told = (worker.waiting.get(job) for worker in self.working())
+        return next(filter(None, told), "") or next(
+            (f"workers wait: {w.reason}" for w in self.working() if w.reason), ""
+        )
 
     def timeline(self, since_s: float) -> list[WorkerSpan]:
         """Busy spans that end after `since_s` (seconds since 1970), by start."""

@@ -98,7 +98,7 @@ class World:
 
     # ---- what the Allocator asks ------------------------------------------------------------------------------------
 
-    def waits_for(self) -> str:
+    def waits_for(self, job: str) -> str:
         return ""
 
     def slots(self, service: str) -> int:

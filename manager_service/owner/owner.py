@@ -391,12 +391,11 @@ class Owner:
 
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""
-        reason = self._diagnosis()
         async with self._lock:
             for number, (partition, _) in list(self._owned.items()):
                 changes = Changes()
                 for job in partition.jobs.values():
-                    job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), reason, changes)
+                    job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), self._diagnosis, changes)
                 if changes:
                     await self._commit(number, changes)
 
@@ -412,16 +411,15 @@ class Owner:
                 if changes:
                     await self._commit(number, changes)
 
-    def _diagnosis(self) -> str:
-        """Says what keeps jobs from going on, as far as it can be seen from here."""
+    def _diagnosis(self, job: str) -> str:
+        """Says what keeps a job from going on, as far as it can be seen from here."""
         cluster, used = self._allocator.cluster, self._allocator.memory_used
         if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
             return f"no {' and no '.join(missing)} worker is alive"
         if used > MAX_MEMORY_USED:
             full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
             return f"{full} (most of it: {largest})" if (largest := self._surroundings.memory.largest()) else full
-        waits_for = cluster.waits_for()
-        return f"workers wait: {waits_for}" if waits_for else STALL_REASON
+        return cluster.waits_for(job) or STALL_REASON
 
     async def _nothing_under_way(self) -> bool:
         partitions = [partition for partition, _ in self._owned.values()]

@@ -64,8 +64,8 @@ class Slots(Protocol):
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
         ...
 
-    def waits_for(self) -> str:
-        """What a live worker waits for outside of itself; empty if none says."""
+    def waits_for(self, job: str) -> str:
+        """What the job's work waits for outside of the workers, or else all work of one; empty if none says."""
         ...
 
 

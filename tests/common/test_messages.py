@@ -142,6 +142,7 @@ EXAMPLES: list[AnyMessage] = [
         base_model="tiny",
         spans=(Span(1, 2, "t", "j", "env"),),
         outside=Outside(grader="*.test", openenv_servers=("maze",)),
+        waiting={"j": "why"},
     ),
     Operation(**PLAIN, seq=1, action="forward", payload=b"p", tokens=2, failure=Failure("invalid", "why")),
     Operations(
@@ -158,7 +159,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "3ead5dde2719e9d91f18ac77c66472e23a5b8798af5e0c2236de9888a30fa2b3"
+SNAPSHOT = "4b5131a6a9e87274e551d948ff68ada1c33d0520225bb73cfd43fb4026bd6cd7"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

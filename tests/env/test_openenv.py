@@ -196,6 +196,9 @@ async def test_a_full_server_is_waited_for_in_the_stream(monkeypatch: pytest.Mon
         for _ in range(2):
             [(stream, message)] = await worker.handle(start)
             assert (stream, message) == (CELL.env, start)
+            assert worker.handler.waiting.lately() == {
+                start.job: "the OpenEnv server has no room for a session: at capacity"
+            }
         await until(lambda: len(worker.sessions) == 0)
         # And after a while the trajectory fails
         monkeypatch.setattr("env_service.live.trajectories.WAIT_S", 0.0)
