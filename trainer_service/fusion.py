@@ -10,7 +10,7 @@ A micro-batch that is under way cannot be overtaken, and a row of a large step i
 it, where the base model computes in two threads at once: the *express* driver takes it, beside the main one.
 
     step ─┬─► main driver      a thread: all that is there, fused
-          └─► express driver   another: at most EXPRESS_PART of a micro-batch at a time, beside another tenant's large step
+          └─► express driver   another: at most EXPRESS_PART of a micro-batch at a time, beside another tenant's larger step
 
 Elsewhere, after a small step that another one of its tenant follows at once, as an optimiser's follows a gradient, the driver waits
 for that one for a moment before it goes on with larger ones (anticipatory scheduling: Iyer and Druschel, SOSP 2001).
@@ -85,13 +85,12 @@ class Fusion:
         return cast(T, await driver.run(member))
 
     def _is_express(self, new: Member, express: Driver) -> bool:
-        """Is it small, and would it wait for another tenant's large step? Its tenant's own are served by age, and one that was served
-        much more than those that wait goes behind them."""
-        large = self.trainer.budget.tokens
+        """Is it small, and would it wait for another tenant's larger step, were it that one's last micro-batch? Its tenant's own are
+        served by age, and one that was served much more than those that wait goes behind them."""
         waiting = self._main.members
         return (
             express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)
-            and any(member.tokens_left > large for member in waiting)
+            and any(member.tokens_left > express.trainer.budget.tokens for member in waiting)
             and all(member.tenant != new.tenant for member in waiting)
             and self._served.virtual_time(new.tenant) < self._main.most_served({member.tenant for member in waiting})
         )

@@ -205,12 +205,12 @@ def test_the_layers_that_hold_are_reported() -> None:
 
 
 def test_calls_wait_for_a_free_place_and_their_limit_begins_then() -> None:
-    async def three() -> list[str]:
+    async def six() -> list[str]:
         sandbox = Sandbox(max_processes=1)
-        runs = [sandbox.run("import time\ntime.sleep(0.4)", timeout_s=1.0) for _ in range(3)]
+        runs = [sandbox.run("import time\ntime.sleep(0.5)", timeout_s=2.5) for _ in range(6)]
         return [outcome.ending for outcome in await asyncio.gather(*runs)]
 
-    assert asyncio.run(three()) == ["ok", "ok", "ok"]
+    assert asyncio.run(six()) == ["ok"] * 6
 
 
 def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_st
 from trainer_service import run_step
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.driver import AHEAD
-from trainer_service.fusion import Fusion
+from trainer_service.fusion import EXPRESS_PART, Fusion
 from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
 from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
@@ -252,7 +252,7 @@ class Stopping(Trainer):
     began: threading.Event = field(default_factory=threading.Event)
 
     def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
-        if sum(one.tokens_left for one in opened) > BUDGET:
+        if sum(one.tokens_left for one in opened) > EXPRESS_PART * BUDGET:
             self.began.set()
             assert self.goes_on.wait(60)
         Trainer.micro_batch(self, opened, budget)
@@ -270,9 +270,12 @@ def stopped(fusion: Fusion) -> Stopping:
     return trainer
 
 
-async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_under_way(both: Fusion) -> None:
+@pytest.mark.parametrize(("num_rows", "num_answer"), [(6, BUDGET), (1, BUDGET // 2)], ids=["large", "its last rows"])
+async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_under_way(
+    both: Fusion, num_rows: int, num_answer: int
+) -> None:
     state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=num_rows, num_answer=num_answer))
     await asyncio.to_thread(trainer.began.wait, 60)
 
     await gradient(both, "b", state)
