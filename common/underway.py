@@ -89,12 +89,13 @@ class Underway:
         self._ended.set()
         self._changed.set()
 
-    async def one_ended(self, timeout_s: float | None = None) -> None:
-        """Waits until the next delivery ends, or the time is over."""
+    async def one_ended(self, timeout_s: float | None = None) -> bool:
+        """Waits until the next delivery ends. False if the time is over before."""
         self._ended.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
+        return self._ended.is_set()
 
     async def changed(self, timeout_s: float) -> None:
         """Waits until an orphan advances or a delivery ends."""

@@ -45,7 +45,8 @@ from common.underway import Active, Inbox, Underway
 MAX_ATTEMPTS = 3
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
-LOOK_FOR_LEFTOVERS_S = 0.02
+FIRST_LOOK_S, LOOK_EVERY_S = 0.002, 0.02
+"""For leftovers: after a delivery has ended, as another often follows it, and in the long run."""
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
@@ -127,6 +128,7 @@ class Worker:
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
         self._drained = False  # the last read took all that there was
+        self._look_s = LOOK_EVERY_S
 
     @property
     def name(self) -> str:
@@ -209,7 +211,8 @@ class Worker:
         streams = [inbox.stream for inbox in self._inboxes]
         found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1)
         if not found and self._free <= 0:
-            await self._underway.one_ended(LOOK_FOR_LEFTOVERS_S)
+            ended = await self._underway.one_ended(self._look_s)
+            self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
         return found
 
     def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":
