@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -141,7 +142,8 @@ async def _serve(
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
     parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
-    await _fetch_base(settings.models[settings.model_name], Reporter(parts.worker, name, cell.base_model, slots=0), bus)
+    starting = Reporter(parts.worker, name, cell.base_model, slots=0)
+    await _fetch_base(settings.models[settings.model_name], starting, bus, stop)
     service = await build(settings, parts)
     fingerprint, fingerprints = service.fingerprint, parts.fingerprints
     membership = Membership(
@@ -159,16 +161,22 @@ async def _serve(
         await bus.close()
 
 
-async def _fetch_base(where: str, reporter: Reporter, bus: Bus) -> None:
-    """Downloads a base model of the hub with what this service needs of it, and says meanwhile how far it is. Raises InvalidInput."""
+async def _fetch_base(where: str, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> None:
+    """Downloads a base model of the hub with what this service needs of it, and says meanwhile how far it is; ends the process on `stop`.
+    What is there of a file by then is kept for the next start. Raises InvalidInput.
+    """
     if Path(where).is_dir():
         return
     resolve = resolve_model if reporter.service in NEED_WEIGHTS else resolve_config
     fetching = asyncio.create_task(asyncio.to_thread(resolve, where))
-    download = Download(where)
-    while not (await asyncio.wait([fetching], timeout=PROGRESS_S))[0]:
+    stopped, download = asyncio.create_task(stop.wait()), Download(where)
+    either = partial(asyncio.wait, [fetching, stopped], timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+    while not (await either())[0]:
         reason = await asyncio.to_thread(download.progress)
         await bus.broadcast(bus.cell.telemetry, reporter.report("starting", 0, reason=reason), keep_s=KEEP_S)
+    if not fetching.done():
+        leave()  # nothing ends the thread that downloads
+    await cancel_all([stopped])
     fetching.result()
 
 
