@@ -342,6 +342,7 @@ class TrainStep(Message, frozen=True, kw_only=True):
     trajectories: tuple[str, ...] = ()  # ids of the rows
     next_group: int  # the data cursor, kept in the manifest
     drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
+    weight: float = 1.0  # the tenant's, among those whose steps a trainer holds
 
 
 class AdapterUpdate(Message, frozen=True, kw_only=True):

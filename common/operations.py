@@ -125,6 +125,7 @@ class Operations(Message, frozen=True, kw_only=True):
     first: int  # operations of the log before these, `forward_backward` and `forward` alike
     operations: tuple[RunOperation, ...]
     attempt: int = 0
+    weight: float = 1.0  # as in TrainStep
 
     @property
     def num_tokens(self) -> int:

@@ -46,6 +46,7 @@ class Member:
     """A step that a caller waits for."""
 
     tenant: str
+    weight: float
     begin: Callable[[Trainer], Opened]
     finish: Callable[[Any], object]
     beat: Callable[[], None]
@@ -164,13 +165,14 @@ class Driver:
         return least + AHEAD * self.trainer.budget.tokens
 
     def _micro_batch(self, company: Sequence[Member]) -> dict[Member, object]:
-        going = [(m.tenant, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
+        going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
         budget = self._budget(going[0][1].tokens_left if going else 0)
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
-        for (tenant, one), num_forward in zip(going, before, strict=True):
+        least = int(LEAST_PART * self.trainer.budget.tokens)
+        for (member, one), num_forward in zip(going, before, strict=True):
             tokens = one.sums.num_forward - num_forward
-            self.served.charge(tenant, max(tokens, int(LEAST_PART * self.trainer.budget.tokens)) if tokens else 0, 1.0)
+            self.served.charge(member.tenant, max(tokens, least) if tokens else 0, member.weight)
             self._forwarded += tokens
         if failed is None:
             return {}

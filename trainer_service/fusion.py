@@ -3,8 +3,8 @@
 waits for: a step (a TrainStep, or a stretch of a run's operations)   unblocked by: the handlers
 
 A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
-time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more than the
-least served one comes after it, so that none is overtaken for ever.
+time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more, for its
+weight, than the least served one comes after it, so that none is overtaken for ever.
 
 A micro-batch that is under way cannot be overtaken, and a row of a large step is one at least. So what is small does not wait for
 it, where the base model computes in two threads at once: the *express* driver takes it, beside the main one.
@@ -59,7 +59,12 @@ class Fusion:
         """Trains the step; returns its result, and raises as `Trainer.begin` and `finish`."""
         tokens = len(message.rows.tokens)
         return await self.run(
-            message.tenant, lambda t: t.begin(message, state), self.trainer.finish, beat, tokens=tokens
+            message.tenant,
+            lambda trainer: trainer.begin(message, state),
+            self.trainer.finish,
+            beat,
+            tokens=tokens,
+            weight=message.weight,
         )
 
     async def run(
@@ -70,16 +75,17 @@ class Fusion:
         beat: Callable[[], None],
         *,
         tokens: int,
+        weight: float = 1.0,
         goes_on: bool = False,
     ) -> T:
         """Opens a tenant's step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run
         in a computing thread. `finish` closes the step. `beat` is called after every micro-batch. `tokens`: that it brings, about.
-        `goes_on`: another step of the tenant follows once this one's result is known.
+        `weight`: the tenant's. `goes_on`: another step of the tenant follows once this one's result is known.
 
         `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
         """
         result = asyncio.get_running_loop().create_future()
-        member = Member(tenant, begin, finish, beat, goes_on, tokens, result)
+        member = Member(tenant, weight, begin, finish, beat, goes_on, tokens, result)
         self._served.busy({tenant, *(other.tenant for driver in self._drivers for other in driver.members)})
         driver = self._express if self._express and self._is_express(member, self._express) else self._main
         return cast(T, await driver.run(member))

@@ -106,6 +106,7 @@ class RunHandler:
             lambda run: run_step.finish(trainer, run),
             beat,
             tokens=message.num_tokens,
+            weight=message.weight,
             goes_on=message.operations[-1].action == "forward_backward",
         )
 

@@ -102,6 +102,7 @@ class Orders:
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),
             next_group=next_group,
             drops=drops,
+            weight=spec.weight,
         )
 
     def cancel(self, state: JobState, *, park: bool) -> Out:

@@ -67,6 +67,7 @@ class RunSpec(msgspec.Struct, frozen=True):
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: drawn from the seed
     with_optimizer: bool = False  # of the source
     user_metadata: dict[str, Any] = {}
+    weight: float = 1.0  # the tenant's at creation
 
     @property
     def urgency(self) -> tuple[float, float]:

@@ -308,6 +308,7 @@ class Run:
             first=state.held,
             operations=tuple(for_trainer(operation, state.head) for operation in operations),
             attempt=state.attempt,
+            weight=spec.weight,
         )
         changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
         self._dirty(changes)

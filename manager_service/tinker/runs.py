@@ -156,6 +156,7 @@ def _spec(
         created_at=int(time.time()),
         source=source,
         user_metadata=asked.user_metadata or {},
+        weight=tenant.weight,
     )
 
 

@@ -115,6 +115,7 @@ EXAMPLES: list[AnyMessage] = [
     Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",))),
     TrainStep(
         **PLAIN,
+        weight=2.0,
         adapter=ADAPTER,
         seed=1,
         lora=LoraSpec(),
@@ -147,6 +148,7 @@ EXAMPLES: list[AnyMessage] = [
     Operation(**PLAIN, seq=1, action="forward", payload=b"p", tokens=2, failure=Failure("invalid", "why")),
     Operations(
         **PLAIN,
+        weight=2.0,
         adapter=ADAPTER,
         seed=1,
         lora=LoraSpec(),
@@ -159,7 +161,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "4b5131a6a9e87274e551d948ff68ada1c33d0520225bb73cfd43fb4026bd6cd7"
+SNAPSHOT = "44a774176659156934bc24d7355eb95052d5dd231e13da6cb04c18dab7f1c759"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -71,11 +71,11 @@ class Tenants:
         self.sent: Counter[str] = Counter()  # tenant -> tokens
         self.ends: list[str] = []
 
-    async def step(self, tenant: str, name: str, num_groups: int) -> None:
+    async def step(self, tenant: str, name: str, num_groups: int, weight: float = 1.0) -> None:
         rows = make_rows(len(name), num_groups=num_groups, group_size=2)
         self.sent[tenant] += len(rows.tokens)
         state = self.fusion.trainer.init(make_init(name))
-        await self.fusion.train(make_step(0, rows, name, tenant=tenant), state, nothing)
+        await self.fusion.train(make_step(0, rows, name, tenant=tenant, weight=weight), state, nothing)
         self.ends.append(name)
 
     async def all(self, *steps: tuple[str, str, int]) -> list[str]:
@@ -109,20 +109,24 @@ async def test_steps_of_one_size_are_computed_by_age(fusion: Fusion) -> None:
     assert await Tenants(fusion).all(*((f"tenant-{name}", name, 4) for name in names)) == names
 
 
-async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion) -> None:
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion, weight: float) -> None:
+    """The flood's tenant has this weight, and so many times as much while both are there."""
     tenants = Tenants(fusion)
     large = asyncio.create_task(tenants.step("a", "large", 30))
     await asyncio.sleep(0)
 
     async def flood(name: str) -> None:
         while not large.done() and tenants.sent["b"] < 20 * tenants.sent["a"]:
-            await tenants.step("b", name, 1)
+            await tenants.step("b", name, 1, weight)
 
     await asyncio.gather(*(flood(f"small-{n}") for n in range(4)))
 
     assert large.done()
-    assert tenants.sent["b"] > AHEAD * BUDGET
-    assert tenants.sent["b"] < 2 * tenants.sent["a"] + (AHEAD + 4) * BUDGET
+    assert tenants.sent["b"] > weight * AHEAD * BUDGET
+    assert (
+        (weight - 1) * tenants.sent["a"] < tenants.sent["b"] < weight * (2 * tenants.sent["a"] + (AHEAD + 4) * BUDGET)
+    )
 
 
 async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusion) -> None:
