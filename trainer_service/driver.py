@@ -55,6 +55,7 @@ class Member:
     result: "asyncio.Future[Any]"
     step: Opened | None = None
     alone: bool = False
+    under_way: int = 0  # tokens that it had left before the micro-batch that is computed now
 
     @property
     def tokens_left(self) -> int:
@@ -168,10 +169,12 @@ class Driver:
         going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
         budget = self._budget(going[0][1].tokens_left if going else 0)
+        for member, one in going:
+            member.under_way = one.tokens_left
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
         least = int(LEAST_PART * self.trainer.budget.tokens)
         for (member, one), num_forward in zip(going, before, strict=True):
-            tokens = one.sums.num_forward - num_forward
+            tokens, member.under_way = one.sums.num_forward - num_forward, 0
             self.served.charge(member.tenant, max(tokens, least) if tokens else 0, member.weight)
             self._forwarded += tokens
         if failed is None:

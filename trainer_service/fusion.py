@@ -96,7 +96,7 @@ class Fusion:
         waiting = self._main.members
         return (
             express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)
-            and any(member.tokens_left > express.trainer.budget.tokens for member in waiting)
+            and any(max(m.tokens_left, m.under_way) > express.trainer.budget.tokens for m in waiting)
             and all(member.tenant != new.tenant for member in waiting)
             and self._served.virtual_time(new.tenant) < self._main.most_served({member.tenant for member in waiting})
         )

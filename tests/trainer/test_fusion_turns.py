@@ -23,6 +23,7 @@ from tests.common.test_worker import length, until
 from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
 from trainer_service import run_step
+from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.driver import AHEAD
 from trainer_service.fusion import EXPRESS_PART, Fusion
@@ -30,7 +31,7 @@ from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
 from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
 from trainer_service.run_step import Gradient
-from trainer_service.training import Trainer
+from trainer_service.training import Taken, Trainer
 
 BUDGET = 64
 
@@ -250,16 +251,16 @@ async def test_micro_batches_of_large_steps_are_smaller_while_several_tenants_ar
 
 @dataclass(slots=True)
 class Stopping(Trainer):
-    """Its micro-batches of large steps wait for `goes_on`."""
+    """Its large micro-batches wait for `goes_on`, under way."""
 
     goes_on: threading.Event = field(default_factory=threading.Event)
     began: threading.Event = field(default_factory=threading.Event)
 
-    def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
-        if sum(one.tokens_left for one in opened) > EXPRESS_PART * BUDGET:
+    def _sequences(self, taken: Taken) -> Sequences:
+        if sum(len(tree) for _, trees in taken for tree in trees) > EXPRESS_PART * BUDGET:
             self.began.set()
             assert self.goes_on.wait(60)
-        Trainer.micro_batch(self, opened, budget)
+        return Trainer._sequences(self, taken)
 
 
 @pytest.fixture
