@@ -34,7 +34,7 @@ from common.graders import Declared, Grader, parse, validate_grader
 from common.messages import EnvSpec
 from common.spelling import cut, did_you_mean, quoted
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
-from common.urls import check_url
+from common.urls import check_base, check_url
 
 ENTRY_POINTS = "marlaas.environments"
 
@@ -112,6 +112,7 @@ class OpenEnvArgs(Declared):
         if self.url:
             try:
                 check_url(self.url)
+                check_base(self.url)
             except ValueError as error:
                 raise ValueError(f"url {error}") from error
         return self
@@ -253,7 +254,7 @@ def load_installed(name: str) -> Any:
     entry = found[name]
     try:
         return _loaded(entry)
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code; a script may end when it is imported
         hint = f"; {why}" if (why := outdated(entry)) else ""
         reason = f"{type(error).__name__}: {error}{hint}"
         raise InvalidInput(

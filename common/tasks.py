@@ -18,6 +18,12 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
         _, pending = await asyncio.wait(pending, timeout=0.5)
 
 
+def is_cancelled() -> bool:
+    """Was this task cancelled? False where a CancelledError comes from what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def beating(beat: Callable[[], None], work: Awaitable[T]) -> T:
     """Awaits work that ends for certain and cannot say that it advances (a transfer, a thread), and beats meanwhile."""
     task = asyncio.ensure_future(work)

@@ -14,8 +14,8 @@ KEEP_REPORTS = 65_536
 """How many stay there at most: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
 WAITED_S = 5.0
 """How long a report says what its worker waited for lately."""
-MAX_WAITING = 64
-"""Jobs in one report of which it says so."""
+MAX_WAITING, MAX_REASON = 16, 100
+"""Jobs in one report of which it says so, and characters of each reason."""
 MAX_SPANS = 64
 """In one report: the longest, should a worker have worked for more jobs in that second."""
 
@@ -89,7 +89,7 @@ class Waiting:
 
     def note(self, job: str, reason: str) -> None:
         self._lately.pop(job, None)
-        self._lately[job] = reason, time.monotonic()
+        self._lately[job] = reason[:MAX_REASON], time.monotonic()
 
     def lately(self) -> dict[str, str]:
         """Job -> reason, of the last WAITED_S and at most MAX_WAITING jobs."""

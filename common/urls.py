@@ -30,6 +30,12 @@ def check_url(text: str) -> None:
         raise ValueError(f"the host {quoted(host)} is neither a name nor an address")
 
 
+def check_base(text: str) -> None:
+    """Raises ValueError for a URL after which no path can be written."""
+    if set("?#") & set(text):
+        raise ValueError("must have neither a query nor a fragment: paths are added to it")
+
+
 def _is_name(host: str) -> bool:
     return len(host) <= 253 and _NAME_CHARACTERS.issuperset(host)
 

@@ -74,13 +74,15 @@ def parse_header(header: bytes, size: int) -> list[StoredTensor]:
     """What a file of `size` bytes with this header holds, by place. Raises ValueError unless the header describes all of it."""
     start = 8 + len(header)
     try:
-        described: dict[str, Any] = json.loads(
+        described: Any = json.loads(
             header.decode(),
             object_pairs_hook=_unique,
             parse_int=_natural,
             parse_float=_refused,
             parse_constant=_refused,
         )
+        if not isinstance(described, dict):
+            raise TypeError("it is no JSON object")
         noted = described.pop(METADATA, None)
         if noted is not None and not _all_are(str, noted.values()):
             raise TypeError(f"{METADATA} holds more than texts")

@@ -39,6 +39,7 @@ from common.messages import (
 )
 from common.places import Claim, Places
 from common.streams import Cell
+from common.tasks import is_cancelled
 from common.telemetry import Waiting
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
@@ -416,7 +417,11 @@ class EnvHandler:
             return Failure("invalid", one_line(error))
         except TimeoutError:
             return Failure("infrastructure", f"the environment took longer than {self._step_timeout_s:g} seconds")
-        except Exception as error:
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            return Failure("environment", f"CancelledError: nobody cancelled it{place_of(error)}")
+        except (Exception, SystemExit) as error:
             return Failure("environment", f"{type(error).__name__}: {one_line(error)}{place_of(error)}")
 
 

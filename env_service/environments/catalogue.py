@@ -83,7 +83,7 @@ class Catalogue:
             return spec.name in LIVE
         try:
             return isinstance(self.get(spec), LiveEnvironment)
-        except Exception:  # foreign code, which is called again where its error is made a value
+        except (Exception, SystemExit):  # foreign code, which is called again where its error is made a value
             return False
 
     def _make(self, spec: EnvSpec) -> AnyEnvironment:

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from common.environments import OpenEnvArgs
 from common.errors import InvalidInput
 from common.spelling import did_you_mean, quoted
-from common.urls import check_url
+from common.urls import check_base, check_url
 from env_service.failures import EnvironmentFailed, GraderFailed, NoRoom
 from env_service.graders.endpoint import Endpoints
 
@@ -161,6 +161,7 @@ def read_servers(text: str) -> dict[str, str]:
         name, _, url = part.partition("=")
         try:
             check_url(url)
+            check_base(url)
         except ValueError as error:
             raise InvalidInput(
                 f"MARLAAS_OPENENV_SERVERS: write name=http://host:port, comma-separated: {part!r}: {error}"

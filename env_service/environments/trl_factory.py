@@ -74,7 +74,15 @@ class FromTRL:
         """Calls what may block, or be a coroutine."""
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, **arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(_called, function, arguments))
+
+
+def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """A future takes no StopIteration: nobody would hear of it."""
+    try:
+        return function(**arguments)
+    except StopIteration as error:
+        raise RuntimeError("StopIteration") from error
 
 
 class TRLSession:
@@ -104,7 +112,7 @@ class TRLSession:
         row = {"seed": seed % MAX_SEED, "prompt": prompt, **self._columns}
         seen = await self._run(reset, **{name: row[name] for name in row if takes_any or name in parameters})
         text = "" if seen is None else _text(seen)
-        self.messages = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
+        self.messages = [*prompt[:-1], {**prompt[-1], "content": _followed(prompt[-1]["content"], text)}]
         if not text and "messages" not in self._item:
             raise InvalidInput("the environment's reset returns nothing, and the item has no messages")
 
@@ -174,6 +182,11 @@ class TRLSession:
             return await self._run(getattr(self._environment, call.name), **call.arguments)
         except Exception as error:  # as TRL does: the model sees it
             return str({"error": str(error)})[:MAX_SHOWN]
+
+
+def _followed(content: Any, text: str) -> Any:
+    """A message's content, a text or parts, with the text after it."""
+    return [*content, {"type": "text", "text": text}] if isinstance(content, list) else content + text
 
 
 def definitions(environment: type) -> list[Definition]:

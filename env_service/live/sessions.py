@@ -212,5 +212,5 @@ async def _close(name: str, session: Session) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await session.close()
-    except Exception as error:  # foreign code; nobody waits for the session any more
+    except (Exception, SystemExit) as error:  # foreign code; nobody waits for the session any more
         log.warning("session_not_closed", session=name, reason=f"{type(error).__name__}: {error}"[:500])

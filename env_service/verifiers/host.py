@@ -74,7 +74,7 @@ class Episode:
         self.name = name
         self._send = send
         self._answer: Any = None
-        self.refused = False
+        self.refused = self.closed = False
         self.faults: list[str] = []
         """What went wrong, though the environment went on."""
         self.traces: list[Any] = []
@@ -315,7 +315,8 @@ class Host:
                 while line := await reader.readline():
                     self._obey(json.loads(line))
             finally:
-                for task in self._tasks.values():
+                for name, task in self._tasks.items():
+                    self._episodes[name].closed = True
                     task.cancel()
                 await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
@@ -326,6 +327,7 @@ class Host:
             task.add_done_callback(functools.partial(self._forget, episode))
         elif (name := order.get("close")) is not None:
             if task := self._tasks.get(name):
+                self._episodes[name].closed = True
                 task.cancel()
         elif episode := self._episodes.get(order.get("answer") or order.get("refuse") or ""):
             episode.answer(order if "answer" in order else None)
@@ -338,6 +340,10 @@ class Host:
             self.send({"ends": episode.name, "reward": checked(reward), "parts": finite(parts)})
         except Failed as error:
             self.send({"fails": episode.name, "why": told(str(error))})
+        except asyncio.CancelledError:
+            if episode.closed:
+                raise
+            self.send({"fails": episode.name, "why": "CancelledError: nobody cancelled it"})
         except Exception as error:
             self.send({"fails": episode.name, "why": (episode.faults or [told(f"{type(error).__name__}: {error}")])[0]})
 

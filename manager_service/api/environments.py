@@ -40,7 +40,7 @@ def _installed(entry: EntryPoint) -> EnvironmentObject:
         is_model = isinstance(declared, type) and issubclass(declared, BaseModel)
         shown = _shown(entry.name, schema_of(declared) if is_model else _schema_of_keywords(made), entry)
         return shown.model_copy(update={"error": outdated(entry)})
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         package = _package(entry)
         return EnvironmentObject(id=entry.name, package=package, entry_point=entry.value, args=None, error=str(error))
 

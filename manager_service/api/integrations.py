@@ -100,7 +100,7 @@ def kept_here(spec: JobSpec, keys: Container[LoggerName]) -> Iterator[str]:
 
 
 _WRITTEN = "this job's figures are written into the folder"
-_WHOSE = "in the data folder of the service (of `marlaas up`: .marlaas). There"
+_WHOSE = "in the data folder of the service (of `marlaas up`: .marlaas, or its --data). There"
 
 
 def shown(integration: Integration) -> dict[str, Any]:

@@ -111,9 +111,12 @@ export class Chart {
   }
 }
 
+const ROUNDING = 1e-6;
+
 /** The range of an axis: a little more than the values', and something for one value too. */
 function around(low, high) {
   if (low === null) return [0, 1];
+  if (high - low <= ROUNDING * Math.max(Math.abs(low), Math.abs(high))) low = high; // what differs is the arithmetic's
   if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * high)];
   const margin = 0.06 * (high - low);
   return [low >= 0 && low < margin ? 0 : low - margin, high + margin];

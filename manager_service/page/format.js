@@ -33,6 +33,9 @@ export const bytes = (count) => count < 1024 ? `${count} B` : count < 1 << 20 ? 
 export const isSupervised = (job) => job.method.type === "supervised";
 /** The newest figure of a job's steps, and of its evaluations. */
 export const newest = (job) => isSupervised(job) ? loss(job.last_loss) : reward(job.last_reward);
+/** The event that says best how a job stands: the newest warning or error, but none of a standstill that is over; else the newest. */
+export const standing = (newest) => newest.find((event, i) => event.level !== "info" && !(i && event.message.startsWith("Nothing has come back"))) ?? newest[0];
+
 export const evaluated = (job) => isSupervised(job) ? (job.last_eval_loss === null ? "" : loss(job.last_eval_loss))
   : job.first_eval_reward === null ? "" : `${reward(job.first_eval_reward)} → ${reward(job.last_eval_reward)}`;
 

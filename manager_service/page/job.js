@@ -2,7 +2,7 @@
 
 import {command, download, follow, job as readJob, ofJob, session} from "./api.js";
 import {announce, fill, h, repeat, say, table} from "./dom.js";
-import {ago, clock, duration, evaluated, FINAL, isSupervised, loss, moment, name, number, reward} from "./format.js";
+import {ago, clock, duration, evaluated, FINAL, isSupervised, loss, moment, name, number, reward, standing} from "./format.js";
 import {figures} from "./figures.js";
 import {showSamples} from "./samples.js";
 
@@ -12,7 +12,9 @@ const EVERY_MS = 2000;
 
 export async function show(node, {rest: [id], params, signal}) {
   const tenant = params.get("tenant") ?? "";
-  const tab = params.get("tab") in TABS ? params.get("tab") : "figures";
+  if (session.isOperator && !tenant) return fill(node, h("h1", {}, id), h("p", {}, "Whose job is it?"), h("ul", {}, session.tenants.map((one) =>
+    h("li", {}, h("a", {href: `#/job/${encodeURIComponent(id)}?${new URLSearchParams({...Object.fromEntries(params), tenant: one.id})}`}, one.id)))));
+  const tab = Object.hasOwn(TABS, params.get("tab")) ? params.get("tab") : "figures";
   const view = {id, tenant, params, signal, job: await readJob(id, {tenant, signal})};
   const head = h("div", {class: "head"});
   const panel = h("section", {id: "panel", "aria-label": TABS[tab]});
@@ -57,7 +59,7 @@ function makeHead(head, view) {
       const left = job.estimated_finish ? `, about ${duration(job.estimated_finish - Date.now() / 1000)} left` : "";
       const evals = evaluated(job) && ` · evaluation ${isSupervised(job) ? "loss " : ""}${evaluated(job)}${job.best_version === null ? "" : `, best version ${job.best_version}`}`;
       say(facts, `${job.id} · ${job.organization_id} · on ${job.model} · made ${ago(job.created_at)}${job.finished_at ? `, ended ${ago(job.finished_at)}` : left} · ${number(job.trained_tokens)} tokens trained${evals}`);
-      const told = newest.find((event) => event.level !== "info") ?? newest[0];
+      const told = standing(newest);
       say(waits, job.error ? job.error.message : FINAL.has(job.status) || !told ? "" : `${told.message} (${ago(told.created_at)})`);
       waits.classList.toggle("error", Boolean(job.error));
       buttons.forEach((button, i) => { button.hidden = !ACTIONS[Object.keys(ACTIONS)[i]].includes(job.status); });

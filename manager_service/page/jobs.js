@@ -2,7 +2,7 @@
 
 import {get, job as readJob, jobs, ofJob, session} from "./api.js";
 import {announce, fill, h, repeat, say, select} from "./dom.js";
-import {ago, duration, evaluated, FINAL, isSupervised, name, newest} from "./format.js";
+import {ago, duration, evaluated, FINAL, isSupervised, name, newest, standing} from "./format.js";
 import {spark} from "./spark.js";
 
 const POINTS = 40;
@@ -150,7 +150,7 @@ async function refresh(row, signal) {
     else if (curves) spark(row.curve, curves.metrics.reward_mean ?? [], row.job.last_reward);
     if (FINAL.has(row.job.status)) return;
     const events = (await ofJob(id, "events", {query: {limit: 5}, tenant, signal})).data;
-    const told = events.find((event) => event.level !== "info") ?? events[0];
+    const told = standing(events);
     say(row.waits, told ? told.message : "its owner");
     row.waits.title = row.waits.textContent;
     say(row.since, told ? ago(told.created_at) : "");

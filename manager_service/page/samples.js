@@ -37,7 +37,7 @@ function pane(view, name, isFirst) {
   const go = (step) => { note(view, {[name]: step, ...(isFirst && {group: null, sample: null})}); open(Math.max(1, Number(step) || 1)).catch((error) => fill(names, h("p", {class: "error", role: "alert"}, error.message))); };
   const stepField = h("input", {type: "number", min: 1, "aria-label": "Step", onchange: () => go(stepField.value)});
   const byReward = isSupervised(view.job) ? [] : [["low", "reward below the mean"], ["high", "reward from the mean up"]];
-  const kind = select([["", "all"], ["failed", "failed"], ...byReward], "", {"aria-label": "Which samples", onchange: list});
+  const kind = select([["", "all"], ["failed", "failed"], ...byReward], "", {"aria-label": "Which samples", onchange: sift});
   const names = h("div", {class: "list"}), reads = h("div", {class: "reads"});
   const node = h("section", {class: "samples", "aria-label": "Samples of a step"},
     h("div", {class: "bar"}, h("label", {}, "Step ", stepField), h("button", {type: "button", "aria-label": "Step before", onclick: () => go(state.step - 1)}, "←"), h("button", {type: "button", "aria-label": "Next step", onclick: () => go(state.step + 1)}, "→"), kind),
@@ -63,6 +63,14 @@ function pane(view, name, isFirst) {
     return state.samples.filter(tests[kind.value]);
   }
 
+  /** Lists what is left, and reads the first of it where the one that is read has gone. */
+  function sift() {
+    list();
+    const left = visible();
+    const next = left.includes(state.read) ? state.read : left[0];
+    next ? read(next).catch((error) => fill(reads, h("p", {class: "error", role: "alert"}, error.message))) : fill(reads);
+  }
+
   function list() {
     const shown = visible(), groups = Map.groupBy ? Map.groupBy(shown, (one) => one.group) : grouped(shown);
     fill(names, shown.length ? [...groups].map(([group, samples]) => [
@@ -73,6 +81,7 @@ function pane(view, name, isFirst) {
   }
 
   async function read(one) {
+    state.read = one;
     for (const button of names.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.at === `${one.group}/${one.sample}`));
     const found = await ofJob(id, `samples/${state.step}/${one.group}/${one.sample}`, {tenant, signal});
     if (!one.prompt) {
@@ -96,7 +105,7 @@ const asked = (samples) => cut(samples.find((one) => one.prompt)?.prompt ?? "") 
 
 /** What was asked, by the tokens of its first turn: an item that an environment made has no text of its own. */
 function promptOf({turns: [first]}) {
-  return first?.by === "prompt" ? first.tokens.filter((token) => !isSpecial(token)).join("").trim() : "";
+  return first?.by === "prompt" ? first.tokens.map((token) => isSpecial(token) ? " " : token).join("").trim() : "";
 }
 
 const cut = (text) => text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;

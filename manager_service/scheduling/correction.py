@@ -20,12 +20,17 @@ def numbers(told: Iterable[bytes]) -> dict[str, float]:
     return {kind.decode(): float(seconds) for kind, seconds in zip(words, words, strict=True)}
 
 
+def _lost(served: Mapping[str, float], before: Mapping[str, float]) -> bool:
+    """Has Redis lost some of it?"""
+    return any(served.get(kind, 0.0) < seconds for kind, seconds in before.items())
+
+
 class Correction:
     """The factor of one share."""
 
     def __init__(self) -> None:
         self.factor = 1.0
-        self._before: Mapping[str, float] = {}
+        self._before: Mapping[str, float] | None = None
 
     def look(self, served: Mapping[str, float], kind: str, due: float, *, asks: bool) -> None:
         """Goes half the way (of the logarithm) to the factor with which `kind` would have got its due.
@@ -33,10 +38,11 @@ class Correction:
         `served`: seconds of engines up to now, by kind. `due`: part of all, 0 to 1. `asks`: it wants more than it has; what it
         gets while it does not says nothing.
         """
-        if not asks or not 0 < due < 1:
+        before = self._before
+        if before is None or _lost(served, before) or not asks or not 0 < due < 1:
             self._before = served
             return
-        got = {each: seconds - self._before.get(each, 0.0) for each, seconds in served.items()}
+        got = {each: seconds - before.get(each, 0.0) for each, seconds in served.items()}
         if sum(got.values()) < ENOUGH_S:
             return
         self._before = served

@@ -1,5 +1,6 @@
 """`env list`, `env check`: which environments the service knows, and how one plays on the base model."""
 
+import re
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +21,9 @@ from marlaas_client.submission import SHORT_GRADERS, grader_of, request_of
 
 app = typer.Typer(no_args_is_help=True, help="Environments: which there are, and whether one works.")
 
+MAX_SUFFIX = 64
+UNREACHABLE = "the OpenEnv server cannot be reached"
+"""Of a warning. A job waits for a server that starts again; a check says so."""
 ITEMS, A_STEP = 10, 2
 """Items that are tried, and those of a step: as many as it keeps whole."""
 CHECK: Record = {
@@ -86,7 +90,12 @@ def check(
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
         request = request_of(
-            "reinforcement", how, model=client.model_of(model), training_file=training, suffix="check", webhooks=False
+            "reinforcement",
+            how,
+            model=client.model_of(model),
+            training_file=training,
+            suffix=_suffix(name),
+            webhooks=False,
         )
         try:
             job = client.create(request)["id"]
@@ -102,7 +111,14 @@ def check(
         for event in client.follow(job):
             if event["level"] == "warn":
                 say(f"warn: {event['message']}", err=True)
+            if UNREACHABLE in event["message"]:
+                raise JobFailed(f"the environment {name} does not work: {event['message']}")
         _report(client, job, name, as_json=as_json)
+
+
+def _suffix(name: str) -> str:
+    """Of a check's job, so that the list of jobs tells them apart."""
+    return f"check-{re.sub('[^A-Za-z0-9-]+', '-', name)}"[:MAX_SUFFIX].rstrip("-")
 
 
 def parse_args(text: str) -> Record:

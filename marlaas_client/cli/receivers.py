@@ -69,7 +69,7 @@ def webhooks(
     if as_json:
         return print_json(answer)
     if add:
-        return say(f"{answer['id']}\nsecret {answer['secret']}, which is shown once", keep="\n")
+        return say(f"{answer['id']}\nsecret, shown once: {answer['secret']}", keep="\n")
     if delete:
         return say(f"{delete} is deleted")
     shown = table("id", "url", "events")

@@ -197,7 +197,7 @@ def show_estimate(found: Record, *, as_json: bool) -> None:
     parts = [f"{found['num_steps']:,} steps", f"{found['num_trajectories']:,} trajectories"]
     parts += [f"about {found['tokens']:,} tokens, at most {found['max_tokens']:,}"]
     if found["seconds"] is not None:
-        parts.append(f"about {spent(found['seconds'])} if nothing else runs")
+        parts.append(f"at least {spent(found['seconds'])}, if nothing else runs")
     within = found["steps_within_limit"]
     if within is not None and within < found["num_steps"]:
         parts.append(f"max_tokens_total ends it after about {within:,} steps")

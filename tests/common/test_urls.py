@@ -4,6 +4,7 @@ import pytest
 
 from common.errors import InvalidInput
 from common.graders import validate_grader
+from common.urls import check_base
 
 GOOD = [
     "http://grader.example/score?x=1",
@@ -60,3 +61,10 @@ def test_a_url_that_cannot_be_called_is_refused_with_the_reason(url: str, reason
 def test_a_header_that_cannot_be_sent_is_refused(headers: dict[str, str]) -> None:
     with pytest.raises(InvalidInput, match=r"grader\.headers: header"):
         validate_grader({"type": "endpoint", "url": "http://a/", "headers": headers})
+
+
+@pytest.mark.parametrize("url", ["http://a/?x=1", "http://a/#f", "http://a?"])
+def test_what_paths_are_added_to_has_neither_a_query_nor_a_fragment(url: str) -> None:
+    with pytest.raises(ValueError, match="neither a query nor a fragment"):
+        check_base(url)
+    check_base("http://a/b")

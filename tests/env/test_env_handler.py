@@ -618,7 +618,9 @@ def test_waiting_for_a_tool_is_not_busy_time_twice() -> None:
 # ------------------------------------------------------------------------------------- environments of operators
 
 PACKAGE = """
+import asyncio
 import random
+import sys
 
 from pydantic import BaseModel, ConfigDict
 
@@ -673,6 +675,8 @@ class Countdown:
             raise RuntimeError("broken\\nindeed")
         if self.mode == "library":
             random.sample([], 1)
+        if self.mode == "exit":
+            sys.exit(4)
         state = {"left": self.target}
         if self.mode == "large":
             state["x"] = "x" * 70000
@@ -683,6 +687,10 @@ class Countdown:
     async def step(self, state, turn):
         from env_service.environment import Step
         left = state["left"] - 1
+        if self.mode == "exit late":
+            await asyncio.to_thread(sys.exit, "over")
+        if self.mode == "cancelled":
+            raise asyncio.CancelledError
         if self.mode == "tuple":
             return state, [], True, 1.0
         if self.mode == "nothing":
@@ -726,6 +734,9 @@ def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
         ("object", "environment", "cannot be packed"),
         ("raise", "environment", "RuntimeError: broken indeed (countdown_env.py:"),
         ("library", "environment", "(countdown_env.py:"),
+        ("exit", "environment", "SystemExit: 4 (countdown_env.py:"),
+        ("exit late", "environment", "SystemExit: over"),
+        ("cancelled", "environment", "CancelledError: nobody cancelled it (countdown_env.py:"),
         ("tuple", "environment", "return env_service.environment.Step, not tuple"),
         ("nothing", "environment", "without a reward"),
         ("nan", "grader", "nan"),

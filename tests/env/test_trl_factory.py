@@ -89,6 +89,15 @@ class Guessing(FromTRL):
     job_args = ("most",)
 
 
+class Exhausted(GuessEnv):
+    def get_reward(self) -> float:
+        return next(iter([]))
+
+
+class Exhausting(FromTRL):
+    factory = Exhausted
+
+
 class Shortly(FromTRL):
     factory = GuessEnv
     reward_funcs = (short,)
@@ -166,8 +175,16 @@ async def test_what_goes_wrong_masks_the_trajectory() -> None:
         await session.step(turn(("hang", {}), tool_timeout_s=0.05))
     with pytest.raises(EnvironmentFailed, match="images"):
         await session.step(turn(("show", {"function": "x"})))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await (await Exhausting().open(ITEM, 5)).step(turn(text="17"))
     with pytest.raises(InvalidInput, match="no get_reward, and its operator named no reward_funcs"):
         await Unrewarded().open(ITEM, 5)
+
+
+async def test_what_reset_says_follows_an_items_parts() -> None:
+    parts = [{"type": "text", "text": "go:"}]
+    session = await Guessing().open({"messages": [{"role": "user", "content": parts}], "word": "17"}, 5)
+    assert session.messages[0]["content"] == [*parts, {"type": "text", "text": " 2 letters"}]
 
 
 def test_tools_are_told_as_trl_tells_them() -> None:

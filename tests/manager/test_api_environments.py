@@ -119,11 +119,17 @@ async def test_a_package_that_is_installed_while_the_service_runs_is_found(serve
 
 
 async def test_a_package_that_cannot_be_imported_is_listed_with_the_reason(server: ApiServer, folder: Path) -> None:
-    for name, first in (("raising", "raise RuntimeError('no licence')"), ("lacking", "import none_such")):
+    for name, first in (
+        ("raising", "raise RuntimeError('no licence')"),
+        ("lacking", "import none_such"),
+        ("leaving", "import sys; sys.exit(3)"),
+    ):
         install(folder, name, first=first)
     found = await listed(server)
     assert "RuntimeError: no licence" in found["raising"]["error"] and found["raising"]["args"] is None
     assert "No module named 'none_such'" in found["lacking"]["error"]
+    assert "SystemExit: 3" in found["leaving"]["error"]
+    assert (await create(server, "leaving")).status_code == 400
     refused = await create(server, "raising")
     assert refused.status_code == 400 and "cannot be loaded: RuntimeError: no licence" in refused.text
     with pytest.raises(openai.AuthenticationError):

@@ -201,7 +201,8 @@ def test_what_a_job_would_need_is_said_before_it_is_created(api: type[FakeApi]) 
     words = ("submit", "--environment", "calculator", "--hyper", "max_steps=15")
     shown = CliRunner().invoke(app, words).output
     assert (
-        "15 steps; 1,920 trajectories; about 35,000 tokens, at most 250,000; about 2 min if nothing else runs" in shown
+        "15 steps; 1,920 trajectories; about 35,000 tokens, at most 250,000; at least 2 min, if nothing else runs"
+        in shown
     )
     assert "max_tokens_total ends it after about 7 steps" in shown and shown.endswith("marlaas watch ftjob-1\n")
     assert [path for path, _ in api.requests] == [ESTIMATED[1], "/v1/fine_tuning/jobs"]

@@ -50,6 +50,16 @@ def test_what_it_gets_while_it_asks_for_no_more_says_nothing() -> None:
     assert found.factor == 1.0
 
 
+def test_what_was_served_before_it_looked_says_nothing() -> None:
+    found = Correction()
+    found.look({"jobs": 1000.0, "samples": 0.0}, "jobs", 0.25, asks=True)
+    assert found.factor == 1.0
+    # Nor does what Redis lost
+    found.look({"samples": 10.0}, "jobs", 0.25, asks=True)
+    found.look({"jobs": 1.0, "samples": 13.0}, "jobs", 0.25, asks=True)
+    assert found.factor == 1.0
+
+
 def test_little_is_not_told_from_chance() -> None:
     assert after((0.0, ENOUGH_S / 2)).factor == 1.0
     assert after((0.0, ENOUGH_S / 2), (0.0, ENOUGH_S / 2)).factor > 1.0

@@ -36,13 +36,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         "orthogonal",
         "mica",
     ),  # others change the base's weights
-    **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication"), (None, [])),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
+    **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication", "layers_to_transform"), (None, [])),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "megatron_config", "loftq_config"), (None, {})),
     **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (None, False)),
     **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices", "use_bdlora"), (None,)),
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
 }
 """Fields of the configuration that must say nothing else, as PEFT 0.21 has them."""
+HARMLESS = frozenset(
+    (
+        *(
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "target_modules",
+            "exclude_modules",
+            "layers_pattern",
+            "ensure_weight_tying",
+        ),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("runtime_config", "megatron_core", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    )
+)
+"""Fields of which the adapter's numbers do not depend, once they are there. Of any other it is not known."""
 
 _FACTOR = re.compile(
     r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,3})\.((?:\w{1,64}\.){0,8}\w{1,64})\.lora_([AB])\.weight",
@@ -111,6 +127,11 @@ def _config(text: str) -> tuple[int, float]:
     for name, allowed in NEUTRAL.items():
         if config.get(name) not in allowed:
             raise _wrong(f"adapter_config: {name} {quoted(config.get(name))} is not offered", "adapter_config")
+    if unknown := [name for name, value in config.items() if value and name not in NEUTRAL and name not in HARMLESS]:
+        raise _wrong(
+            f"adapter_config: {quoted(unknown[0])} is not known here: it may change what the adapter computes",
+            "adapter_config",
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     try:
         given = Hyperparameters.model_validate({"lora_rank": rank, "lora_alpha": alpha})

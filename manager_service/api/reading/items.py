@@ -88,6 +88,7 @@ def check_kind(lines: bytes, *, before: int, examples: bool, param: str) -> int:
         if line.strip() and is_example(msgspec.json.decode(line)) != examples:
             why = (
                 "a supervised job learns answers: the last message must be the assistant's, or there must be a completion"
+                " (of a table, `marlaas submit` takes its column as --completion)"
                 if examples
                 else "the last message is the assistant's, or there is a completion: that is for a supervised job"
             )

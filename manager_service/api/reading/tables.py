@@ -77,7 +77,7 @@ def _checked(names: Sequence[str]) -> list[str]:
     if len(found) > MAX_COLUMNS or any(len(name) > MAX_NAME for name in found):
         raise _wrong(f"a table has at most {MAX_COLUMNS} columns, whose names have at most {MAX_NAME} characters")
     if not set(found) & set(ASKING):
-        there = cut(", ".join(map(quoted, found[:20])))
+        there = cut(", ".join(map(quoted, found[:20]))) or "none"
         raise _wrong(
             f"the first row names the columns: one must be 'prompt' (what is asked) or 'messages', and there are {there}."
             " Rename one, or let `marlaas submit FILE --prompt COLUMN` do it; a comma separates columns"

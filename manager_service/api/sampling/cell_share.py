@@ -124,7 +124,7 @@ class CellShare:
         asked = {tenant: self._asked(tenant, CHAT) for tenant in self._weights(CHAT)}
         counted = self._counted()
         weight = sum(counted[tenant] * num / self._asked(tenant) for tenant, num in asked.items())
-        due = weight / (self._sampling_weight() + self._jobs_weight) if weight else 0.0
+        due = weight / (sum(counted.values()) + self._jobs_weight) if weight else 0.0
         more = sum(asked.values()) > due * self._slots() * self._correction.factor
         self._correction.look(served, CHAT, due, asks=more)
 
@@ -166,10 +166,17 @@ class CellShare:
         return sum(self._counted(whole=whole).values())
 
     def _counted(self, *, whole: Collection[str] = ()) -> dict[str, float]:
-        """By tenant that chats or samples in bulk."""
+        """By tenant that chats or samples in bulk. All chats together count for no more than they may have."""
         tenants = {tenant: weight for kind in ROLLOUT for tenant, weight in self._weights(kind).items()}
         each = (sum(tenants.values()) + self._jobs_weight) / max(1, self._slots())
-        return {t: weight if t in whole else min(weight, self._asked(t) * each) for t, weight in tenants.items()}
+        found = {t: weight if t in whole else min(weight, self._asked(t) * each) for t, weight in tenants.items()}
+        chats = {t: found[t] * self._asked(t, CHAT) / max(1, self._asked(t)) for t in self._weights(CHAT)}
+        chat = sum(chats.values())
+        rest = sum(found.values()) - chat + self._jobs_weight
+        if rest and chat * (1 - self._most_for_chat) > self._most_for_chat * rest:
+            over = 1 - self._most_for_chat * rest / (1 - self._most_for_chat) / chat
+            return found | {t: found[t] - over * part for t, part in chats.items()}
+        return found
 
     def _weights(self, kind: str) -> dict[str, float]:
         """By tenant that asks any replica."""
