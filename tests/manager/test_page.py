@@ -166,8 +166,8 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     async with browsing(server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=samples&step=2")
-        await tab.page.get_by_label("Which samples").select_option("failed")
-        await tab.page.locator(".list button").click()
+        await tab.page.get_by_label("Which samples").select_option("failed")  # the first that is left is read
+        await expect(tab.page.locator(".list button")).to_have_attribute("aria-pressed", "true")
         await tab.page.get_by_text("grader: it raised").wait_for()
         turns = await tab.page.locator(".turn .tokens").all_inner_texts()
         assert turns == ["add 1+2", "33", "that is wrong", "4"]
@@ -187,7 +187,7 @@ async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiS
     await create(server, suffix="mine")
     bluebird = await server.new_tenant("bluebird")
     body: Any = {"model": "tiny", "method": method(), "training_file": await upload(bluebird), "suffix": "theirs"}
-    await bluebird.fine_tuning.jobs.create(**body)
+    theirs = (await bluebird.fine_tuning.jobs.create(**body)).id
     async with browsing(server.url) as tab:
         await tab.enter(server.admin_key)
         for name in ("mine", "theirs"):
@@ -195,6 +195,9 @@ async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiS
         await tab.page.get_by_role("link", name="theirs", exact=True).click()
         await tab.page.get_by_role("heading", name="theirs").wait_for()
         assert await tab.page.get_by_role("button", name="Cancel").count() == 0
+        await tab.go(f"/job/{theirs}?tab=settings")  # as the tenant has it
+        await tab.page.get_by_role("link", name="bluebird").click()
+        await tab.page.get_by_role("heading", name="theirs").wait_for()
         await tab.go("/cluster")
         await tab.page.get_by_text("No worker is alive").wait_for()
         await tab.go("/usage")
