@@ -2,7 +2,7 @@
 
 import {get, post, session, upload} from "./api.js";
 import {fill, h, say, select} from "./dom.js";
-import {bytes, number} from "./format.js";
+import {bytes, duration, number} from "./format.js";
 
 const TEXTS = {input: "{{sample.output_text}}", reference: "{{item.answer}}"};
 const ASKED = (question) => [{role: "user", content: `${question}\n\n{{sample.output_text}}`}];
@@ -32,10 +32,12 @@ export async function show(node, {signal}) {
   const settings = Object.fromEntries(Object.keys(METHODS).map((name, i) => [name, hyperFields(hyper[i].data)]));
   const fields = h("div", {class: "fields"});
   const refused = h("p", {class: "error", role: "alert"});
-  const send = h("button", {type: "button", class: "primary", onclick: submit}, "Submit the job");
+  const estimate = h("p", {role: "status"});
+  const asking = h("button", {type: "button", onclick: () => ask("/v1/fine_tuning/jobs/estimate", (found) => say(estimate, inWords(found)))}, "Estimate");
+  const send = h("button", {type: "button", class: "primary", onclick: () => ask("/v1/fine_tuning/jobs", (job) => { location.hash = `#/job/${job.id}`; })}, "Submit the job");
   fill(node, h("h1", {}, "Submit"), h("p"),
     h("fieldset", {}, h("legend", {}, "Model and items"), h("div", {class: "fields"}, h("label", {}, "Model", model), h("label", {}, "Method", method), training.node, validation.node, h("label", {}, "Name", suffix), h("label", {}, "Seed", seed))),
-    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), fields), refused, send);
+    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), fields), refused, estimate, h("p", {class: "bar"}, send, asking));
   choose();
 
   function choose() {
@@ -43,21 +45,29 @@ export async function show(node, {signal}) {
     fill(fields, settings[method.value].nodes);
   }
 
-  async function submit() {
+  /** Sends the job that the form describes. */
+  async function ask(path, answered) {
     say(refused, "");
-    send.disabled = true;
+    say(estimate, "");
+    send.disabled = asking.disabled = true;
     try {
       const body = {model: model.value, training_file: await training.id(), validation_file: await validation.id(), method: {type: method.value, [method.value]: {...(judge.node.hidden ? {} : judge.read()), hyperparameters: settings[method.value].read()}}};
       if (suffix.value) body.suffix = suffix.value;
       if (seed.value) body.seed = Number(seed.value);
-      const job = await post("/v1/fine_tuning/jobs", body);
-      location.hash = `#/job/${job.id}`;
+      answered(await post(path, body));
     } catch (error) {
       say(refused, error.message);
       refused.scrollIntoView({block: "nearest"});
     }
-    send.disabled = false;
+    send.disabled = asking.disabled = false;
   }
+}
+
+function inWords({num_steps, num_trajectories, tokens, max_tokens, seconds, steps_within_limit: within}) {
+  const parts = [`${number(num_steps)} steps`, `${number(num_trajectories)} trajectories`, `about ${number(tokens)} tokens, at most ${number(max_tokens)}`];
+  if (seconds !== null) parts.push(`at least ${duration(seconds)}, if nothing else runs`);
+  if (within !== null && within < num_steps) parts.push(`max_tokens_total ends it after about ${number(within)} steps`);
+  return `Estimate: ${parts.join("; ")}.`;
 }
 
 /** A choice of the tenant's files, or a new one; `id` uploads it once. */

@@ -233,6 +233,8 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(serve
         await tab.page.get_by_text("batch_size: input should be greater than or equal to 1").wait_for()
         await tab.page.locator("input[name=batch_size]").fill("2")
         await tab.page.locator("input[name=max_steps]").fill("3")
+        await tab.page.get_by_role("button", name="Estimate").click()
+        await tab.page.get_by_text(re.compile(r"^Estimate: 3 steps; 48 trajectories; about ")).wait_for()
         await tab.page.get_by_role("button", name="Submit the job").click()
         await tab.page.locator(".badge.succeeded").wait_for()
     (job,) = (await server.http.get("/v1/fine_tuning/jobs")).json()["data"]
