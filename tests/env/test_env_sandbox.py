@@ -146,6 +146,10 @@ def test_nothing_can_be_written_outside(layers: tuple[str, ...], tmp_path: Path)
     if "landlock" in layers or "namespaces" in layers:
         assert outcome.ending == "raised"
         assert target.read_text() == "before"
+    elif os.geteuid() != 0:  # the call has the worker's own uid, and with it the worker's files
+        with pytest.raises(InvalidInput, match="too weak"):
+            check_strength(layers)
+        return
     assert run("import os\nopen(os.__file__, 'a')", layers=layers).ending == "raised"
 
 
