@@ -23,6 +23,7 @@ class ClientSettings(BaseSettings):
     url: str = ""
     api_key: str = Field(default="", repr=False)
     data_dir: Path = Path(".marlaas")
+    """The folder in which `marlaas up` keeps Redis' files, the store, keys and logs."""
 
 
 class Place(NamedTuple):

@@ -1,5 +1,8 @@
 """Settings: one list of all names, and a misspelt one is refused by every service."""
 
+import ast
+import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -19,16 +22,28 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL = (Settings, ManagerSettings, EnvSettings, RolloutSettings, TrainerSettings, ClientSettings)
 
 
+def docstrings(settings: type) -> dict[str, str]:
+    """The docstring of each field that has one."""
+    [body] = [node.body for node in ast.parse(inspect.getsource(settings)).body if isinstance(node, ast.ClassDef)]
+    return {
+        field.target.id: below.value.value
+        for field, below in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
+
 def test_the_known_names_are_the_fields_of_all_services() -> None:
     assert {name for settings in ALL for name in settings.model_fields} == KNOWN
 
 
 def test_no_two_services_mean_different_things_by_one_name() -> None:
-    # What two services need stands in the common part; a class that cannot inherit it repeats its type and default.
+    # What two services need stands in the common part; a class that cannot inherit it repeats its type, default and docstring.
     meanings: dict[str, list[str]] = {}
     for settings in ALL:
+        told = docstrings(settings)
         for name in settings.model_fields.keys() & settings.__annotations__.keys():
-            meanings.setdefault(name, []).append(repr(settings.model_fields[name]))
+            meanings.setdefault(name, []).append(f"{settings.model_fields[name]!r} {told.get(name)}")
     for name, found in meanings.items():
         assert len(found) == 1 or (name in Settings.model_fields and len(set(found)) == 1), name
 
