@@ -90,7 +90,7 @@ def directly(layer: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
-    """What of a configuration would be computed otherwise than meant, in the words of its fields."""
+    """Names the fields of a configuration that this code does not compute."""
     if raw.get("model_type") not in SUPPORTED:
         yield f"model_type {raw.get('model_type')!r} (only {', '.join(SUPPORTED)})"
     for field in ("rope_scaling", "rope_parameters"):

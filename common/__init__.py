@@ -2,8 +2,10 @@
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 
-A worker renews the entries that it works on. When it dies, takeover.py of another finds them after a lease (10 s) and works on them;
-after ten deliveries an entry becomes a dead letter, of which the job's owner hears.
+A worker renews the entries that it works on. When it dies, takeover.py of another finds them after a lease (10 s) and works on them.
+An entry delivered for the second time is worked on beside others, from the third time on alone. The job's owner hears nothing of
+it until the tenth delivery has failed too: then the entry becomes a dead letter, and the job gets a failed trajectory, which its
+group leaves out. What lies in the stream of a single env worker, for its live sessions, is moved by env_service/live/.
 It imports no service and no torch.
 
     text/                 from chat messages to tokens and back
@@ -27,7 +29,7 @@ It imports no service and no torch.
     telemetry.py          tells once a second what a worker does
     tasks.py              ends tasks for certain, beats while one runs
     objects.py            reads and writes object storage
-    advantages.py         compares an answer with the others of its group
+    advantages.py         compares an answer with the others of its group: a row a loss
     adapters.py           keeps versions of adapters in object storage
     own_folder.py         keeps temporary files that vanish with their process, or with the next one
     byte_cache.py         caches what was used last, up to a number of bytes
@@ -38,7 +40,7 @@ It imports no service and no torch.
     settings.py           reads the settings that all services share
     downloads.py          says how far the download of a base model is
     errors.py             declares the error tree
-    fairness.py           says who of several tenants was served least for its weight
+    fairness.py           keeps each tenant's virtual time: what it was charged, over its weight
     helpers.py            asks helper processes, and runs one
     places.py             shares a number of places between tenants
     log.py                writes logs as events

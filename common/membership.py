@@ -3,7 +3,7 @@
 The first worker of a service sets the cell's mode (deterministic or default) and the service's fingerprint. Both stand while a
 live worker holds them, or a job that was begun under them is unfinished; then the next worker sets them anew.
 
-reads: `begun`   writes: `bits`, `bits:live`   waits for: the jobs of other bits to end   unblocked by: owners
+reads: `begun`   writes: `bits`, `bits:live`   waits for: the end of jobs that began with other bits   unblocked by: owners
 after a crash: the worker's hold runs out
 """
 

@@ -132,7 +132,7 @@ class LoraSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class LossSpec(msgspec.Struct, frozen=True, gc=False):
-    """Section 4 of the design: which loss, with which clips; None takes the loss's own default."""
+    """A loss with its clips. None: the loss's default."""
 
     name: JobLoss = "grpo"
     clip_low: float | None = None

@@ -1,4 +1,4 @@
-"""What the headers of safetensors files say of the weights in them, which are not read."""
+"""Reads the headers of safetensors files; the weights stay unread."""
 
 import json
 import os

@@ -41,7 +41,7 @@ def one_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where foreign code raised it, or called what raised it."""
+    """File and line in foreign code that raised, or that made the call which raised; empty without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""

@@ -7,8 +7,10 @@
     which group is issued next     `Allocator.decide` (scheduling/) picks the tenant, then its job; `Job.issue_group` (jobs/) gives
                                    that job's next group
     which batch is trained next    `TrainingQueue.take` (scheduling/)
-    a turn whose worker dies       another rollout worker takes it over (common/takeover.py), and the owner hears nothing of it;
-                                   api/sampling/shares.py asks again only for a turn of a chat that no worker has
+    a turn whose worker dies       another rollout worker takes it over (common/takeover.py), and the owner hears nothing of it until the
+                                   tenth delivery has failed too; then `Job.on_scored` gets a failed trajectory, and its group goes on
+                                   without it. api/sampling/shares.py asks again only for a turn of a chat that no worker has.
+                                   For env workers with live sessions: env_service/live/__init__.py
 
 Its files:
 

@@ -121,7 +121,7 @@ class Cluster:
         )
 
     def waits_for(self, job: str) -> str:
-        """What the job's work waits for outside of the workers, or else all work of one; empty if none says."""
+        """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""
         told = (worker.waiting.get(job) for worker in self.working())
         return next(filter(None, told), "") or next(
             (f"workers wait: {w.reason}" for w in self.working() if w.reason), ""

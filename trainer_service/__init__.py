@@ -3,8 +3,8 @@
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
     train, train:<worker> ─ Operations ─► run_handler ─► (the same) ─► OperationsDone, a gradient that is kept
 
-A new loss is a row in the table `RULES` of losses.py (its advantage, ratio, clip and mean), a name in `LossName` of
-`common/messages.py`, a second computation in its test, its golden bytes and a line in docs/api.md: see CONTRIBUTING.md.
+A new loss is a name in `LossName` of `common/messages.py`, a row in `ADVANTAGES` of `common/advantages.py`, a row in `RULES` of
+losses.py (its ratio, clip and mean), a second computation in its test, its golden bytes and a line in docs/api.md: see CONTRIBUTING.md.
 One of runs is a row in `RUN_RULES` of data.py, a name in `LossFn` of `common/operations.py`
 and its formula in tests/trainer/test_run_losses.py.
 
@@ -19,12 +19,12 @@ and its formula in tests/trainer/test_run_losses.py.
     open_step.py    holds one adapter's batch while it is under way
     run_step.py     carries out a stretch of a run's operations
     batch.py        holds a batch, and parses a job's rows
-    data.py         parses the data of a run's operations
+    data.py         parses the data of a run's operations; the losses of runs, with their defaults
     packing.py      packs rows into sequences and micro-batches
     backbone/       computes log-probs of the trained tokens under each adapter
     ranks/          several processes of one trainer, each with a part of the base model
     lora.py         holds the trainable factors of many adapters side by side
-    losses.py       computes the losses: advantages, ratios, clips, aggregation
+    losses.py       computes all losses by one formula; ratios, clips and means of the losses of jobs
     optimiser.py    runs AdamW over one flat tensor
     memory.py       measures how much memory a micro-batch takes
     selftest.py     checks on this machine what deterministic mode relies on

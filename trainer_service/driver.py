@@ -25,10 +25,10 @@ AHEAD = 8
 LEAST_PART = 1 / 32
 """Of a micro-batch's tokens: what a tenant is charged for at least, since the smallest takes its time too."""
 FOLLOWS_PART = 0.25
-"""Of the time of a micro-batch: the most that is waited for a small step that follows. It is on its way to its run's owner and back."""
+"""The longest wait for a small step that follows, as a part of a micro-batch's time. It is on its way to its run's owner and back."""
 SHARED_S, SHARED_PART = 10.0, 0.5
-"""So long after steps of several tenants were there together, a micro-batch of a large step takes this part of the budget: whoever
-comes waits for one."""
+"""For SHARED_S after steps of several tenants met, a micro-batch of a large step takes SHARED_PART of the budget, so that a newcomer
+waits less."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -59,7 +59,7 @@ class Member:
 
     @property
     def tokens_left(self) -> int:
-        """About those that it brings, until it has begun."""
+        """Tokens left; an estimate until the step has begun."""
         return self.tokens if self.step is None else self.step.opened.tokens_left
 
 
@@ -161,7 +161,7 @@ class Driver:
         return sorted(company, key=keys.__getitem__)
 
     def most_served(self, tenants: Collection[str]) -> float:
-        """The virtual time from which on a tenant comes after the others of these."""
+        """The virtual time above which a tenant is served last."""
         least = min((self.served.virtual_time(tenant) for tenant in tenants), default=0.0)
         return least + AHEAD * self.trainer.budget.tokens
 
@@ -187,7 +187,7 @@ class Driver:
         return outcomes
 
     def _budget(self, tokens_left: int) -> Budget:
-        """That of the next micro-batch. `tokens_left`: of the step that is first in turn."""
+        """The budget of the next micro-batch. `tokens_left`: of the step that is first in turn."""
         budget = self.trainer.budget
         shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
         return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget

@@ -91,8 +91,10 @@ class Fusion:
         return cast(T, await driver.run(member))
 
     def _is_express(self, new: Member, express: Driver) -> bool:
-        """Is it small, and would it wait for another tenant's larger step, were it that one's last micro-batch? Its tenant's own are
-        served by age, and one that was served much more than those that wait goes behind them."""
+        """True for a small step that would otherwise wait for another tenant's larger step, even for its last micro-batch.
+
+        Its tenant's own are served by age, and one that was served much more than those that wait goes behind them.
+        """
         waiting = self._main.members
         return (
             express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)

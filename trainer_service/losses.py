@@ -1,4 +1,4 @@
-"""Computes the losses: those of jobs (advantages, ratios, clips, aggregation) and, by the same formula, those of runs (data.py).
+"""Computes the losses of jobs (ratios, clips, means; advantages: common/advantages.py) and, by the same formula, of runs (data.py).
 
     loss     advantage         ratio to the sampling policy        clip           mean over           source
     grpo     (R - mean) / std  token                               .2 / .2        tokens of a row,    arXiv 2402.03300, eq. 3

@@ -70,7 +70,7 @@ class Trainer:
         return opened
 
     def gradient(self, opened: OpenBatch) -> Tensor:
-        """What the batch has added up to, [P]; valid until the next call."""
+        """The batch's summed gradient, [P]; valid until the next call."""
         return opened.stack.gradient(opened.place)
 
     def discard(self, opened: OpenBatch) -> None:

@@ -83,7 +83,7 @@ class OpenEnvSession:
         return Step(done=found.done, reward=_reward(found), messages=[_message("user", self._shown(found))])
 
     async def end(self) -> Step:
-        """What was earned up to here is the reward."""
+        """Ends with the reward earned so far."""
         return Step(done=True, reward=0.0)
 
     async def close(self) -> None:

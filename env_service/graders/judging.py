@@ -115,8 +115,7 @@ def adapter_of(model: str) -> AdapterRef:
 
 
 def resumed(result: TurnResult) -> Resumed:
-    """What goes on with this answer, as it was but for what it has cost, and for the epoch and the attempt that a pause may have
-    raised meanwhile. Raises CorruptObject."""
+    """The message to continue with: the original, with the answer's cost, and the epoch and attempt of a pause. Raises CorruptObject."""
     request = result.request
     try:
         judging = _decoder.decode(request.context)
@@ -138,7 +137,7 @@ def resumed(result: TurnResult) -> Resumed:
 
 
 def graded_by(result: TurnResult) -> Graded:
-    """What the result is about. If that cannot be read: the result, as one of its trajectory without any token."""
+    """The message that the result belongs to; if unreadable, the result as a trajectory without tokens."""
     try:
         return resumed(result).graded
     except CorruptObject:

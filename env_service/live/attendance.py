@@ -19,8 +19,8 @@ log = structlog.get_logger()
 
 
 class Attendance:
-    """Says that this worker is there, and does for those that are not what they can no longer do. `begin` before use; while `run` runs
-    others leave this one its turns; `close` when done."""
+    """Announces this worker. Passes the turns of dead workers on to living ones. `begin` before use; while `run` runs others leave this
+    one its turns; `close` when done."""
 
     def __init__(self, bus: Bus, worker: str, sessions: Sessions, *, hold_s: float) -> None:
         """`hold_s`: how long it counts as being there after it said so."""

@@ -126,8 +126,10 @@ class Sessions:
         return seat
 
     async def can_go_on(self, seat: Seat) -> bool:
-        """Is there a session that no other worker can have replaced? If not, the seat is empty from now on. Waits, while this worker
-        has come late, until it knows whether others took it for gone."""
+        """True for a session that no other worker can have replaced; otherwise the seat is empty from now on.
+
+        A worker that was late first waits to learn whether others declared it dead.
+        """
         if seat.session is None:
             return False
         while not seat.void and asyncio.get_running_loop().time() >= self._trusted_until_s:

@@ -1,4 +1,4 @@
-"""What becomes of a message of a live trajectory, beside what becomes of any: it has a seat while it is worked on."""
+"""Gives each message of a live trajectory its seat while it is worked on."""
 
 import asyncio
 from collections import OrderedDict

@@ -252,8 +252,8 @@ class Hosts:
             await asyncio.gather(*(host.stop() for host in gone))
 
     def _surplus(self, tenant: str) -> bytes | None:
-        """The process that must end before the tenant has another: the one longest idle of who has the most; its own first, if it has
-        half. None: it may have one now. Raises NoRoom if all are at work."""
+        """The process to end before this tenant gets another: the longest idle one of the tenant with the most; this tenant's own if it
+        has half of all. None: it may have one now. Raises NoRoom if all are at work."""
         held = self._held()
         if len(self._hosts) < self._most + (0 if held[tenant] else KEPT):
             return None

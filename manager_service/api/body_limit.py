@@ -1,5 +1,7 @@
-"""Limits on request bodies: on their size, also of those that do not announce it, on the time in which they come, and on what a
-tenant uploads at once, or sends in large bodies."""
+"""Limits the size of each request body, announced or not, and the time in which it comes.
+
+Also limits how much each tenant uploads, and sends in large bodies, at once.
+"""
 
 import asyncio
 import time

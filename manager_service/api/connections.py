@@ -1,5 +1,8 @@
-"""Connections of those who send no request, give no key or do not read their answers: they are closed after a while, the oldest of
-too many at once. An answer to a request without a key ends its connection (`key_first.py`), so that what follows it is never worked on."""
+"""Closes connections whose clients send no request, give no key or do not read their answers.
+
+They are closed after a while; of too many, the oldest are closed at once. An answer to a request without a key ends its connection
+(`key_first.py`): what follows it is never worked on.
+"""
 
 import asyncio
 import socket

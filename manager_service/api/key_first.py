@@ -1,5 +1,7 @@
-"""Answers a request with a body and without a known key before it reads the body, and ends a connection after an answer to a request
-without one: what was sent behind it is never worked on."""
+"""Answers a request without a known key before it reads the body.
+
+Ends the connection after such an answer, so that nothing sent behind the request is worked on.
+"""
 
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

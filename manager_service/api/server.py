@@ -116,7 +116,7 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
 
 
 def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
-    """What all replicas' requests and, of those for samples in bulk, jobs may have under way at once."""
+    """Places for all replicas' requests; bulk samples share theirs with jobs."""
     if kind == BULK:
         return int(OVERSUBSCRIPTION * cluster.slots("rollout"))
     return int(inference_share * cluster.slots(kind))

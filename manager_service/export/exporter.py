@@ -213,7 +213,7 @@ class Exporter:
         return (await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))).get(logger)
 
     async def _batch(self, export: Export, *, offline: bool) -> "Batch | None":
-        """What a job has to be written; None if it is too little, or nothing."""
+        """The rows to write now; None if too few."""
         now = time.monotonic()
         found = await export.cell.job(export.tenant, export.job)
         if found is None:

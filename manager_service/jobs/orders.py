@@ -130,7 +130,7 @@ class Orders:
         )
 
     def item_of(self, key: TrajectoryKey) -> dict[str, Any] | None:
-        """What a trajectory is about: an evaluation's in the order of its file."""
+        """The item of a trajectory; evaluations go in file order."""
         return self.item(key.group) if key.purpose == "train" else self._eval_items[key.group]
 
     def item(self, group: int) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Says when training ends early: at a target, on a plateau, or where the tokens that the job may use are used up.
 
-Compared is the newest evaluation where there are some between steps, else the mean over the last WINDOW steps: of the reward, or of a
-supervised job's loss with its sign turned, so that more is better.
+Compares the newest evaluation if there are any between steps, else the mean of the last WINDOW steps: of the reward, or of a supervised
+job's loss with its sign turned, so that more is better.
 """
 
 from manager_service.records import JobSpec, JobState, Progress, Stop

@@ -30,11 +30,11 @@ from manager_service.records import JobState
 from manager_service.scheduling.members import MemberTable
 
 AT_ONCE = 8
-"""Jobs that are worked for at once, so that calls which are slow hold up few others."""
+"""Jobs served at once, so that slow calls hold up few others."""
 AGAIN_S = 5.0
-"""After which it is tried again when the storage was away."""
+"""Time to the next attempt after the storage was away."""
 MAX_WAITING_BYTES = 8 << 20
-"""Of a job's samples in Redis while the storage is away."""
+"""Bytes of a job's samples that Redis keeps while the storage is away."""
 # KEYS: samples:<job> or answers:<job>. ARGV: fields, each with what was written of it to the file.
 DELETE_IF_SAME = """
 for at = 1, #ARGV, 2 do

@@ -164,7 +164,7 @@ class Retention:
         return self.state.ended_at + (UNNAMED_KEPT_S if is_kept else KEEP_RESULTS_S)
 
     def _mark(self, needs: Needs, now: float, changes: Changes) -> None:
-        """Takes what nobody needs off the list. Of a forgotten run the last mark may be an empty one: then all that is left goes."""
+        """Unlists versions that nobody needs. The last mark of a forgotten run may be empty; then everything left is deleted."""
         gone = [version for version in self.versions if version not in needs][:MAX_LEAVING]
         bare = [version for version, whole in self.versions.items() if whole and not needs.get(version, True)]
         is_last = not self.versions and self._is_forgotten(now)

@@ -257,7 +257,7 @@ class Run:
     # ---- trainers ---------------------------------------------------------------------------------------------------
 
     def _next(self) -> list[Operation]:
-        """The operations of the next message: of the log, what the holder's gradient lacks; then those that wait, to an optim_step."""
+        """The next message: logged operations that the trainer's gradient lacks, then waiting ones up to the next optim_step."""
         state = self.state
         if state.status != "ready" or state.sent or state.head not in self._waiting:
             return []

@@ -194,8 +194,9 @@ class Runs:
         return abs(now - self._retired_at) >= RETIRE_EVERY_S  # the clock may have gone back
 
     async def retire(self, copies: Iterable[tuple[AdapterRef, bool]], now: float, changes: Changes) -> None:
-        """Goes on with deleting versions that nobody needs. `copies`: that jobs are to make of runs' versions, and whether with the
-        optimiser's state. `changes` is committed before the next call.
+        """Goes on with deleting versions that nobody needs. `changes` is committed before the next call.
+
+        `copies`: versions that jobs will copy, each with whether the optimiser's state goes along.
         """
         self._retired_at = now
         found = await self._due(now)

@@ -6,8 +6,8 @@
 
 Its files:
 
-    allocator.py        decides, each time that the owner has read messages, which job starts, is issued a group, has its batch trained
-    fairness.py         says for the allocator whom to serve next, by weight, and how much may be issued
+    allocator.py        decides which job starts, which gets a group, and whose batch trains
+    fairness.py         computes room and order for the allocator
     correction.py       corrects a share of the rollout slots by what it got of the engines' time
     members.py          says what decisions need to know of a job or a run, and lists them
     demand.py           sums up what all of them want, and keeps the sums current by difference

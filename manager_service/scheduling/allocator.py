@@ -65,7 +65,7 @@ class Slots(Protocol):
         ...
 
     def waits_for(self, job: str) -> str:
-        """What the job's work waits for outside of the workers, or else all work of one; empty if none says."""
+        """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""
         ...
 
 

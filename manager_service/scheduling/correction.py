@@ -10,7 +10,7 @@ from math import sqrt
 JOBS = "jobs"
 """What jobs were served. Completions and samples in bulk stand beside it by the names of their places."""
 ENOUGH_S = 2.0
-"""Seconds of engines in which what a share got is told from chance."""
+"""Engine seconds needed before a difference counts as more than chance."""
 MOST = 2.0
 
 
@@ -35,8 +35,8 @@ class Correction:
     def look(self, served: Mapping[str, float], kind: str, due: float, *, asks: bool) -> None:
         """Goes half the way (of the logarithm) to the factor with which `kind` would have got its due.
 
-        `served`: seconds of engines up to now, by kind. `due`: part of all, 0 to 1. `asks`: it wants more than it has; what it
-        gets while it does not says nothing.
+        `served`: seconds of engines up to now, by kind. `due`: part of all, 0 to 1. `asks`: it wants more than it has;
+        without demand, its use tells nothing.
         """
         before = self._before
         if before is None or _lost(served, before) or not asks or not 0 < due < 1:

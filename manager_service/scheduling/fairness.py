@@ -1,4 +1,4 @@
-"""Picks the tenant that is served next, by the virtual times of `common/fairness.py`. Pure functions of state.
+"""Computes room and order for the allocator, by the virtual times of `common/fairness.py`. Pure functions of state.
 
 Work under way is charged by estimate, settled work by what it used.
 """
@@ -14,7 +14,7 @@ FIRST_GROUPS = 4.0
 MAX_MEMORY_USED = 0.6
 """Share of Redis' memory limit above which nothing new is issued."""
 LONGEST_WAITING_EVERY = 4
-"""Every so many turns of a tenant, its job that waits longest is served instead of its most urgent one."""
+"""After this many turns a tenant's longest-waiting job is served once, instead of its most urgent one."""
 
 
 def serve(virtual: Mapping[str, float], grant: Callable[[str], tuple[float, int] | None], room: int) -> None:

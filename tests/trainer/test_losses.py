@@ -6,14 +6,14 @@ Gradients of the second one are central differences. `stopped` are the log-probs
 import math
 import statistics
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from common.advantages import AdvantageKind
-from common.messages import LossSpec
+from common.advantages import ADVANTAGES, AdvantageKind
+from common.messages import LossName, LossSpec
 from trainer_service.batch import Batch, SampledRows
 from trainer_service.losses import (
     RULES,
@@ -202,6 +202,11 @@ def test_micro_batches_do_not_change_the_gradient(name: str) -> None:
 
     assert pieces[0] == pytest.approx(whole[0], abs=1e-12)
     assert pieces[1] == pytest.approx(whole[1], abs=1e-12)
+
+
+def test_each_loss_has_a_rule_and_an_advantage() -> None:
+    assert set(get_args(LossName)) == set(RULES)
+    assert {*get_args(LossName), "cross_entropy"} == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("kind", ["standardised", "centred", "leave_one_out"])

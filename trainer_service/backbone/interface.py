@@ -18,7 +18,7 @@ AdapterPlace = tuple[AdapterStack, int]
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What goes through the base model in one pass. Rows are counted sequence by sequence."""
+    """The rows of one pass through the base model, sequence by sequence."""
 
     trees: Sequence[Tree]
     targets: Sequence[Ints]  # of each row [its M], token ids

@@ -60,7 +60,7 @@ def _refuse(folder: Path, reasons: Iterable[str]) -> None:
 
 
 def _unsupported(config: Any) -> Iterator[str]:
-    """What of a configuration would be computed otherwise than meant, in the words of its fields."""
+    """Names the fields of a configuration that this code does not compute."""
     text = config.get_text_config()
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else type(quantized).__name__

@@ -4,8 +4,8 @@ Each replica tells the others in Redis, every EXCHANGE_S, which tenants ask it f
 they ask for. A tenant's weight is split among the replicas by what it asks of each. A replica has the part of the cell's
 places that its tenants' weights are of all, and shares it by those weights.
 
-Who chats or samples in bulk shares the rollout workers with jobs: the weight of all of them stands in `sampling`, where owners
-see it, and owners' weight is seen here. Of a tenant who asks for less than its weight gives it, as much weight counts as it asks for.
+Tenants that chat or sample in bulk share the rollout workers with jobs: their weight stands in `sampling`, where owners see it, and
+owners' weight is seen here. A tenant that asks for less than its share counts with just that much weight.
 
 What completions got of the engines' time corrects their places (manager_service/scheduling/correction.py), beside owners who correct
 jobs' share; samples in bulk have the rest.
@@ -113,7 +113,7 @@ class CellShare:
         self._correct(numbers(served))
 
     def _at_most(self, kind: str, asked: Asked) -> Asked:
-        """Who asks two replicas for more than there is has an equal part of both, however long the queues."""
+        """Splits a tenant's demand equally between replicas once it exceeds what there is."""
         return Asked(asked.weight, min(asked.num, max(1, self._slots()))) if kind in ROLLOUT else asked
 
     def note(self, kind: str, seconds: float) -> None:
@@ -162,7 +162,7 @@ class CellShare:
         return weight * here.num / self._asked(tenant, *(ROLLOUT if kind in ROLLOUT else (kind,)))
 
     def _sampling_weight(self, *, whole: Collection[str] = ()) -> float:
-        """What counts, beside jobs' weight, of the weights of all who chat or sample in bulk. `whole`: tenants whose whole weight does."""
+        """Sums the weight of chatting and sampling tenants that counts against jobs. `whole`: tenants whose whole weight counts."""
         return sum(self._counted(whole=whole).values())
 
     def _counted(self, *, whole: Collection[str] = ()) -> dict[str, float]:

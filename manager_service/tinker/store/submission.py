@@ -17,12 +17,12 @@ from manager_service.runs.records import Sampler
 from manager_service.tinker.store.runs import RunRow
 
 MAX_OPEN = 256
-"""Operations of a run from its first without a result on: what comes behind them is told to come again."""
+"""Operations of a run from its first without a result on; later ones are told to come again."""
 MAX_OPEN_BYTES = 64 << 20
-"""Of their payloads."""
+"""Bytes of their payloads."""
 MAX_HELD_BYTES = 256 << 20
-"""Of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may go
-on, or runs that all hold something could wait for each other for ever."""
+"""Bytes of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may
+go on, or runs that all hold something could wait for each other for ever."""
 NUM_KEPT = 4096
 """Numbers that are remembered, so that an operation which is sent again is known."""
 UNSAVED_KEPT_S = 2 * 86_400
