@@ -1,5 +1,8 @@
 """Starts one env worker. Wiring only."""
 
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
 import structlog
 
 from common.messages import Outside
@@ -21,6 +24,8 @@ from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
 from env_service.verifiers.process import Hosts
 
+Closing = list[Callable[[], Awaitable[None]]]
+"""Closes some parts of the worker, in this order."""
 AHEAD = 16
 """Messages that wait in a worker for a slot, for each slot: among them the next of a tenant whose turn it is can be found."""
 DRAIN_S = 1.0
@@ -66,10 +71,7 @@ async def sandbox_of(settings: EnvSettings) -> Sandbox:
     return sandbox
 
 
-async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
-    base_dir = resolve_config(settings.models[parts.cell.base_model])
-    tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
-    sandbox = await sandbox_of(settings)
+def graders_of(settings: EnvSettings, sandbox: Sandbox) -> tuple[GraderRunner, Closing]:
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
     models = model_endpoints(settings)
     text_comparer = TextComparer()
@@ -80,6 +82,12 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         timeout_s=settings.grader_timeout_s,
         models=models,
     )
+    return graders, [text_comparer.close, endpoints.close, models.close]
+
+
+async def environments_of(settings: EnvSettings, base_dir: Path) -> tuple[Catalogue, Closing]:
+    sandbox = await sandbox_of(settings)
+    graders, graders_end = graders_of(settings, sandbox)
     openenv = openenv_servers(settings)
     environments = Catalogue(
         graders=graders,
@@ -89,6 +97,13 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         base_dir=base_dir,
         hosts=Hosts(memory_bytes=settings.env_package_memory_mb << 20),
     )
+    return environments, [environments.close, *graders_end, openenv.close, sandbox.close]
+
+
+async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
+    base_dir = resolve_config(settings.models[parts.cell.base_model])
+    tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
+    environments, environments_end = await environments_of(settings, base_dir)
     sessions = sessions_of(settings, parts.worker)
     attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
     await attendance.begin()
@@ -101,16 +116,6 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         sessions=sessions,
     )
     inboxes = [Inbox(parts.cell.env_worker(parts.worker), GROUP_ENV), Inbox(parts.cell.env, GROUP_ENV)]
-    close = [
-        sessions.close,
-        attendance.close,
-        environments.close,
-        text_comparer.close,
-        endpoints.close,
-        models.close,
-        openenv.close,
-        sandbox.close,
-    ]
     return BuiltService(
         handler,
         inboxes,
@@ -121,7 +126,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         waiting=handler.waiting.lately,
         counters=handler.counters,
         beside=[sessions.close_idle, attendance.run],
-        close=close,
+        close=[sessions.close, attendance.close, *environments_end],
     )
 
 

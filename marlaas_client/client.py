@@ -87,12 +87,9 @@ class Client:
         seed: int | None = None,
         log: Sequence[str] = (),
     ) -> Job:
-        """Uploads the items and creates a job, whose `model` is a base model, or a tuned one, or its job, to go on from; `adapter`: a
-        folder with an adapter of the base, to go on from.
-
-        `grader`: as the API takes it, or short, `string_check:answer`. `environment`: as the API takes it, or its name; some make
-        items themselves. `log`: loggers that the figures go to, `wandb:PROJECT`.
-        """
+        """Uploads the items and creates a job. `model`: a base model, or a tuned one, or its job, to go on from; `adapter`: a folder with
+        an adapter of the base, to go on from. `grader`, `environment`: as the API takes it, or short, `string_check:answer`, or a name;
+        some environments make items themselves. `log`: loggers that the figures go to, `wandb:PROJECT`."""
         how = {
             "grader": grader_of(grader) if isinstance(grader, str) else grader,
             "environment": {"name": environment} if isinstance(environment, str) else environment,
@@ -103,19 +100,19 @@ class Client:
             check_folder(adapter)
         request["model"] = self.model_of(model)
         with ExitStack() as unused:
-
-            def add(field: str, file: Record) -> None:
-                unused.callback(self.discard, file["id"])
-                request[field] = file["id"]
-
             for field, given in (("training_file", items), ("validation_file", validation)):
                 if given is not None:
-                    add(field, self.upload(*content_of(given)))
+                    self.attach(request, field, self.upload(*content_of(given))["id"], unused)
             if adapter is not None:
-                add("adapter_file", self.upload_adapter(adapter))
+                self.attach(request, "adapter_file", self.upload_adapter(adapter)["id"], unused)
             job = self.create(request)
             unused.pop_all()
         return job
+
+    def attach(self, request: Record, field: str, file: str, unused: ExitStack) -> None:
+        """Puts an uploaded file into a request. At its end `unused` deletes it, unless a job has it."""
+        unused.callback(self.discard, file)
+        request[field] = file
 
     def create(self, request: Record) -> Job:
         """Creates a job, as `request_of` describes it."""

@@ -21,6 +21,7 @@ from simulator.calibration import Calibration, LogNormal, Machine, Size, Workloa
 Deltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
 
+SERVICES = ("rollout", "env", "trainer")
 SAME_SIZE = 0.05
 """Steps whose tokens differ relatively less than this say nothing about what a step costs beside its tokens."""
 
@@ -66,8 +67,8 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
     as it was in this run, on a machine with other work too, is in them, and the simulator adds none.
     `control_s`: processor seconds of manager and Redis for a turn, which telemetry does not tell.
     """
-    by_service = {service: deltas(recording.reports, service) for service in ("rollout", "env", "trainer")}
-    rollout, env, trainer = (total(by_service[service]) for service in ("rollout", "env", "trainer"))
+    by_service = {service: deltas(recording.reports, service) for service in SERVICES}
+    rollout, env, trainer = (total(by_service[service]) for service in SERVICES)
     for service, counters, counter in (
         ("rollout", rollout, "turns"),
         ("env", env, "graded"),
@@ -75,12 +76,22 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
     ):
         if not counters.get(counter):
             raise ValueError(f"no {service} worker did anything between two of its reports: calibrate on a longer run")
+    return Calibration(
+        machine=fit_machine(by_service, cores, control_s),
+        workload=fit_workload(recording.hyper, rollout, env, trainer, name),
+        size=fit_size(recording.reports),
+        measured_from={"turns": rollout["turns"], "steps": trainer["settled"], "trajectories": env["graded"]},
+    )
+
+
+def fit_machine(by_service: dict[str, Deltas], cores: int | None, control_s: float) -> Machine:
+    rollout, env, trainer = (total(by_service[service]) for service in SERVICES)
     step_s, row_s = fit_decode(by_service["rollout"])
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
     training_waits = 1.0 if cores else max(1.0, trainer["busy_s"] / trainer["compute_s"])
     train_step_s, train_token_s = fit_training(by_service["trainer"])
     trainer_loop_s = beside_s(by_service["trainer"], "compute_s") / trainer["settled"]
-    machine = Machine(
+    return Machine(
         decode_step_s=step_s * waiting,
         decode_row_s=row_s * waiting,
         prefill_token_s=waiting * rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
@@ -96,12 +107,6 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
         trainer_loop_s=trainer_loop_s,
         control_s=control_s,
         cores=cores,
-    )
-    return Calibration(
-        machine=machine,
-        workload=fit_workload(recording.hyper, rollout, env, trainer, name),
-        size=fit_size(recording.reports),
-        measured_from={"turns": rollout["turns"], "steps": trainer["settled"], "trajectories": env["graded"]},
     )
 
 

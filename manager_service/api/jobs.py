@@ -24,7 +24,7 @@ from manager_service.api.schemas import ErrorObject, HyperparameterObject, JobOb
 from manager_service.api.submission import JobGiven, build_spec
 from manager_service.kept import Kept
 from manager_service.receivers import Receivers
-from manager_service.records import FINAL, Status, TenantRecord
+from manager_service.records import FINAL, JobError, Status, TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
 
@@ -170,6 +170,10 @@ def _wrong_state(row: JobRow, action: Action) -> ApiError:
     )
 
 
+def _shown_error(error: JobError | None) -> ErrorObject | None:
+    return ErrorObject(code=error.code, message=error.message, param=error.param) if error else None
+
+
 def shown(row: JobRow) -> JobObject:
     spec, state = row.spec, row.state
     tuned = None if state.version < 1 or row.deleted else spec.tuned_model
@@ -188,9 +192,7 @@ def shown(row: JobRow) -> JobObject:
         hyperparameters=spec.method[spec.method["type"]]["hyperparameters"],
         method=spec.method,
         trained_tokens=state.trained_tokens,
-        error=ErrorObject(code=state.error.code, message=state.error.message, param=state.error.param)
-        if state.error
-        else None,
+        error=_shown_error(state.error),
         seed=spec.seed,
         integrations=[integrations.shown(one) for one in spec.integrations],
         user_provided_suffix=spec.suffix or None,

@@ -137,26 +137,13 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     integrations = checked_integrations(body.integrations or [], await Receivers(api.redis).installed())
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
-    if api.settings.deterministic and is_live(plan.env):
-        raise InvalidInput(
-            f"the environment {plan.env.name!r} holds its state in a session, so that its answers are not known to be the same again: "
-            "it cannot be used in deterministic mode",
-            param="method.reinforcement.environment",
-        )
+    _check_repeats(api, plan.env)
     check_outside(plan.env, base.cluster.outside(), param=_grader_param(body))
     env = await pin_environment(api, tenant, base, plan.env, param=_grader_param(body))
-    training = await _file(api, tenant, body.training_file, "training_file")
-    validation = await _file(api, tenant, body.validation_file, "validation_file")
-    if training is None and not makes_items(plan.env):
-        what = "a supervised job" if plan.supervised else f"the environment {plan.env.name!r}"
-        raise InvalidInput(f"{what} needs a training_file", param="training_file")
+    training, validation = await _files(api, tenant, body, plan)
     num_items = training.num_items if training else 0
     hyper = plan.hyper(base, num_items, api.settings.scheduling)
-    for record, param in ((training, "training_file"), (validation, "validation_file")):
-        if record is not None:
-            await _check_items(api, tenant, record, base, plan, param)
-    if not plan.supervised:
-        _check_memory(base, plan.given, training, validation)
+    await _check_files(api, tenant, base, plan, training, validation)
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
         tenant=tenant.id,
@@ -186,6 +173,42 @@ _OF_TEXTS = (
     "Examples whose prompt and completion are texts are learned as they stand, without the chat template by which chat and other jobs ask: "
     "write lists of messages for that, as `marlaas submit --prompt COLUMN --completion COLUMN` does"
 )
+
+
+async def _files(
+    api: Api, tenant: TenantRecord, body: JobGiven, plan: JobPlan
+) -> tuple[FileRecord | None, FileRecord | None]:
+    """The items, and the held-out ones."""
+    training = await _file(api, tenant, body.training_file, "training_file")
+    validation = await _file(api, tenant, body.validation_file, "validation_file")
+    if training is None and not makes_items(plan.env):
+        what = "a supervised job" if plan.supervised else f"the environment {plan.env.name!r}"
+        raise InvalidInput(f"{what} needs a training_file", param="training_file")
+    return training, validation
+
+
+async def _check_files(
+    api: Api,
+    tenant: TenantRecord,
+    base: Base,
+    plan: JobPlan,
+    training: FileRecord | None,
+    validation: FileRecord | None,
+) -> None:
+    for record, param in ((training, "training_file"), (validation, "validation_file")):
+        if record is not None:
+            await _check_items(api, tenant, record, base, plan, param)
+    if not plan.supervised:
+        _check_memory(base, plan.given, training, validation)
+
+
+def _check_repeats(api: Api, env: EnvSpec) -> None:
+    if api.settings.deterministic and is_live(env):
+        raise InvalidInput(
+            f"the environment {env.name!r} holds its state in a session, so that its answers are not known to be the same again: "
+            "it cannot be used in deterministic mode",
+            param="method.reinforcement.environment",
+        )
 
 
 async def _plan(api: Api, tenant: TenantRecord, body: JobGiven, start: JobStart) -> JobPlan:

@@ -74,13 +74,10 @@ class Owner:
         archive_after_s: float = ARCHIVE_AFTER_S,
         limits: Limits = LIMITS,
     ) -> None:
-        self._bus = bus
-        self._cell = bus.cell
+        self._bus, self._cell = bus, bus.cell
         self._cluster = cluster
-        self._store = store
-        self._objects = objects
-        self._lease_s = lease_s
-        self._limits = limits
+        self._store, self._objects = store, objects
+        self._lease_s, self._limits = lease_s, limits
         self._token = secrets.token_hex(16)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus = 0  # partitions to give back
@@ -96,8 +93,7 @@ class Owner:
         self._wanted = asyncio.Event()  # a partition wants something of the object storage
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
-        self._lock = asyncio.Lock()
-        """Held while jobs change. Nothing waits for object storage under it, as that would stop every tenant."""
+        self._lock = asyncio.Lock()  # while jobs change; to wait for object storage under it would stop every tenant
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
         self._surroundings = Surroundings(bus, tenants, self._allocator, limits)

@@ -2,7 +2,6 @@
 
 import re
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 from urllib.parse import quote
@@ -12,13 +11,17 @@ import typer
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 from marlaas_client.cli.samples import show
-from marlaas_client.cli.submit import json_object, parse_hyper, upload
+from marlaas_client.cli.submit import File, json_object, parse_hyper, upload
 from marlaas_client.client import Client
 from marlaas_client.dataset import Columns
 from marlaas_client.errors import InvalidInput, JobFailed, Refused
 from marlaas_client.records import FINAL, Record
 from marlaas_client.submission import SHORT_GRADERS, grader_of, request_of
 
+Name = Annotated[str, typer.Argument(help="As in `env list`.")]
+Args = Annotated[str, typer.Option(help="The environment's arguments as JSON.")]
+CheckHyper = Annotated[list[str] | None, typer.Option("--hyper", help="key=value, may be repeated: max_tokens=64.")]
+CheckModel = Annotated[str, typer.Option("--model", help="The base model, or a tuned one, ft:…, or its job, ftjob-….")]
 app = typer.Typer(no_args_is_help=True, help="Environments: which there are, and whether one works.")
 
 MAX_SUFFIX = 64
@@ -64,13 +67,11 @@ def _optional(name: str, schema: Record) -> str:
 
 @app.command("check")
 def check(
-    name: Annotated[str, typer.Argument(help="As in `env list`.")],
-    file: Annotated[
-        Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")
-    ] = None,
-    args: Annotated[str, typer.Option(help="The environment's arguments as JSON.")] = "{}",
-    hyper: Annotated[list[str] | None, typer.Option(help="key=value, may be repeated: max_tokens=64.")] = None,
-    model: Annotated[str, typer.Option(help="The base model, or a tuned one, ft:…, or its job, ftjob-….")] = "tiny",
+    name: Name,
+    file: File = None,
+    args: Args = "{}",
+    hyper: CheckHyper = None,
+    model: CheckModel = "tiny",
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
@@ -89,31 +90,43 @@ def check(
         training = upload(client, file, Columns()) if file else None
         if training:
             undo.callback(_delete, client, f"/v1/files/{training}")
-        request = request_of(
-            "reinforcement",
-            how,
-            model=client.model_of(model),
-            training_file=training,
-            suffix=_suffix(name),
-            webhooks=False,
+        start = client.model_of(model)
+        job = _create(
+            client,
+            request_of("reinforcement", how, model=start, training_file=training, suffix=_suffix(name), webhooks=False),
+            known,
         )
-        try:
-            job = client.create(request)["id"]
-        except Refused as error:
-            if not file and error.status == 400 and known and not (known["makes_items"] or known["error"]):
-                raise InvalidInput(
-                    f"{name} makes no items: give a file of them, marlaas env check {name} FILE"
-                ) from error
-            raise
         undo.callback(_end, client, job)
         if not as_json:
             say(f"{job} plays {name}", err=True)
-        for event in client.follow(job):
-            if event["level"] == "warn":
-                say(f"warn: {event['message']}", err=True)
-            if UNREACHABLE in event["message"]:
-                raise JobFailed(f"the environment {name} does not work: {event['message']}")
+        _follow(client, job, name)
         _report(client, job, name, as_json=as_json)
+
+
+def _create(client: Client, request: Record, known: Record | None) -> str:
+    """The id of the job. `known`: the environment, if the service lists it. Raises InvalidInput if that needs a file of items."""
+    try:
+        return client.create(request)["id"]
+    except Refused as error:
+        if (
+            known is None
+            or known["makes_items"]
+            or known["error"]
+            or request.get("training_file")
+            or error.status != 400
+        ):
+            raise
+        name = known["id"]
+        raise InvalidInput(f"{name} makes no items: give a file of them, marlaas env check {name} FILE") from error
+
+
+def _follow(client: Client, job: str, name: str) -> None:
+    """Says the job's warnings until it has ended. Raises JobFailed for a server that cannot be reached."""
+    for event in client.follow(job):
+        if event["level"] == "warn":
+            say(f"warn: {event['message']}", err=True)
+        if UNREACHABLE in event["message"]:
+            raise JobFailed(f"the environment {name} does not work: {event['message']}")
 
 
 def _suffix(name: str) -> str:

@@ -17,29 +17,35 @@ TITLES = {"prompt": "prompt", "model": "model", "environment": "environment or t
 LINE_ENDS = "\n\t"
 
 
+Step = Annotated[
+    int | None,
+    typer.Option("--step", "--version", help="That was trained on them, or evaluated. Default: the newest."),
+]
+Evaluation = Annotated[bool, typer.Option("--evaluation", help="What versions said to the first held-out items.")]
+Item = Annotated[int | None, typer.Option(min=0, help="One of those: what the newest versions said to it. From 0.")]
+Best = Annotated[bool, typer.Option("--best", help="Those of the largest reward.")]
+Worst = Annotated[bool, typer.Option("--worst", help="Those of the smallest reward.")]
+Failed = Annotated[bool, typer.Option("--failed", help="Those that failed, and have no reward.")]
+Limit = Annotated[int, typer.Option(min=1, help="How many are shown.")]
+JsonLines = Annotated[
+    bool,
+    typer.Option(
+        "--jsonl",
+        help="All that are kept, a line each; of all steps, or with --evaluation of all of those, without --step.",
+    ),
+]
+
+
 def samples(
     job: JobId,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", "--version", help="That was trained on them, or evaluated. Default: the newest."),
-    ] = None,
-    evaluation: Annotated[
-        bool, typer.Option("--evaluation", help="What versions said to the first held-out items.")
-    ] = False,
-    item: Annotated[
-        int | None, typer.Option(min=0, help="One of those: what the newest versions said to it. From 0.")
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Those of the largest reward.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Those of the smallest reward.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Those that failed, and have no reward.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 4,
-    jsonl: Annotated[
-        bool,
-        typer.Option(
-            "--jsonl",
-            help="All that are kept, a line each; of all steps, or with --evaluation of all of those, without --step.",
-        ),
-    ] = False,
+    step: Step = None,
+    evaluation: Evaluation = False,
+    item: Item = None,
+    best: Best = False,
+    worst: Worst = False,
+    failed: Failed = False,
+    limit: Limit = 4,
+    jsonl: JsonLines = False,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,

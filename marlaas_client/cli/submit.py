@@ -55,13 +55,20 @@ Start = Annotated[
 Log = Annotated[
     list[str] | None, typer.Option(help="Send the figures to wandb:PROJECT, or trackio:PROJECT; may be repeated.")
 ]
+File = Annotated[Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")]
+Validation = Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")]
+Grader = Annotated[
+    str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
+]
+Suffix = Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")]
+Estimate = Annotated[bool, typer.Option("--estimate", help="Say what the job would need, and create none.")]
 
 
 def submit(
-    file: Annotated[
-        Path | None, typer.Argument(help="JSONL, CSV or Parquet. Without it the environment makes items.")
-    ] = None,
-    validation: Annotated[Path | None, typer.Option(help="Held-out items, in a file as the other.")] = None,
+    file: File = None,
+    validation: Validation = None,
     dataset: Dataset = None,
     split: SplitName = "train",
     validation_split: ValidationSplit = None,
@@ -70,18 +77,16 @@ def submit(
     completion: Completion = None,
     columns: Kept = None,
     method: Learned = "reinforcement",
-    grader: Annotated[
-        str | None, typer.Option(help="JSON, @file.json, or short: string_check:<field of the item>, math:<field>.")
-    ] = None,
+    grader: Grader = None,
     environment: Environment = None,
     hyper: Hyper = None,
     model: Model = "tiny",
     adapter: Start = None,
     log: Log = None,
-    suffix: Annotated[str | None, typer.Option(help="Becomes part of the tuned model's name.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all randomness; drawn and shown if not given.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show the job live until it has ended.")] = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Say what the job would need, and create none.")] = False,
+    suffix: Suffix = None,
+    seed: Seed = None,
+    watch: Watch = False,
+    estimate: Estimate = False,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
@@ -90,32 +95,37 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     fields = {"prompt": prompt, "answer": answer, "completion": completion}
     mapped = mapping(fields, columns, supervised=method == "supervised")
-    training, held_out = sources(file, validation, dataset, split, validation_split)
+    files = Files(*sources(file, validation, dataset, split, validation_split), mapped, adapter)
     request = request_of(method, how, model=model, training_file=None, suffix=suffix, seed=seed, log=log or ())
-    if adapter:
-        check_folder(adapter)
-    with connect(url, data) as client, connect_operator(url, data) as operator, ExitStack() as unused:
-        request["model"] = client.model_of(model)
-
-        def add(field: str, file: str) -> None:
-            unused.callback(client.discard, file)
-            request[field] = file
-
-        if training:
-            add("training_file", upload(client, training, mapped))
-        if held_out:
-            add("validation_file", upload(client, held_out, mapped))
-        if adapter:
-            add("adapter_file", client.upload_adapter(adapter)["id"])
+    with connect(url, data) as client, ExitStack() as unused:
+        complete(client, request, files, unused)
         if estimate:
             return show_estimate(client.estimate(request), as_json=as_json)
         job = create(client, request, says_estimate=not as_json)
         unused.pop_all()
-        print_json(job) if as_json else print_status(job)
-        if not watch and not as_json:
-            say(f"marlaas watch {job['id']}", err=True)
-        if watch:
+        tell(client, job, url, data, watch=watch, as_json=as_json)
+
+
+def complete(client: Client, request: Record, files: "Files", unused: ExitStack) -> None:
+    """Uploads the files of a request, and puts their ids and the model's name into it. `unused` deletes them at its end."""
+    if files.adapter:
+        check_folder(files.adapter)
+    request["model"] = client.model_of(request["model"])
+    for field, source in (("training_file", files.training), ("validation_file", files.validation)):
+        if source:
+            client.attach(request, field, upload(client, source, files.columns), unused)
+    if files.adapter:
+        client.attach(request, "adapter_file", client.upload_adapter(files.adapter)["id"], unused)
+
+
+def tell(client: Client, job: Job, url: str | None, data: Path | None, *, watch: bool, as_json: bool) -> None:
+    """Prints the job, then watches it until it has ended, or says how to."""
+    print_json(job) if as_json else print_status(job)
+    if watch:
+        with connect_operator(url, data) as operator:
             watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
+    elif not as_json:
+        say(f"marlaas watch {job['id']}", err=True)
 
 
 def method_of(grader: str | None, environment: str | None, hyper: list[str], *, supervised: bool = False) -> Record:
@@ -222,6 +232,17 @@ class Split(NamedTuple):
 
 
 Source = Path | Split
+
+
+class Files(NamedTuple):
+    """The files of a request."""
+
+    training: Source | None
+    validation: Source | None
+    columns: Columns
+    adapter: Path | None
+
+
 CONVERTED = ".parquet"
 """Files of this kind are always converted here; others if their columns are named."""
 
