@@ -95,7 +95,7 @@ def submit(
     how = method_of(grader, environment, hyper or [], supervised=method == "supervised")
     fields = {"prompt": prompt, "answer": answer, "completion": completion}
     mapped = mapping(fields, columns, supervised=method == "supervised")
-    files = Files(*sources(file, validation, dataset, split, validation_split), mapped, adapter)
+    files = SourceFiles(*sources(file, validation, dataset, split, validation_split), mapped, adapter)
     request = request_of(method, how, model=model, training_file=None, suffix=suffix, seed=seed, log=log or ())
     with connect(url, data) as client, ExitStack() as unused:
         complete(client, request, files, unused)
@@ -106,7 +106,7 @@ def submit(
         tell(client, job, url, data, watch=watch, as_json=as_json)
 
 
-def complete(client: Client, request: Record, files: "Files", unused: ExitStack) -> None:
+def complete(client: Client, request: Record, files: "SourceFiles", unused: ExitStack) -> None:
     """Uploads the files of a request, and puts their ids and the model's name into it. `unused` deletes them at its end."""
     if files.adapter:
         check_folder(files.adapter)
@@ -234,7 +234,7 @@ class Split(NamedTuple):
 Source = Path | Split
 
 
-class Files(NamedTuple):
+class SourceFiles(NamedTuple):
     """The files of a request."""
 
     training: Source | None
