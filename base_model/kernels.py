@@ -57,7 +57,7 @@ CANDIDATES = tuple(Kernels(cbwr, rows) for rows in (4, 8) for cbwr in (None, "AU
 """Fastest first, as measured: docs/decisions/kernels.md."""
 
 
-def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> "Choice":
+def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> "ChosenKernels":
     """Chooses kernels for this process, which must not have multiplied anything yet.
 
     `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS` and ends with status 0 if the kernels that it was
@@ -73,7 +73,7 @@ def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDAT
     if kernels.mkl_cbwr is not None:
         os.environ["MKL_CBWR"] = kernels.mkl_cbwr
     log.info("kernels_chosen", mkl_cbwr=os.environ.get("MKL_CBWR", ""), min_rows=kernels.min_rows)
-    return Choice(kernels, memory)
+    return ChosenKernels(kernels, memory)
 
 
 def run_selftest(selftest: Callable[[Decoder, int], object]) -> None:
@@ -142,7 +142,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenKernels:
     """The kernels of this process, and where they are remembered."""
 
     kernels: Kernels

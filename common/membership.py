@@ -43,7 +43,7 @@ return {'', '', unpack(redis.call('HGETALL', KEYS[1]))}
 """
 
 
-class Refused(MarlaasError):
+class JoinRefused(MarlaasError):
     """The cell's jobs were begun on other bits than this worker computes."""
 
 
@@ -64,13 +64,13 @@ class Membership:
         self._join = bus.client.register_script(_JOIN)
 
     async def join(self) -> None:
-        """Joins, or stays in. Raises Refused, saying what differs and what to do."""
+        """Joins, or stays in. Raises JoinRefused, saying what differs and what to do."""
         cell = self._bus.cell
         words = [self._service, self._mode, self._fingerprint, int(HOLD_S * 1000), cell.begun]
         answer: Any = await self._bus.retrying(lambda: self._join(keys=[cell.bits, cell.bits_live], args=words))
         differs, known, *pairs = (word.decode() for word in answer)
         if differs:
-            raise Refused(self._explained(differs, known))
+            raise JoinRefused(self._explained(differs, known))
         fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
         self._fingerprints.clear()
         self._fingerprints.update({name: value for name, value in fields.items() if name != "mode" and value})
@@ -81,7 +81,7 @@ class Membership:
         while True:
             try:
                 return await self.join()
-            except Refused as error:
+            except JoinRefused as error:
                 if logged != str(error):
                     logged = str(error)
                     log.error("refused", reason=logged)
@@ -94,7 +94,7 @@ class Membership:
             await asyncio.sleep(EVERY_S)
             try:
                 await self.join()
-            except Refused as error:
+            except JoinRefused as error:
                 log.error("membership_lost", reason=str(error))
                 return stop.set()
 

@@ -54,7 +54,7 @@ from env_service.graders.judging import Graded, graded_by, judge_request, resume
 from env_service.graders.model import ModelAsked
 from env_service.live.sessions import Seat, Sessions
 from env_service.live.trajectories import Trajectories, in_session
-from env_service.requests import Written, first_request, made_item, seed_of
+from env_service.requests import TokensSoFar, first_request, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
 Out = tuple[str, Message]
@@ -257,7 +257,7 @@ class EnvHandler:
     def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
         ending = Ending("failed", failure=failure)
         requests = [first_request(start, sample, [], b"", Usage()) for sample in start.samples]
-        return [self._scored(request, Written(request, None), ending, num_turns=0) for request in requests]
+        return [self._scored(request, TokensSoFar(request, None), ending, num_turns=0) for request in requests]
 
     # ------------------------------------------------------------------------------------------------ a turn
 
@@ -306,14 +306,14 @@ class EnvHandler:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
             return context, ending_of(stop, context, step), []
         reply = self._conversation.reply(result, step)
-        written = Written(result.request, result)
+        written = TokensSoFar(result.request, result)
         if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await _stepped(environment, decode_state(context.state), replace(turn, last=True))
             return context, ending_of("context", context, step), []
         return advanced(context, step), None, reply
 
     def _next_request(self, result: TurnResult, context: Context, reply: list[int], usage: Usage) -> TurnRequest:
-        request, written = result.request, Written(result.request, result)
+        request, written = result.request, TokensSoFar(result.request, result)
         zeros = np.zeros(len(reply))
         turn = request.turn + 1
         return msgspec.structs.replace(
@@ -329,7 +329,7 @@ class EnvHandler:
         )
 
     def _settled(self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage) -> list[Out]:
-        written = Written(result.request, result)
+        written = TokensSoFar(result.request, result)
         request = msgspec.structs.replace(result.request, usage=result.usage + usage)
         text = self._conversation.text(result) if len(result.tokens) else ""
         num_turns = request.turn + (1 if len(result.tokens) else 0)
@@ -339,7 +339,7 @@ class EnvHandler:
     def _scored(
         self,
         request: TurnRequest,
-        written: Written,
+        written: TokensSoFar,
         ending: Ending,
         *,
         num_turns: int,

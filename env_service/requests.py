@@ -11,7 +11,7 @@ from common.messages import EMPTY_I32, Start, TrajectoryRef, TurnRequest, TurnRe
 from env_service.environment import Environment, LiveEnvironment
 
 
-class Written:
+class TokensSoFar:
     """The tokens of a trajectory with those of its newest turn."""
 
     def __init__(self, request: TurnRequest, result: TurnResult | None) -> None:

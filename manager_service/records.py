@@ -178,7 +178,7 @@ class EvalTally(msgspec.Struct):
         return self.settled >= self.expected
 
 
-class Progress(msgspec.Struct):
+class ScoreProgress(msgspec.Struct):
     """What early stopping compares, made so that more is better."""
 
     recent: list[float] = []  # of the newest steps
@@ -250,7 +250,7 @@ class JobState(msgspec.Struct, kw_only=True):
     truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
     tokens: int = 0  # prompt, sampled and trained; what was used since the state was last written may be missing
     evaluated: int = -1  # the version of the newest evaluation
-    progress: Progress = msgspec.field(default_factory=Progress)
+    progress: ScoreProgress = msgspec.field(default_factory=ScoreProgress)
     stop: Stop | None = None  # training ends early
     stepped_at: float | None = None  # when the newest version was committed, or the job went on: seconds since 1970
     step_s: float | None = None  # of a step, averaged over the newest

@@ -26,14 +26,14 @@ class ClientSettings(BaseSettings):
     """The folder in which `marlaas up` keeps Redis' files, the store, keys and logs."""
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     url: str
     key: str
     bases: Mapping[str, str]
     """Base model -> its folder, of those that lie on this machine."""
 
 
-def find(url: str | None = None, key: str | None = None, data: Path | None = None, *, admin: bool = False) -> Place:
+def find(url: str | None = None, key: str | None = None, data: Path | None = None, *, admin: bool = False) -> Address:
     """The key is MARLAAS_API_KEY, or the file `api_key` (`admin_key`) in the data folder, if it is not given; that file is never
     sent to a cluster elsewhere.
 
@@ -46,7 +46,7 @@ def find(url: str | None = None, key: str | None = None, data: Path | None = Non
     chosen = (url or settings.url or local_url).rstrip("/").removesuffix("/v1")
     host = _host(chosen)
     key = key or settings.api_key or _read_key(data_dir / ("admin_key" if admin else "api_key"), chosen, host)
-    return Place(chosen, key, running.bases if running and chosen == running.url else {})
+    return Address(chosen, key, running.bases if running and chosen == running.url else {})
 
 
 def _host(text: str) -> str:

@@ -4,7 +4,7 @@
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
 
 Prints one line for each policy and N, and on stderr how far it is. With `--measured`, a folder of measured runs (`run-*.json`, see
-`simulator.calibration.Run`), the measured makespan stands beside the simulated one. The goal is 15 %.
+`simulator.calibration.PolicyRun`), the measured makespan stands beside the simulated one. The goal is 15 %.
 """
 
 import argparse
@@ -19,13 +19,13 @@ import msgspec
 
 from manager_service.scheduling.policies import POLICIES, Policy, parse_policy
 from manager_service.scheduling.training_queue import DISCIPLINES, Discipline
-from simulator.calibration import Calibration, Run, read_calibration, read_runs, write
+from simulator.calibration import Calibration, PolicyRun, read_calibration, read_runs, write
 from simulator.report import Goal, Report, make_table, parser, positive, show
 from simulator.world import simulate
 
 GOAL = 0.15
 """Relative error of the makespan."""
-COLUMNS: Mapping[str, Callable[[Run], float]] = {
+COLUMNS: Mapping[str, Callable[[PolicyRun], float]] = {
     "makespan s": lambda run: run.makespan_s,
     "tokens/s": lambda run: run.tokens_per_s,
     "steps/s": lambda run: run.steps_per_s,
@@ -49,7 +49,7 @@ def sized(calibration: Calibration, given: Any) -> Calibration:
     return msgspec.structs.replace(calibration, size=size, workload=workload)
 
 
-def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline, tenants: int | None) -> Run:
+def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline, tenants: int | None) -> PolicyRun:
     world = simulate(
         calibration,
         policy=policy,
@@ -60,20 +60,20 @@ def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline,
     return world.figures(calibration.workload.name)
 
 
-def matching(measured: list[Run], run: Run) -> Run | None:
+def matching(measured: list[PolicyRun], run: PolicyRun) -> PolicyRun | None:
     """The measured run of the same policy, queue, workload, N and steps."""
     key = (run.policy, run.training_queue, run.workload, run.n, run.steps)
     found = (m for m in measured if m.kind == "measured")
     return next((m for m in found if (m.policy, m.training_queue, m.workload, m.n, m.steps) == key), None)
 
 
-def line(run: Run, measured: Run | None, took_s: float) -> tuple[Any, ...]:
+def line(run: PolicyRun, measured: PolicyRun | None, took_s: float) -> tuple[Any, ...]:
     error = None if measured is None else 100 * (run.makespan_s / measured.makespan_s - 1)
     values = (value(run) for value in COLUMNS.values())
     return (f"{run.workload} {run.policy} {run.n}", *values, measured and measured.makespan_s, error, took_s)
 
 
-def absent(measured: Sequence[Run], folder: Path, workload: str) -> list[str]:
+def absent(measured: Sequence[PolicyRun], folder: Path, workload: str) -> list[str]:
     """Reason why nothing measured stands beside the simulated runs."""
     names = sorted({run.workload for run in measured})
     if not names or workload in names:
@@ -113,14 +113,14 @@ def main() -> None:
     given = options().parse_args()
     try:
         calibration = sized(read_calibration(given.calibration), given)
-        measured = read_runs(given.measured, Run) if given.measured else []
+        measured = read_runs(given.measured, PolicyRun) if given.measured else []
         policies = {name: parse_policy(name) for name in str(given.policy).split(",")}
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
     notes = absent(measured, given.measured, calibration.workload.name)
     lines: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
-    runs: list[Run] = []
+    runs: list[PolicyRun] = []
     for name, n in itertools.product(policies, list[int](given.n)):
         sys.stderr.write(f"{name}, N = {n} …\n")
         started = time.perf_counter()

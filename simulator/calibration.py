@@ -105,7 +105,7 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(sum(ordered) / len(ordered), *rank)
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of N jobs under one policy, measured or simulated: one JSON file each.
 
     Busy shares are of the workers' time from the first submission to the last job's end; tokens are sampled and prompt
@@ -129,7 +129,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     wasted_tokens: int = 0
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
+AnyRun = TypeVar("AnyRun", bound=PolicyRun)
 
 
 def jain(rates: list[float]) -> float:

@@ -33,7 +33,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Host:
+class SimulatedHost:
     """Processor sharing: `cores` between all that compute; None: a core for each.
 
     All advance equally, so one clock of work serves them all: it goes on by `speed` a second. What is to be computed is an event
@@ -94,7 +94,7 @@ class Host:
 class Process:
     """A process's loop: it does what it is given, one after another."""
 
-    host: Host
+    host: SimulatedHost
     _given: deque[tuple[float, Act]] = field(default_factory=deque[tuple[float, Act]])  # the first is computed
 
     def do(self, seconds: float, then: Act) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.messages import Init, Start, TrainStep
 from simulator.calibration import Machine, Workload
-from simulator.clock import Clock, Host, Process
+from simulator.clock import Clock, Process, SimulatedHost
 
 _MASK = (1 << 64) - 1
 
@@ -89,7 +89,7 @@ class SimulatedEngine:
     visit to each token. A joining row's prefill is a debt that is paid before the token clock goes on.
     """
 
-    host: Host
+    host: SimulatedHost
     machine: Machine
     turns: Turns
     slots: int
@@ -192,7 +192,7 @@ class SimulatedEnvironment:
     Their loops take turns.
     """
 
-    host: Host
+    host: SimulatedHost
     machine: Machine
     loops: deque[Process]
     slots: int
@@ -244,7 +244,7 @@ class TrainerWorker:
     shorter step overtake another's longer one, and take more for that; what jobs of like steps wait for is the same.
     """
 
-    host: Host
+    host: SimulatedHost
     machine: Machine
     queue: deque[Init | TrainStep]
     slots: int

@@ -1,4 +1,4 @@
-"""The simulated cluster: the owner's decisions in, a Run out. One owner, no Redis, no kills: those are for tests."""
+"""The simulated cluster: the owner's decisions in, a PolicyRun out. One owner, no Redis, no kills: those are for tests."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -36,8 +36,8 @@ from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
-from simulator.calibration import Calibration, Run, Spread, Workload, jain
-from simulator.clock import Clock, Host, Process
+from simulator.calibration import Calibration, PolicyRun, Spread, Workload, jain
+from simulator.clock import Clock, Process, SimulatedHost
 from simulator.workers import REWARD, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker, Turns
 
 CELL = Cell("simulated")
@@ -76,7 +76,7 @@ class World:
 
     def __post_init__(self) -> None:
         machine, size = self.calibration.machine, self.calibration.size
-        self.host = Host(self.clock, machine.cores)
+        self.host = SimulatedHost(self.clock, machine.cores)
         self.control = Process(self.host)
         self.turns = Turns(self.clock, machine.hop_s)
         self.engines = [
@@ -245,7 +245,7 @@ class World:
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 
-    def figures(self, workload: str) -> Run:
+    def figures(self, workload: str) -> PolicyRun:
         """Call when all jobs have ended."""
         jobs = list(self.progress.values())
         start = min(job.submitted_s for job in jobs)
@@ -254,7 +254,7 @@ class World:
         steps = [later - at for job in jobs for at, later in pairwise(job.versions_s)]
         waits = [job.first_token_s - job.submitted_s for job in jobs if job.first_token_s is not None]
         rates = [job.tokens / (end - job.submitted_s) for job, end in zip(jobs, ends, strict=True)]
-        return Run(
+        return PolicyRun(
             kind="simulated",
             policy=self.policy.name,
             training_queue=self.discipline,

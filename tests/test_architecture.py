@@ -103,6 +103,19 @@ READS_ENVIRONMENT = {
     "trainer_service/ranks/leader.py",  # gloo takes its network interface from there alone
 }
 
+NAMED = tuple(package for package in PRODUCT if package != "chaos")
+"""chaos/ is a client of the whole, with a cluster and tenants of its own; it shares hardly a class with the others."""
+ALIKE = {
+    "InvalidInput": "the client imports no service: the same error in both",
+    "Unavailable": "as InvalidInput",
+    "Job": "in the client the record of the API, in the manager what it tells of",
+    "Forward": "the data of an operation, and the ranks' command to compute such",
+    "Group": "of trajectories; of ranks, as torch.distributed calls it",
+    "HelperPool": "a grader's pool shares one of `common/helpers.py` between tenants",
+    "Question": "what a grader asks its helper, and a model",
+}
+"""Names that two classes may have, with the reason."""
+
 MAX_FILE, MAX_FUNCTION = 450, 38
 LONG_FUNCTIONS = {"common/worker.py:__init__": "the arguments of every worker, each kept under its name"}
 """They may be longer."""
@@ -203,6 +216,20 @@ def test_a_trainer_of_one_rank_starts_without_what_takes_seconds_to_import() -> 
 def test_the_simulator_imports_no_other_benchmark() -> None:
     found = {name for file in files("simulator") for name in imports(file) if name.startswith("benchmarks")}
     assert {name for name in found if not name.startswith("simulator")} == set()
+
+
+# ---- one word, one thing --------------------------------------------------------------------------------------------
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for file in files(*NAMED)
+        if not file.endswith("_pb2.py")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, num in names.items() if num > 1} - ALIKE.keys() == set()
 
 
 # ---- one place each -------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ CLIPPED: tuple[LossFn, ...] = ("ppo", "cispo", "gspo")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckedDatum:
     """A datum, checked."""
 
     tokens: Ints
@@ -70,22 +70,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OperationRows:
     """An operation's rows. `learns`: they add to the gradient. `answers`: their log-probs are wanted."""
 
-    rows: Sequence[Row]
+    rows: Sequence[CheckedDatum]
     learns: bool
     answers: bool
 
 
-def parse_forward(payload: bytes, *, vocab: int, context: int) -> list[Row]:
+def parse_forward(payload: bytes, *, vocab: int, context: int) -> list[CheckedDatum]:
     """Raises InvalidInput for data that contradict themselves or the base model, TrainingFailed for what is not a finite number."""
     try:
         forward = msgspec.msgpack.decode(payload, type=Forward)
     except (msgspec.DecodeError, ValueError) as error:
         raise InvalidInput(f"not the data of an operation: {error}") from error
     rule = _rule(forward)
-    rows: list[Row] = []
+    rows: list[CheckedDatum] = []
     for number, datum in enumerate(forward.data):
         try:
             rows.append(_row(datum, rule, vocab, context))
@@ -117,7 +117,7 @@ def _finite(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
 
 
-def _row(datum: Datum, rule: RunRule, vocab: int, context: int) -> Row:
+def _row(datum: Datum, rule: RunRule, vocab: int, context: int) -> CheckedDatum:
     num = len(_flat("tokens", datum.tokens, "i4", None))
     tokens, targets = (
         _ids(name, array, num, vocab) for name, array in (("tokens", datum.tokens), ("targets", datum.targets))
@@ -148,7 +148,9 @@ def _row(datum: Datum, rule: RunRule, vocab: int, context: int) -> Row:
         "betas_R1": rule.beta,
     }
     learned_M = (factors_M != 0) | (rule.beta != 0)
-    return Row(tokens, targets, of_targets_KM, learned_M, np.array([of_row.get(name, 0.0) for name in ROW_TERMS]))
+    return CheckedDatum(
+        tokens, targets, of_targets_KM, learned_M, np.array([of_row.get(name, 0.0) for name in ROW_TERMS])
+    )
 
 
 def _flat(name: str, array: Array, dtype: str, num: int | None) -> np.ndarray[Any, Any]:
@@ -176,7 +178,7 @@ def _numbers(name: str, array: Array | None, num: int, otherwise: float) -> Floa
     return values
 
 
-def batch_of_parts(parts: Sequence[Part]) -> Batch:
+def batch_of_parts(parts: Sequence[OperationRows]) -> Batch:
     """The batch of a stretch of operations, in order. Rows that neither learn nor answer are not wanted."""
     rows = [row for part in parts for row in part.rows]
     learned_R = np.array([bool(row.learned_M.any()) for row in rows], bool)

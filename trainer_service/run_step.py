@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import InvalidInput, TrainingFailed
 from common.messages import Failure, OptimSpec, Usage, f32
 from common.operations import OperationResult, Outputs, RunOperation
-from trainer_service.data import Part, Row, batch_of_parts, parse_forward
+from trainer_service.data import CheckedDatum, OperationRows, batch_of_parts, parse_forward
 from trainer_service.open_step import OpenBatch, TrainState, check_rate, failure_of
 from trainer_service.training import Trainer
 
@@ -41,13 +41,13 @@ class Parsed:
     seq: int
     action: str
     answered: bool
-    rows: Sequence[Row] = ()
+    rows: Sequence[CheckedDatum] = ()
     optim: OptimSpec | None = None
     failure: Failure | None = None
 
     @property
-    def part(self) -> Part:
-        return Part(self.rows, learns=self.action == "forward_backward", answers=not self.answered)
+    def part(self) -> OperationRows:
+        return OperationRows(self.rows, learns=self.action == "forward_backward", answers=not self.answered)
 
     @property
     def num_tokens(self) -> int:

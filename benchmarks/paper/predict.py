@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.paper.results import Measured
 from manager_service.scheduling.policies import parse_policy
-from simulator.calibration import Calibration, Run
+from simulator.calibration import Calibration, PolicyRun
 from simulator.fit import Recording, calibrate, deltas, read_recording, total
 from simulator.world import simulate
 
@@ -17,11 +17,11 @@ decides what each costs."""
 Key = tuple[str, str, int]
 
 
-def key_of(run: Run) -> Key:
+def key_of(run: PolicyRun) -> Key:
     return run.workload, run.policy, run.n
 
 
-def recording_file(folder: Path, run: Run) -> Path:
+def recording_file(folder: Path, run: PolicyRun) -> Path:
     return folder / f"telemetry-{run.workload}-{run.policy}-{run.n}.msgpack"
 
 
@@ -37,9 +37,9 @@ def calibration_of(recording: Recording, run: Measured, cores: int | None) -> Ca
     return calibrate(recording, cores=cores, control_s=control_s, name=run.workload)
 
 
-def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Mapping[Key, Run]:
+def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Mapping[Key, PolicyRun]:
     """Simulated runs of every workload whose telemetry was kept."""
-    found: dict[Key, Run] = {}
+    found: dict[Key, PolicyRun] = {}
     runs = list(runs)
     for workload in dict.fromkeys(run.workload for run in runs):
         own = [run for run in runs if run.workload == workload]

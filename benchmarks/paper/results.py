@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from simulator.calibration import Run, Spread, jain, read_runs
+from simulator.calibration import PolicyRun, Spread, jain, read_runs
 
 Counters = Mapping[str, float]
 
@@ -60,7 +60,7 @@ class Stretch(msgspec.Struct, frozen=True):
     end_s: float
 
 
-class Measured(Run, frozen=True, kw_only=True):
+class Measured(PolicyRun, frozen=True, kw_only=True):
     """A run, with the figures that a simulation does not have."""
 
     jobs: list[JobFigures]

@@ -7,7 +7,7 @@ from benchmarks._report import Goal, number
 from benchmarks.paper.predict import Key, key_of
 from benchmarks.paper.results import Measured
 from manager_service.scheduling.policies import POLICIES
-from simulator.calibration import Run
+from simulator.calibration import PolicyRun
 
 ERROR = 0.15
 GOAL_JOBS = 32
@@ -73,7 +73,7 @@ def named(run: Measured) -> str:
     return f"{run.workload} {run.policy} {run.n}" + (" (sum)" if run.kind == "summed" else "")
 
 
-def time_lines(found: Found, predicted: Mapping[Key, Run]) -> list[tuple[Any, ...]]:
+def time_lines(found: Found, predicted: Mapping[Key, PolicyRun]) -> list[tuple[Any, ...]]:
     lines: list[tuple[Any, ...]] = []
     for key, run in found.runs.items():
         simulated, alone = predicted.get(key), found.alone(run)
@@ -116,7 +116,7 @@ def legend() -> list[str]:
     return [f"    {column:<14}{meaning}" for column, meaning in LEGEND.items()]
 
 
-def notes(found: Found, predicted: Mapping[Key, Run]) -> list[str]:
+def notes(found: Found, predicted: Mapping[Key, PolicyRun]) -> list[str]:
     """Lines beneath the tables: the meaning of the columns, and how far the figures can be trusted."""
     result = [f"[dim]{line}[/]" for line in legend()]
     noisiest = max((run for run in found.runs.values() if run.kind == "measured"), key=lambda run: run.others)
@@ -139,7 +139,7 @@ def judged(found: Found) -> list[Measured]:
     return [run for run in runs if run is not None]
 
 
-def goals(found: Found, predicted: Mapping[Key, Run]) -> list[Goal]:
+def goals(found: Found, predicted: Mapping[Key, PolicyRun]) -> list[Goal]:
     runs = judged(found)
     result: list[Goal] = []
     for run in runs:
@@ -191,7 +191,7 @@ def against_synchronous(run: Measured, other: Measured | None) -> list[Goal]:
     return [tpts, Goal(f"{what}: makespan lower by", 100 * (1 - run.makespan_s / other.makespan_s), 30, " %")]
 
 
-def near(found: Found, predicted: Mapping[Key, Run]) -> list[bool]:
+def near(found: Found, predicted: Mapping[Key, PolicyRun]) -> list[bool]:
     """True for each simulated makespan that is near the measured one."""
     both = [(run, predicted[key]) for key, run in found.runs.items() if key in predicted]
     return [abs(simulated.makespan_s / run.makespan_s - 1) <= ERROR for run, simulated in both]

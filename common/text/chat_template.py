@@ -10,7 +10,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class Surroundings(ImmutableSandboxedEnvironment):
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Finds a message's members, which templates name most, without the detour over an attribute that is not there."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -21,7 +21,7 @@ class Surroundings(ImmutableSandboxedEnvironment):
 
 def compile_template(template: str) -> jinja2.Template:
     """A template with the surroundings that transformers gives it. Raises ValueError if it does not parse."""
-    environment = Surroundings(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = TemplateEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     surroundings: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     template_globals: Any = environment.globals  # jinja's own type names its built-in globals alone

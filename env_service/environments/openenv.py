@@ -13,8 +13,8 @@ from common.environments import OpenEnvArgs
 from common.errors import InvalidInput
 from common.text.tokens import ToolCall
 from env_service.environment import Step, Turn, item_messages
-from env_service.environments.openenv_mapping import ACT, Shape, shape_of, shown, shown_result, tools_told
-from env_service.environments.openenv_server import ActionRefused, Connection, Observation, Servers
+from env_service.environments.openenv_mapping import ACT, ActionShape, shape_of, shown, shown_result, tools_told
+from env_service.environments.openenv_server import ActionRefused, Observation, OpenEnvConnection, Servers
 from env_service.environments.tool_loop import MAX_CALLS
 from env_service.failures import EnvironmentFailed
 
@@ -26,7 +26,7 @@ class OpenEnv:
     def __init__(self, args: OpenEnvArgs, servers: Servers) -> None:
         self._args = args
         self._servers = servers
-        self._shape: Shape | None = None
+        self._shape: ActionShape | None = None
 
     def make_item(self, seed: int, held_out: bool) -> dict[str, Any]:
         """The seed, which the session gets as well, says all."""
@@ -46,7 +46,7 @@ class OpenEnv:
 
 
 class OpenEnvSession:
-    def __init__(self, connection: Connection, args: OpenEnvArgs, shape: Shape) -> None:
+    def __init__(self, connection: OpenEnvConnection, args: OpenEnvArgs, shape: ActionShape) -> None:
         self._connection = connection
         self._args = args
         self._shape = shape

@@ -22,7 +22,7 @@ Definition = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ActionShape:
     """How an environment wants its actions."""
 
     text_field: str = ""
@@ -32,7 +32,7 @@ class Shape:
     tools: Sequence[Definition] = ()
 
 
-def shape_of(schemas: Schemas) -> Shape:
+def shape_of(schemas: Schemas) -> ActionShape:
     """Raises EnvironmentFailed for a schema that is no object's."""
     action = schemas.action
     fields: Any = action.get("properties")
@@ -40,12 +40,12 @@ def shape_of(schemas: Schemas) -> Shape:
         raise EnvironmentFailed("the OpenEnv server's schema of actions has no properties")
     names = [name for name in fields if name != "metadata"]
     if "tool_name" in names and fields.get("type", {}).get("default") == "call_tool":
-        return Shape(asks_for_tools=True)
+        return ActionShape(asks_for_tools=True)
     must = [name for name in names if name in action.get("required", ())] or names
     if len(must) == 1 and fields[must[0]].get("type") == "string" and "enum" not in fields[must[0]]:
-        return Shape(text_field=must[0])
+        return ActionShape(text_field=must[0])
     parameters = {**action, "properties": {name: fields[name] for name in names}}
-    return Shape(tools=(definition(ACT, str(action.get("description", "")), parameters),))
+    return ActionShape(tools=(definition(ACT, str(action.get("description", "")), parameters),))
 
 
 def definition(name: str, description: str, parameters: Mapping[str, Any]) -> Definition:

@@ -55,7 +55,7 @@ class ActionRefused(EnvironmentFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class OpenEnvServer:
     url: str
     known: bool
     """The operator named it: its host needs no leave."""
@@ -71,16 +71,16 @@ class Servers:
         self._proxy = proxy or None
         self.close = endpoints.close
 
-    def find(self, args: OpenEnvArgs) -> Server:
+    def find(self, args: OpenEnvArgs) -> OpenEnvServer:
         """Raises InvalidInput for a name that the operator has not given to a server."""
         if args.url:
-            return Server(args.url.rstrip("/"), known=False)
+            return OpenEnvServer(args.url.rstrip("/"), known=False)
         if args.server not in self._named:
             hint = did_you_mean(args.server, self._named)
             raise InvalidInput(f"there is no OpenEnv server {quoted(args.server)} here{hint}")
-        return Server(self._named[args.server], known=True)
+        return OpenEnvServer(self._named[args.server], known=True)
 
-    async def schemas(self, server: Server) -> Schemas:
+    async def schemas(self, server: OpenEnvServer) -> Schemas:
         """Raises EnvironmentFailed."""
         try:
             body = await self._endpoints.get(f"{server.url}/schema", timeout_s=CONNECT_S, known=server.known)
@@ -90,7 +90,7 @@ class Servers:
         except msgspec.DecodeError as error:
             raise EnvironmentFailed(f"the OpenEnv server's schema is none: {error}") from error
 
-    async def connect(self, server: Server) -> "Connection":
+    async def connect(self, server: OpenEnvServer) -> "OpenEnvConnection":
         """Begins a session. Raises EnvironmentFailed, and NoRoom if the server refuses connections, as one does that starts again."""
         url = httpx.URL(server.url)
         try:
@@ -114,7 +114,7 @@ class Servers:
             log.info("openenv_unreachable", url=server.url, reason=f"{type(error).__name__}: {error}"[:MAX_TOLD])
             kind = NoRoom if f"[Errno {errno.ECONNREFUSED}]" in str(error) else EnvironmentFailed
             raise kind(f"the OpenEnv server cannot be reached: {_named(error)}") from error
-        return Connection(socket)
+        return OpenEnvConnection(socket)
 
 
 class _Connect(connect):
@@ -124,7 +124,7 @@ class _Connect(connect):
         return exc
 
 
-class Connection:
+class OpenEnvConnection:
     """One session at a server."""
 
     def __init__(self, socket: ClientConnection) -> None:

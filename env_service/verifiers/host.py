@@ -49,7 +49,7 @@ def beside(name: str) -> Any:
 
 
 model = beside("host_model")
-Refused: Any = model.Refused
+ModelRefused: Any = model.ModelRefused
 MAX_SENT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 64
 """Of a reward, metrics included."""
@@ -81,10 +81,10 @@ class Episode:
         """Those of `verifiers.v1`."""
 
     async def ask(self, request: "dict[str, Any]") -> "dict[str, Any]":
-        """The model's next turn. Raises Refused."""
+        """The model's next turn. Raises ModelRefused."""
         if self._answer is not None:
             self.faults.append("the environment asked its model for two completions at once")
-            raise Refused(self.faults[-1])
+            raise ModelRefused(self.faults[-1])
         if not self.refused:
             self._answer = asyncio.get_running_loop().create_future()
             try:
@@ -92,7 +92,7 @@ class Episode:
                 answer = await self._answer
             except ValueError as error:
                 self.faults.append(told(f"the environment's request to its model cannot be read: {error}"))
-                raise Refused(self.faults[-1]) from error
+                raise ModelRefused(self.faults[-1]) from error
             finally:
                 self._answer = None
             if answer is not None:
@@ -100,7 +100,7 @@ class Episode:
         self.refused = True
         for trace in self.traces:
             trace.stop("max_turns")  # as at a limit of its own: it is scored as it is
-        raise Refused("the prompt exceeds the model's context length: no further turn is allowed")
+        raise ModelRefused("the prompt exceeds the model's context length: no further turn is allowed")
 
     def answer(self, answer: "dict[str, Any] | None") -> None:
         """Gives the model's turn; None refuses it."""
@@ -292,7 +292,7 @@ def told(text: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- the host
 
 
-class Host:
+class Player:
     """Plays the worker's trajectories until its socket closes."""
 
     def __init__(self, played: Any, writer: asyncio.StreamWriter) -> None:
@@ -369,7 +369,7 @@ async def serve(channel: socket.socket, played: Any, server: Any) -> None:
     reader, writer = await asyncio.open_connection(sock=channel, limit=model.MAX_BYTES)
     server.loop, server.episode_of = asyncio.get_running_loop(), played.episode_of
     with contextlib.suppress(ConnectionError):
-        await Host(played, writer).run(reader)
+        await Player(played, writer).run(reader)
 
 
 def end_with_worker() -> None:

@@ -16,7 +16,7 @@ MODEL = "policy"
 SESSION_HEADER = "X-Session-ID"
 
 
-class Refused(Exception):
+class ModelRefused(Exception):
     """The model does not answer."""
 
 
@@ -35,14 +35,14 @@ class ModelServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def ask(self, session: str, request: "dict[str, Any]") -> "dict[str, Any]":
-        """Called in a request's thread. Raises Refused."""
+        """Called in a request's thread. Raises ModelRefused."""
         episode = self.episode_of(session)
         if episode is None:
-            raise Refused("there is no such session")
+            raise ModelRefused("there is no such session")
         try:
             return asyncio.run_coroutine_threadsafe(episode.ask(request), self.loop).result()
         except concurrent.futures.CancelledError as error:
-            raise Refused("the trajectory has ended") from error
+            raise ModelRefused("the trajectory has ended") from error
 
 
 class ModelHandler(BaseHTTPRequestHandler):
@@ -66,7 +66,7 @@ class ModelHandler(BaseHTTPRequestHandler):
         try:
             ask = functools.partial(self.server.ask, self.headers.get(SESSION_HEADER) or "")
             answer = routes[self.path](json.loads(body), ask)
-        except (Refused, ValueError, LookupError, TypeError) as error:
+        except (ModelRefused, ValueError, LookupError, TypeError) as error:
             return self._error(400, str(error))
         self._reply(200, answer)
 

@@ -1,6 +1,6 @@
 """The processes in which packages of environments run, each in the Python environment that its operator named.
 
-Hosts.begin ─► the package's Host, started if need be ─► Conversation: one trajectory
+Hosts.begin ─► the package's Host, started if need be ─► HostedTrajectory
 
 holds: trajectories in their hosts   waits for: a host's next line   unblocked by: the host, or its death
 after a host dies: its trajectories fail, with the reason; the next one starts another
@@ -56,7 +56,7 @@ ENDED = "the environment's process ended"
 log = structlog.get_logger()
 
 
-class Conversation:
+class HostedTrajectory:
     """One trajectory in a host. `close` when done with it, whether or not it has ended."""
 
     def __init__(self, host: "Host", name: str) -> None:
@@ -95,7 +95,7 @@ class Host:
         self._python = python
         self._load = {**load, "memory_bytes": memory_bytes}
         self._variables = variables
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, HostedTrajectory] = {}
         self._num_begun = 0
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,12 +115,12 @@ class Host:
         loaded = self._ready.exception() is None
         return loaded or asyncio.get_running_loop().time() > self._ended_at + AFTER_FAILURE_S
 
-    async def begin(self, item: Mapping[str, Any]) -> Conversation:
+    async def begin(self, item: Mapping[str, Any]) -> HostedTrajectory:
         """Begins a trajectory. Raises EnvironmentFailed."""
         await asyncio.shield(self._ready)
         self._num_begun += 1
         name = str(self._num_begun)
-        conversation = self._conversations[name] = Conversation(self, name)
+        conversation = self._conversations[name] = HostedTrajectory(self, name)
         if self._ended_at is not None:
             conversation.heard.put_nowait({"fails": name, "why": ENDED})
         conversation.say("begin", {"item": item})
@@ -225,7 +225,7 @@ class Hosts:
 
     async def begin(
         self, python: str, load: Mapping[str, Any], item: Mapping[str, Any], variables: Sequence[str] = ()
-    ) -> Conversation:
+    ) -> HostedTrajectory:
         """Begins a trajectory of the tenant whose work this is. Raises EnvironmentFailed, and NoRoom if it must wait for a process."""
         key, tenant = msgspec.json.encode([python, load, variables]), work.tenant()
         async with self._choosing:

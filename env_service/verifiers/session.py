@@ -13,7 +13,7 @@ import msgspec
 from common.text.tool_calls import ToolCall
 from env_service.environment import Step, Turn
 from env_service.failures import EnvironmentFailed
-from env_service.verifiers.process import Conversation
+from env_service.verifiers.process import HostedTrajectory
 
 MAX_SHOWN_BYTES = 256 * 1024
 """Of the messages and tools that a trajectory begins with, and of those behind a turn."""
@@ -22,7 +22,7 @@ MAX_SHOWN_BYTES = 256 * 1024
 class VerifiersSession:
     """Implements `Session`."""
 
-    def __init__(self, conversation: Conversation, asked: Mapping[str, Any], reply_roles: Sequence[str]) -> None:
+    def __init__(self, conversation: HostedTrajectory, asked: Mapping[str, Any], reply_roles: Sequence[str]) -> None:
         """`asked`: the environment's first request to its model, in token ids or in messages."""
         self.reply_roles = reply_roles
         self._conversation = conversation

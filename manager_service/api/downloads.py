@@ -48,14 +48,14 @@ class Downloads:
             async with self._places.one(tenant, 1.0, lambda: None):
                 file = await asyncio.to_thread(_on_disk, await read(), pack)
             unless_made.pop_all()
-        return Download(file, lambda: self._end(tenant), media_type, headers)
+        return FileDownload(file, lambda: self._end(tenant), media_type, headers)
 
     def _end(self, tenant: str) -> None:
         self._open[tenant] -= 1
         self._open += Counter()  # without the tenants that have none open
 
 
-class Download(StreamingResponse):
+class FileDownload(StreamingResponse):
     """Sends a file, which goes at its end."""
 
     def __init__(self, file: IO[bytes], ended: Callable[[], None], media_type: str, headers: Mapping[str, str]) -> None:

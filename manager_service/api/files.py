@@ -13,7 +13,7 @@ from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.file_store import ADAPTER
 from manager_service.api.job_store import JobStore
-from manager_service.api.leaving import GONE, Gone, unless_gone
+from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.paging import After, FileLimit, page, rest_after
 from manager_service.api.schemas import Deleted, FileObject, Page
 from manager_service.records import FileRecord, JobSpec
@@ -50,7 +50,7 @@ async def upload(
                 return shown(await api.files.create(tenant, name, file, adapter))
             rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
             found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
-        except Gone:
+        except ClientGone:
             return Response(status_code=GONE)
         return shown(await api.files.create(tenant, name, rows.file, found))
 

@@ -57,7 +57,7 @@ POLL_S = 0.05
 T = TypeVar("T")
 
 
-class Entry(NamedTuple):
+class ListedJob(NamedTuple):
     """A job in the list of a tenant's jobs."""
 
     created_ms: int
@@ -121,7 +121,7 @@ class JobStore:
             return await call((await self.find(row.spec.tenant, row.spec.id)).records)
         return found
 
-    async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[Entry]:
+    async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[ListedJob]:
         """All jobs of a tenant, in Redis and the archive. `after`: begins behind this one. Raises NotFound if there is none such."""
         first = None if after is None else await self._place(await self.find(tenant, after))
         before_ms = None if first is None else first[0]
@@ -140,18 +140,19 @@ class JobStore:
         score = await row.base.redis.zscore(row.base.cell.tenant_jobs(row.spec.tenant), row.spec.id)
         return _ms(score or row.spec.created_at), row.spec.id
 
-    async def live(self, base: Base, tenant: str) -> list[Entry]:
+    async def live(self, base: Base, tenant: str) -> list[ListedJob]:
         """A tenant's jobs in Redis, newest first."""
         rows = await base.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
         return [
-            Entry(*place, base) for place in sorted(((_ms(score), job.decode()) for job, score in rows), reverse=True)
+            ListedJob(*place, base)
+            for place in sorted(((_ms(score), job.decode()) for job, score in rows), reverse=True)
         ]
 
-    async def _live(self, base: Base, tenant: str) -> AsyncIterator[Entry]:
+    async def _live(self, base: Base, tenant: str) -> AsyncIterator[ListedJob]:
         for entry in await self.live(base, tenant):
             yield entry
 
-    async def several(self, tenant: str, entries: Sequence[Entry]) -> list[JobRow]:
+    async def several(self, tenant: str, entries: Sequence[ListedJob]) -> list[JobRow]:
         """Those of the tenant's jobs that exist, in their order."""
         live: dict[str, JobRow] = {}
         for base in self._api.bases.values():
@@ -260,12 +261,12 @@ def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:
     return JobRow(base, msgspec.json.decode(spec, type=JobSpec), decoded, deleted is not None)
 
 
-async def _archived(base: Base, tenant: str, before_ms: int | None) -> AsyncIterator[Entry]:
+async def _archived(base: Base, tenant: str, before_ms: int | None) -> AsyncIterator[ListedJob]:
     async for created_ms, job in base.archive.newest_first(tenant, before_ms):
-        yield Entry(created_ms, job, base)
+        yield ListedJob(created_ms, job, base)
 
 
-async def _merged(sources: Sequence[AsyncIterator[Entry]]) -> AsyncIterator[Entry]:
+async def _merged(sources: Sequence[AsyncIterator[ListedJob]]) -> AsyncIterator[ListedJob]:
     """The entries of sources that are each sorted, newest first."""
     heads = [(entry, source) for source in sources if (entry := await anext(source, None))]
     while heads:

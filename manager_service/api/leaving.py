@@ -11,7 +11,7 @@ GONE = 499
 """The status of an answer that nobody reads, as nginx has it."""
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client disconnected."""
 
 
@@ -22,7 +22,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Gone
+        raise ClientGone
     finally:
         for other in (task, gone):
             other.cancel()

@@ -26,7 +26,7 @@ IN_MEMORY = 1 << 20
 CSV_TYPES = ("text/csv", "application/csv")
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """An upload as JSONL."""
 
     file: UploadFile
@@ -43,20 +43,20 @@ class Tables:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def rows(self, tenant: TenantRecord, file: UploadFile) -> AsyncGenerator[Rows]:
+    async def rows(self, tenant: TenantRecord, file: UploadFile) -> AsyncGenerator[TableRows]:
         """The upload itself if it is JSONL. Raises InvalidInput, with row and column."""
         start = await file.read(len(PARQUET))
         await file.seek(0)
         if start == PARQUET:
             raise InvalidInput(_OF_PARQUET, param="file", code="invalid_file")
         if not _is_csv(file):
-            yield Rows(file, "line")
+            yield TableRows(file, "line")
             return
         async with self._turns.setdefault(tenant.id, asyncio.Lock()):
             with SpooledTemporaryFile(IN_MEMORY) as disk:
                 made = UploadFile(cast(BinaryIO, disk), size=0)
                 await self._convert(tenant, file, made)
-                yield Rows(made, "row")
+                yield TableRows(made, "row")
 
     async def _convert(self, tenant: TenantRecord, file: UploadFile, made: UploadFile) -> None:
         read, num_bytes = await content_of(file)

@@ -25,7 +25,7 @@ from common.places import Places
 from common.tasks import cancel_all
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
-from manager_service.export.passes import Answer, JobRows, Order, Passes, check_disk
+from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, check_disk
 from manager_service.export.rows import rows_of
 from manager_service.kept import Limits
 from manager_service.receivers import Receivers
@@ -212,7 +212,7 @@ class Exporter:
     async def _key(self, tenant: str, logger: LoggerName) -> LoggerKey | None:
         return (await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))).get(logger)
 
-    async def _batch(self, export: Export, *, offline: bool) -> "Batch | None":
+    async def _batch(self, export: Export, *, offline: bool) -> "ExportBatch | None":
         """The rows to write now; None if too few."""
         now = time.monotonic()
         found = await export.cell.job(export.tenant, export.job)
@@ -238,11 +238,11 @@ class Exporter:
         config = msgspec.to_builtins(found.spec.hyper) | {"model": found.spec.model or found.spec.base_model}
         order = _order(export, own, config, final)
         read = events[-1].sequence if events else export.read
-        return Batch(export, msgspec.structs.replace(order, rows=rows), read, found.state.finished_at)
+        return ExportBatch(export, msgspec.structs.replace(order, rows=rows), read, found.state.finished_at)
 
     async def _write(
         self, tenant: str, logger: LoggerName, key: LoggerKey | None, jobs: list[JobRows]
-    ) -> dict[str, Answer]:
+    ) -> dict[str, PassAnswer]:
         order = Order(
             folder=str(self._folder / tenant / logger),
             key=key.key if key else "",
@@ -257,10 +257,10 @@ class Exporter:
                     await self._servers.host_to_call(httpx.URL(key.base_url))
         except (CallFailed, OSError) as error:
             where = f"{key.base_url}: " if key else ""
-            return {job.job: Answer(job.job, error=f"{where}{error}") for job in jobs}
+            return {job.job: PassAnswer(job.job, error=f"{where}{error}") for job in jobs}
         return await self._passes.write(logger, order)
 
-    async def _take(self, batch: "Batch", answer: Answer) -> None:
+    async def _take(self, batch: "ExportBatch", answer: PassAnswer) -> None:
         """Takes in how far a job is."""
         export = batch.export
         if answer.held is None:
@@ -280,7 +280,7 @@ class Exporter:
             keys = export.cell.bus.cell
             await export.cell.bus.retrying(lambda: export.cell.bus.client.hdel(keys.exports, export.field))
 
-    async def _failed(self, batch: "Batch", reason: str) -> None:
+    async def _failed(self, batch: "ExportBatch", reason: str) -> None:
         export, bus = batch.export, batch.export.cell.bus
         self._wait(export)
         log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=reason)
@@ -304,7 +304,7 @@ class Exporter:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ExportBatch:
     """What a pass writes of one job."""
 
     export: Export

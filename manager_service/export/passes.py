@@ -44,7 +44,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[JobRows]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PassAnswer(msgspec.Struct, frozen=True):
     job: str
     held: int | None = None  # sequence number of the last row that the logger surely has
     error: str = ""
@@ -58,7 +58,7 @@ class Passes:
     timeout_s: float = TIMEOUT_S
     proxy: str = ""  # where a logger's calls go through; empty: nowhere
 
-    async def write(self, logger: LoggerName, order: Order) -> dict[str, Answer]:
+    async def write(self, logger: LoggerName, order: Order) -> dict[str, PassAnswer]:
         """Answers for the jobs that the writer has come to: the last of them may be an error that ended it."""
         folder = Path(order.folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class Passes:
         found = {answer.job: answer for answer in _answers(output)}
         for job in order.jobs:
             if job.job not in found:
-                return found | {job.job: Answer(job.job, error=ended)}
+                return found | {job.job: PassAnswer(job.job, error=ended)}
         return found
 
     async def _run(self, logger: LoggerName, order: Order, home: Path) -> tuple[bytes, str]:
@@ -160,5 +160,5 @@ def _environment(home: Path, proxy: str) -> Mapping[str, str]:
     } | dict.fromkeys(("http_proxy", "https_proxy") if proxy else (), proxy)
 
 
-def _answers(output: bytes) -> list[Answer]:
-    return [msgspec.json.decode(line, type=Answer) for line in output.split(b"\n")[:-1]]
+def _answers(output: bytes) -> list[PassAnswer]:
+    return [msgspec.json.decode(line, type=PassAnswer) for line in output.split(b"\n")[:-1]]

@@ -29,11 +29,11 @@ BLOCK, HEADER, MAGIC = 32768, 7, 7
 
 
 def open_runs(order: dict[str, Any]) -> Callable[[Job], int]:
-    runs = Runs(Path(order["folder"]), key=order["key"], base_url=order["base_url"])
+    runs = WandbRuns(Path(order["folder"]), key=order["key"], base_url=order["base_url"])
     return runs.write_online if order["key"] else runs.write_offline
 
 
-class Runs:
+class WandbRuns:
     """Runs of one tenant."""
 
     def __init__(self, folder: Path, *, key: str, base_url: str) -> None:

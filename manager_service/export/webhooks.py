@@ -52,7 +52,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Delivery:
+class WebhookDelivery:
     """The end of one job, on its way to the tenant's webhooks."""
 
     cell: JobCell
@@ -94,7 +94,7 @@ class Webhooks:
         self._timeout_s = timeout_s
         self._places = Places(lambda: CALLS)
         self._of_tenant: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._known: dict[str, Delivery] = {}  # by entry
+        self._known: dict[str, WebhookDelivery] = {}  # by entry
         self._busy: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -108,7 +108,7 @@ class Webhooks:
             await cancel_all(self._busy.values())
 
     async def _look(self) -> None:
-        there: dict[str, Delivery] = {}
+        there: dict[str, WebhookDelivery] = {}
         for cell in self._cells:
             key, client = cell.bus.cell.ends, cell.bus.client
             found: Any = await cell.bus.retrying(
@@ -141,7 +141,7 @@ class Webhooks:
                 busy[delivery.tenant] += 1
                 self._busy[entry] = asyncio.create_task(self._guarded(delivery))
 
-    async def _guarded(self, delivery: Delivery) -> None:
+    async def _guarded(self, delivery: WebhookDelivery) -> None:
         try:
             await self._deliver(delivery)
         except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
@@ -150,12 +150,12 @@ class Webhooks:
             )
             self._wait(delivery)
 
-    def _wait(self, delivery: Delivery) -> None:
+    def _wait(self, delivery: WebhookDelivery) -> None:
         wait_s = min(MOST_WAIT_S, self._first_wait_s * 2 ** min(delivery.num_waits, 16))
         delivery.num_waits += 1
         delivery.due = time.monotonic() + wait_s
 
-    async def _deliver(self, delivery: Delivery) -> None:
+    async def _deliver(self, delivery: WebhookDelivery) -> None:
         """One try at each webhook that has not taken the event."""
         cell = delivery.cell
         webhooks: list[Webhook] = await cell.bus.retrying(lambda: self._receivers.webhooks(delivery.tenant))
@@ -178,12 +178,12 @@ class Webhooks:
         await cell.bus.retrying(lambda: cell.bus.client.zrem(cell.bus.cell.ends, delivery.entry))
         await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.told, delivery.entry))
 
-    async def _keep(self, delivery: Delivery) -> None:
+    async def _keep(self, delivery: WebhookDelivery) -> None:
         """Has Redis know how far a delivery is."""
         bus, told = delivery.cell.bus, JSON.encode(Told(delivery.taken, delivery.num_tries))
         await bus.retrying(lambda: bus.client.hset(bus.cell.told, delivery.entry, told))
 
-    async def _try(self, delivery: Delivery, webhook: Webhook, body: bytes) -> str:
+    async def _try(self, delivery: WebhookDelivery, webhook: Webhook, body: bytes) -> str:
         """Why it is to be tried again; empty if it is not."""
         reason, for_good = await self._call(delivery, webhook, body)
         late = time.time() - delivery.ended_at >= self._give_up_s
@@ -201,7 +201,7 @@ class Webhooks:
         await self._keep(delivery)
         return ""
 
-    async def _call(self, delivery: Delivery, webhook: Webhook, body: bytes) -> tuple[str, bool]:
+    async def _call(self, delivery: WebhookDelivery, webhook: Webhook, body: bytes) -> tuple[str, bool]:
         """Why the webhook did not take the event (empty: it did), and whether it never will."""
         own = self._of_tenant.setdefault(delivery.tenant, asyncio.Semaphore(CALLS_A_TENANT))
         async with own, self._places.one(delivery.tenant, 1.0, lambda: None):
@@ -217,10 +217,10 @@ class Webhooks:
         return ("", False) if 200 <= status < 300 else (f"answered with status {status}", False)
 
 
-def _delivery(cell: JobCell, entry: str, ended_at: float, told: Mapping[str, Told]) -> Delivery:
+def _delivery(cell: JobCell, entry: str, ended_at: float, told: Mapping[str, Told]) -> WebhookDelivery:
     """A delivery that is new to this exporter."""
     (tenant, job), known = entry.split(), told.get(entry) or Told(set(), 0)
-    return Delivery(cell, tenant, job, ended_at, known.taken, known.num_tries, known.num_tries)
+    return WebhookDelivery(cell, tenant, job, ended_at, known.taken, known.num_tries, known.num_tries)
 
 
 def event_of(job: str, kind: str, state: JobState) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Compares the newest evaluation if there are any between steps, else the mean of 
 job's loss with its sign turned, so that more is better.
 """
 
-from manager_service.records import JobSpec, JobState, Progress, Stop
+from manager_service.records import JobSpec, JobState, ScoreProgress, Stop
 
 WINDOW = 5
 """Steps whose mean is compared: one step's is noisy."""
@@ -39,7 +39,7 @@ def _better(spec: JobSpec, figure: float | None) -> float | None:
     return -figure if figure is not None and spec.is_supervised else figure
 
 
-def _note(spec: JobSpec, progress: Progress, step: int, score: float) -> None:
+def _note(spec: JobSpec, progress: ScoreProgress, step: int, score: float) -> None:
     progress.score, progress.step = score, step
     if progress.best is None or score > progress.best + spec.hyper.plateau_delta:
         progress.best, progress.best_step = score, step

@@ -19,7 +19,7 @@ What the owner alone writes, beside `state`:
 
 What an API replica alone writes, `use` but for what a save makes:
 
-    marlaas:{@}:session:<session>   string   Session, for SESSION_KEPT_S after its last sign of life
+    marlaas:{@}:session:<session>   string   ClientSession, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
     marlaas:{@}:alive:<tenant>      zset     those of them that are alive, by their last sign of life
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
@@ -150,7 +150,7 @@ USED_S = 3600
 SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400
 
 
-class Session(msgspec.Struct, frozen=True):
+class ClientSession(msgspec.Struct, frozen=True):
     """One client."""
 
     id: str

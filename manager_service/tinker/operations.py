@@ -22,7 +22,7 @@ from manager_service.tinker.parts import MAX_PASS_BYTES, PREFIX, Known, answer
 from manager_service.tinker.requests import SaveAsked, StepAsked, read
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.samplers import SAVED_KEPT_S
-from manager_service.tinker.store.submission import Asked, submit, wrong
+from manager_service.tinker.store.submission import AskedOperation, submit, wrong
 from manager_service.tinker.wire.learning import CheckedPass
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -52,7 +52,7 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: 
     return await _submitted(
         api,
         run,
-        Asked(
+        AskedOperation(
             seq=given.seq,
             action="forward" if given.forward_only else "forward_backward",
             payload=b"" if fault else given.payload,
@@ -83,9 +83,9 @@ async def optim_step(request: Request, api: Parts, tenant: Tenant, known: Known)
     run = await known.runs.named(tenant.id, asked.model_id)
     optim = _optim(asked)
     if isinstance(optim, Failure):
-        return await _submitted(api, run, Asked(seq=asked.seq_id, action="optim_step", failure=optim))
+        return await _submitted(api, run, AskedOperation(seq=asked.seq_id, action="optim_step", failure=optim))
     return await _submitted(
-        api, run, Asked(seq=asked.seq_id, action="optim_step", payload=msgspec.msgpack.encode(optim))
+        api, run, AskedOperation(seq=asked.seq_id, action="optim_step", payload=msgspec.msgpack.encode(optim))
     )
 
 
@@ -145,7 +145,7 @@ async def _saved(
     """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
     first one's."""
     fault = _save_fault(asked, payload)
-    operation = Asked(
+    operation = AskedOperation(
         seq=asked.seq_id,
         action=action,
         payload=msgspec.msgpack.encode(payload),
@@ -171,5 +171,5 @@ def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
     return ""
 
 
-async def _submitted(api: Api, run: RunRow, asked: Asked) -> Response:
+async def _submitted(api: Api, run: RunRow, asked: AskedOperation) -> Response:
     return answer({"request_id": await submit(run, asked, api.objects), "model_id": run.spec.public_id})

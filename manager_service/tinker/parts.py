@@ -11,7 +11,7 @@ from manager_service.api.context import Api
 from manager_service.tinker.rest.files import SigningKey
 from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.samplers import Samplers
-from manager_service.tinker.store.sessions import Sessions
+from manager_service.tinker.store.sessions import ClientSessions
 
 PREFIX = "/api/v1"
 MAX_PASS_BYTES = 16 << 20
@@ -22,7 +22,7 @@ MAX_PASS_BYTES = 16 << 20
 class Records:
     """The protocol's records."""
 
-    sessions: Sessions
+    sessions: ClientSessions
     runs: RunStore
     samplers: Samplers
     signing_key: SigningKey
@@ -30,7 +30,7 @@ class Records:
 
 def make_records(api: Api) -> Records:
     runs = RunStore(api)
-    return Records(Sessions(api), runs, Samplers(api, runs), SigningKey(api.redis))
+    return Records(ClientSessions(api), runs, Samplers(api, runs), SigningKey(api.redis))
 
 
 async def get_records(request: Request) -> Records:

@@ -16,7 +16,7 @@ from manager_service.api.quota import tokens_today
 from manager_service.records import TenantRecord
 from manager_service.runs.run import HOLE_S
 from manager_service.tinker.futures.finished import Target
-from manager_service.tinker.futures.results import Answer, Expired, Pending, failed, look
+from manager_service.tinker.futures.results import Expired, Pending, ReadyResult, failed, look
 from manager_service.tinker.futures.samples import GONE, Gone, place_of
 from manager_service.tinker.futures.samples import PREFIX as PREFIX_OF_SAMPLES
 from manager_service.tinker.names import parse_future
@@ -139,13 +139,13 @@ async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobu
         return _ready(failed(wrong(outcome.error)))
     writer = protobuf if wants_protobuf else plain
     body = await asyncio.to_thread(writer.write_samples, outcome.samples)
-    return _ready(Answer(body, writer.CONTENT_TYPE))
+    return _ready(ReadyResult(body, writer.CONTENT_TYPE))
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
-def _ready(found: Answer) -> Response:
+def _ready(found: ReadyResult) -> Response:
     return Response(found.body, media_type=found.content_type)
 
 

@@ -19,7 +19,7 @@ from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import CreateAsked, LoadAsked, LoraAsked, ModelNamed, OptimizerAsked, read
 from manager_service.tinker.store.runs import RunRow, Source
 from manager_service.tinker.store.sessions import check_told
-from manager_service.tinker.store.submission import Asked, submit, submit_unload, wrong
+from manager_service.tinker.store.submission import AskedOperation, submit, submit_unload, wrong
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -71,9 +71,9 @@ async def _load_into(api: Api, tenant: TenantRecord, known: Records, asked: Load
     run = await known.runs.named(tenant.id, asked.model_id or "")
     load = await _find_load(tenant, known, run, asked)
     if isinstance(load, Failure):
-        operation = Asked(seq=asked.seq_id or 0, action="load", failure=load)
+        operation = AskedOperation(seq=asked.seq_id or 0, action="load", failure=load)
     else:
-        operation = Asked(seq=asked.seq_id or 0, action="load", payload=msgspec.msgpack.encode(load))
+        operation = AskedOperation(seq=asked.seq_id or 0, action="load", payload=msgspec.msgpack.encode(load))
     return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})
 
 

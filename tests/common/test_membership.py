@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.bus import Bus
-from common.membership import Membership, Refused
+from common.membership import JoinRefused, Membership
 
 
 def member(bus: Bus, service: str = "rollout", bits: str = "aaa", *, deterministic: bool = True) -> Membership:
@@ -23,7 +23,7 @@ async def test_the_first_worker_of_a_service_sets_its_fingerprint_and_others_mus
     await member(bus).join()
     await member(bus).join()
     await member(bus, "trainer", "bbb").join()
-    with pytest.raises(Refused, match="fingerprint of rollout: ccc instead of aaa"):
+    with pytest.raises(JoinRefused, match="fingerprint of rollout: ccc instead of aaa"):
         await member(bus, bits="ccc").join()
 
 
@@ -38,7 +38,7 @@ async def test_a_worker_learns_the_fingerprints_of_all_services(bus: Bus) -> Non
 async def test_workers_of_the_two_modes_do_not_mix_in_any_service(bus: Bus, first: bool) -> None:
     await member(bus, deterministic=first).join()
     advice = "unset MARLAAS_DETERMINISTIC" if not first else "set MARLAAS_DETERMINISTIC=1"
-    with pytest.raises(Refused, match=advice):
+    with pytest.raises(JoinRefused, match=advice):
         await member(bus, "env", deterministic=not first).join()
 
 
@@ -52,14 +52,14 @@ async def test_bits_stand_until_their_workers_are_gone_and_their_jobs_have_ended
     await bus.client.sadd(bus.cell.begun, "job-a")
     # Given an unfinished job, nobody else may go on with it, even when all workers are gone
     await all_are_gone(bus)
-    with pytest.raises(Refused):
+    with pytest.raises(JoinRefused):
         await member(bus, bits="ccc").join()
-    with pytest.raises(Refused):
+    with pytest.raises(JoinRefused):
         await member(bus, deterministic=False).join()
     # When the job has ended, but a worker lives, the bits still stand
     await member(bus).join()
     await bus.client.delete(bus.cell.begun)
-    with pytest.raises(Refused):
+    with pytest.raises(JoinRefused):
         await member(bus, bits="ccc").join()
     # Then, once it is gone too, the next worker sets them anew
     await all_are_gone(bus)

@@ -16,7 +16,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.stopping import steps_left
-from manager_service.records import JSON, JobState, Progress
+from manager_service.records import JSON, JobState, ScoreProgress
 from tests.manager.test_api_cluster import report
 from tests.manager.test_job import CELL
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
@@ -103,7 +103,7 @@ def test_every_evaluation_is_counted_once() -> None:
 
 
 def test_the_steps_that_are_left_end_with_the_tokens() -> None:
-    state = JobState(status="running", version=4, progress=Progress(tokens=400, step_tokens=100, eval_tokens=50))
+    state = JobState(status="running", version=4, progress=ScoreProgress(tokens=400, step_tokens=100, eval_tokens=50))
     assert steps_left(job_spec(num_steps=20), state) == 16
     assert steps_left(job_spec(num_steps=20, max_tokens_total=1050), state) == 6
     assert steps_left(job_spec(num_steps=20, max_tokens_total=440), state) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager_service.export import writer
-from manager_service.export.passes import Answer, JobRows, Order, Passes, check_disk
+from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, check_disk
 
 HANGS = """
 import json, subprocess, sys
@@ -40,7 +40,7 @@ async def test_what_a_writer_did_before_it_hung_is_kept_and_only_the_job_at_whic
 ) -> None:
     hanging = passes(HANGS + "import time; time.sleep(600)", 2.0)
     answers = await hanging.write("wandb", order(tmp_path, "one", "two", "three"))
-    assert answers == {"one": Answer("one", held=7), "two": Answer("two", error="wandb took more than 2 s")}
+    assert answers == {"one": PassAnswer("one", held=7), "two": PassAnswer("two", error="wandb took more than 2 s")}
 
 
 async def test_what_a_writer_started_in_a_session_of_its_own_ends_with_the_pass(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from simulator.calibration import (
     Calibration,
     LogNormal,
     Machine,
-    Run,
+    PolicyRun,
     Size,
     Spread,
     Workload,
     jain,
 )
-from simulator.clock import Clock, Host, Process
+from simulator.clock import Clock, Process, SimulatedHost
 from simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training, read_recording
 from simulator.world import World, simulate
 
@@ -50,7 +50,7 @@ AGENTIC = msgspec.structs.replace(
 TAIL = msgspec.structs.replace(SINGLE, name="tail", turn_tokens=LogNormal.of(12, 0.99), max_tokens=400)
 
 
-def run(workload: Workload, policy: str, num_jobs: int, *, size: Size | None = None) -> tuple[World, Run]:
+def run(workload: Workload, policy: str, num_jobs: int, *, size: Size | None = None) -> tuple[World, PolicyRun]:
     calibration = Calibration(machine=MACHINE, workload=workload, size=size or Size())
     world = simulate(calibration, policy=parse_policy(policy), num_jobs=num_jobs)
     return world, world.figures(workload.name)
@@ -154,7 +154,7 @@ def test_no_processor_second_is_given_twice() -> None:
 
 def test_a_process_does_one_thing_after_another_as_fast_as_its_host_lets_it() -> None:
     clock = Clock()
-    host = Host(clock, cores=1)
+    host = SimulatedHost(clock, cores=1)
     one, other = Process(host), Process(host)
     done: list[tuple[str, float]] = []
     for name, process in (("a", one), ("b", one), ("c", other)):

@@ -28,7 +28,7 @@ NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PackSpan:
     """One sequence's place in a pack."""
 
     start: int
@@ -62,7 +62,7 @@ class Pack:
     tokens_N: Tensor
     positions_N: Tensor
     predictors_M: Tensor  # index in the pack
-    spans: Sequence[Span]
+    spans: Sequence[PackSpan]
     masks: Masks = field(default_factory=Masks)
     """Made once, for all layers."""
 
@@ -76,7 +76,7 @@ class Pack:
         positions_N = on_device([tree.positions for tree in trees])
         branches_N = on_device([tree.branches for tree in trees])
         spans = [
-            Span(
+            PackSpan(
                 start,
                 start + len(tree),
                 int(tree.positions.max()) + 1,

@@ -110,11 +110,13 @@ class LoraLinear(torch.nn.Module):
         lanes = [lane for lane in self._current.lanes if self._name in lane.stack.factors]
         if not lanes:
             return self.base(x)
-        y = _LoraLinear.apply(x.flatten(0, -2), self.base.weight, self.base.bias, self._name, lanes, self._anchor)
+        y = _GroupedLoraLinear.apply(
+            x.flatten(0, -2), self.base.weight, self.base.bias, self._name, lanes, self._anchor
+        )
         return y.unflatten(0, x.shape[:-1])  # pyright: ignore
 
 
-class _LoraLinear(torch.autograd.Function):
+class _GroupedLoraLinear(torch.autograd.Function):
     """x [N, I] -> [N, O]. `anchor` makes the result need a gradient where x does not: the first layer."""
 
     @staticmethod

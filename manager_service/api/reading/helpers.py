@@ -16,7 +16,7 @@ from common.errors import InvalidInput, Unavailable
 from common.helpers import HelperPool
 from common.text.tokens import ChatTokenizer
 from manager_service.api.places import SharedPlaces
-from manager_service.api.reading.tasks import Done, Refused, Task, do
+from manager_service.api.reading.tasks import Done, RefusedInput, Task, do
 from manager_service.records import TenantRecord
 
 NUM_HELPERS = 2
@@ -49,11 +49,11 @@ class Helpers:
             return await asyncio.to_thread(do, task, self._tokenizers)
         async with self._places.one(tenant, WAIT_S):
             answer = await self._ask(task)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedInput):
             raise InvalidInput(answer.message, param=answer.param, code=answer.code)
         return answer.value
 
-    async def _ask(self, task: Task) -> Done | Refused:
+    async def _ask(self, task: Task) -> Done | RefusedInput:
         encoded = await asyncio.to_thread(msgspec.msgpack.encode, task)
         helper = self._pool.idle() or await self._pool.start()
         try:
@@ -64,4 +64,4 @@ class Helpers:
         except OSError as error:
             raise Unavailable("the helper that read this died; try again") from error
         self._pool.give_back(helper)
-        return msgspec.msgpack.decode(answer, type=Done | Refused)
+        return msgspec.msgpack.decode(answer, type=Done | RefusedInput)

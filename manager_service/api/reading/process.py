@@ -13,7 +13,7 @@ import msgspec
 from common.errors import InvalidInput
 from common.helpers import serve
 from common.text.tokens import ChatTokenizer
-from manager_service.api.reading.tasks import Done, Refused, Task, do
+from manager_service.api.reading.tasks import Done, RefusedInput, Task, do
 
 NICENESS = 5
 """The manager's own loops come first where cores are busy."""
@@ -27,11 +27,11 @@ def main(bases: Mapping[str, tuple[str, int]]) -> None:
     serve(lambda task: msgspec.msgpack.encode(_answer(decoder.decode(task), tokenizers)))
 
 
-def _answer(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Done | Refused:
+def _answer(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Done | RefusedInput:
     try:
         return Done(do(task, tokenizers))
     except InvalidInput as error:
-        return Refused(str(error), error.param, error.code)
+        return RefusedInput(str(error), error.param, error.code)
 
 
 if __name__ == "__main__":

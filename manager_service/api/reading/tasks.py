@@ -167,7 +167,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     value: Any
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class RefusedInput(msgspec.Struct, tag=True, frozen=True):
     """An InvalidInput, in parts."""
 
     message: str

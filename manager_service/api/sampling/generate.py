@@ -26,7 +26,7 @@ from manager_service.api.sampling.serving import ANSWERS, Completion, Dialect, J
 router = APIRouter(prefix="/inference/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
-class SamplingParams(BaseModel):
+class VllmSamplingParams(BaseModel):
     """vLLM's, as far as they can be honoured; unknown ones are refused by name."""
 
     model_config = ConfigDict(extra="forbid")
@@ -50,7 +50,7 @@ class GenerateGiven(BaseModel):
 
     model: str
     token_ids: TokenIds
-    sampling_params: SamplingParams | None = None
+    sampling_params: VllmSamplingParams | None = None
     cache_salt: str | None = None  # no prompt is cached across tenants
     priority: int | None = Field(None, description="Only 0")
 

@@ -19,7 +19,7 @@ from common.messages import Usage
 from manager_service.api.context import Api
 from manager_service.api.errors import declared
 from manager_service.api.event_stream import DONE, data, event_stream
-from manager_service.api.leaving import GONE, Gone, unless_gone
+from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.sampling.choices import Fresh, InferenceRequest
@@ -99,7 +99,7 @@ async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, di
     try:
         answer = await unless_gone(request, _whole(completion, dialect))
         return Response(answer, media_type="application/json", headers=headers)
-    except Gone:
+    except ClientGone:
         return Response(status_code=GONE)
 
 

@@ -42,7 +42,7 @@ def target_of(sampler: str | None, seq: int | None) -> Target | None:
     return None if sampler is None else Target(sampler, (seq or 0) // CLONE)
 
 
-class Completion(msgspec.Struct, frozen=True):
+class FinishedRequest(msgspec.Struct, frozen=True):
     request_id: str
     state: str  # `finished` or `failed`
 
@@ -69,7 +69,7 @@ class Finished:
         for event in self._waiting.get(target, ()):
             event.set()
 
-    async def behind(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+    async def behind(self, target: Target, cursor: int, timeout_s: float) -> tuple[list[FinishedRequest], int]:
         """Waits for events behind a cursor; none in time: an empty list. Gives the next cursor too."""
         event, end_s = asyncio.Event(), time.monotonic() + timeout_s
         waiting = self._waiting.setdefault(target, set())
@@ -91,11 +91,11 @@ class Finished:
             if not waiting:
                 self._waiting.pop(target, None)
 
-    async def _look(self, target: Target, cursor: int) -> list[tuple[int, Completion]]:
+    async def _look(self, target: Target, cursor: int) -> list[tuple[int, FinishedRequest]]:
         key, after = self._key(target), f"({cursor // PER_MS}-{cursor % PER_MS}"
         rows: Any = await self._bus.retrying(lambda: self._bus.client.xrange(key, min=after, count=MAX_TOLD))
         return [
-            (_cursor(entry), Completion(fields[b"request"].decode(), fields[b"state"].decode()))
+            (_cursor(entry), FinishedRequest(fields[b"request"].decode(), fields[b"state"].decode()))
             for entry, fields in rows
         ]
 

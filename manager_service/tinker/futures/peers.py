@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from common.bus import Bus
-from manager_service.tinker.futures.samples import GONE, Outcome, Samples
+from manager_service.tinker.futures.samples import GONE, Samples, SamplesOutcome
 
 TTL_S = 60
 REFRESH_S = 5.0
@@ -24,7 +24,7 @@ GRACE_S = 3.0
 """How much longer than the other waits for the result a replica waits for its answer."""
 
 
-class Question(msgspec.Struct, frozen=True, tag=True):
+class PeerQuestion(msgspec.Struct, frozen=True, tag="Question"):
     number: int
     asker: str  # replica
     tenant: str
@@ -32,9 +32,9 @@ class Question(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class PeerAnswer(msgspec.Struct, frozen=True, tag="Answer"):
     number: int  # of the question
-    outcome: Outcome
+    outcome: SamplesOutcome
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +44,7 @@ class GivenUp(msgspec.Struct, frozen=True, tag=True):
     request: str
 
 
-_decoder = msgspec.msgpack.Decoder(Question | Answer | GivenUp)
+_decoder = msgspec.msgpack.Decoder(PeerQuestion | PeerAnswer | GivenUp)
 
 
 class Peers:
@@ -55,14 +55,14 @@ class Peers:
         self._samples = samples
         self._api_id = api_id
         self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[int, asyncio.Future[SamplesOutcome]] = {}
 
-    async def outcome(self, replica: str, tenant: str, request: str, timeout_s: float) -> Outcome:
+    async def outcome(self, replica: str, tenant: str, request: str, timeout_s: float) -> SamplesOutcome:
         """Waits for the result of a request, wherever it was made."""
         if replica == self._api_id:
             return await self._samples.outcome(tenant, request, timeout_s)
-        question = Question(next(self._numbers), self._api_id, tenant, request, timeout_s)
-        waiting: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        question = PeerQuestion(next(self._numbers), self._api_id, tenant, request, timeout_s)
+        waiting: asyncio.Future[SamplesOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[question.number] = waiting
         try:
             if not await self._send(replica, question):
@@ -70,7 +70,7 @@ class Peers:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 return await waiting
         except TimeoutError:
-            return Outcome(done=False)
+            return SamplesOutcome(done=False)
         finally:
             del self._waiting[question.number]
 
@@ -91,18 +91,18 @@ class Peers:
                     refreshed_s = time.monotonic()
                 for entry, message in await self._read(cursor):
                     cursor = entry
-                    if isinstance(message, Question):
+                    if isinstance(message, PeerQuestion):
                         answering.create_task(self._answer(message))
                     elif isinstance(message, GivenUp):
                         self._samples.give_up(message.tenant, message.request)
                     elif (waiting := self._waiting.get(message.number)) is not None and not waiting.done():
                         waiting.set_result(message.outcome)
 
-    async def _answer(self, question: Question) -> None:
+    async def _answer(self, question: PeerQuestion) -> None:
         outcome = await self._samples.outcome(question.tenant, question.request, question.timeout_s)
-        await self._send(question.asker, Answer(question.number, outcome))
+        await self._send(question.asker, PeerAnswer(question.number, outcome))
 
-    async def _send(self, replica: str, message: Question | Answer | GivenUp) -> bool:
+    async def _send(self, replica: str, message: PeerQuestion | PeerAnswer | GivenUp) -> bool:
         """False if that replica is not there."""
         stream, content = self._bus.cell.peers(replica), msgspec.msgpack.encode(message)
         client = self._bus.client
@@ -116,7 +116,7 @@ class Peers:
             await self._bus.ensure_group(stream, "alive")  # the one command that makes an empty stream
             await self._bus.retrying(lambda: client.expire(stream, TTL_S))
 
-    async def _read(self, after: str) -> list[tuple[str, Question | Answer | GivenUp]]:
+    async def _read(self, after: str) -> list[tuple[str, PeerQuestion | PeerAnswer | GivenUp]]:
         """Entries behind an id. What was read is deleted."""
         stream, client = self._bus.cell.peers(self._api_id), self._bus.client
         found: Any = await self._bus.retrying(

@@ -27,7 +27,7 @@ SERVERS_FAULT = ("infrastructure", "dead_letter", "corrupt_adapter", "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReadyResult:
     """A result that is there."""
 
     body: bytes
@@ -46,7 +46,7 @@ class Expired(NotFound):
     """The result was there, and is kept no longer."""
 
 
-async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> Answer | Pending:
+async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> ReadyResult | Pending:
     """Looks once. Raises NotFound for an operation that nobody asked for, Expired."""
     bus, cell = run.base.bus, run.base.cell
 
@@ -86,7 +86,7 @@ async def _missing(run: RunRow, head: bytes, seq: int) -> int | None:
     return int(head) if there[0] is None else None
 
 
-async def _creation(run: RunRow, action: str) -> Answer | Pending:
+async def _creation(run: RunRow, action: str) -> ReadyResult | Pending:
     bus, key = run.base.bus, run.base.cell.run(run.id)
     record: Any = await bus.retrying(lambda: bus.client.hget(key, "state"))
     if record is None:
@@ -99,7 +99,7 @@ async def _creation(run: RunRow, action: str) -> Answer | Pending:
     return _plain({"model_id": run.spec.public_id, "type": action})
 
 
-def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobuf: bool) -> Answer:
+def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobuf: bool) -> ReadyResult:
     """In a thread: a result may have a million numbers."""
     if result.failure is not None:
         return failed(result.failure)
@@ -115,21 +115,21 @@ def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobu
     if action == "optim_step":
         return _plain({"metrics": outputs.metrics, "type": "optim_step"})
     if wants_protobuf:
-        return Answer(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
-    return Answer(plain.write_outputs(outputs))
+        return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
+    return ReadyResult(plain.write_outputs(outputs))
 
 
-def _saved(run: str, action: str, saved: Saved) -> Answer:
+def _saved(run: str, action: str, saved: Saved) -> ReadyResult:
     kind = {"type": TYPES[action]}
     if saved.sampler:
         return _plain({"sampling_session_id": saved.sampler} | kind)
     return _plain({"path": f"tinker://{run}/{SAVES[action]}/{saved.name}"} | kind)
 
 
-def failed(failure: Failure) -> Answer:
+def failed(failure: Failure) -> ReadyResult:
     category = "server" if failure.kind in SERVERS_FAULT else "user"
     return _plain({"error": failure.reason, "category": category})
 
 
-def _plain(content: dict[str, Any]) -> Answer:
-    return Answer(msgspec.json.encode(content))
+def _plain(content: dict[str, Any]) -> ReadyResult:
+    return ReadyResult(msgspec.json.encode(content))

@@ -32,7 +32,7 @@ from manager_service.api.sampling.shares import Inference
 from manager_service.runs.records import USED_S
 from manager_service.tinker.futures.finished import Finished, Target
 from manager_service.tinker.store.uses import use
-from manager_service.tinker.wire.samples import Sample
+from manager_service.tinker.wire.samples import TinkerSample
 
 PREFIX = "smp"
 _ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
@@ -57,17 +57,17 @@ class Gone(NotFound):
     """The request is not here: it must be made again."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SamplesOutcome(msgspec.Struct, frozen=True):
     """What can be said of a request."""
 
     done: bool
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[TinkerSample, ...] = ()
     error: str = ""  # what is wrong with it, for its user
     gone: bool = False  # it is not here, or could not be done: it must be made again
     waits_for_quota: bool = False
 
 
-GONE = Outcome(done=True, gone=True)
+GONE = SamplesOutcome(done=True, gone=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class Request:
     id: str
     tenant: str
     ask: InferenceRequest
-    samples: list[Sample | None]
+    samples: list[TinkerSample | None]
     key: tuple[str, str]  # tenant, what names the request, if anything does
     asker: Target | None  # None: it names no sampler
     asked_s: float  # monotonic: when its client last asked about it
@@ -89,9 +89,9 @@ class Request:
     usage: Usage = field(default_factory=Usage)
     task: "asyncio.Task[None] | None" = None
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SamplesOutcome:
         samples = tuple(sample for sample in self.samples if sample is not None)
-        return Outcome(self.done.is_set(), samples, self.error, self.gone, self.waits_for_quota)
+        return SamplesOutcome(self.done.is_set(), samples, self.error, self.gone, self.waits_for_quota)
 
 
 class Samples:
@@ -131,7 +131,7 @@ class Samples:
         request.task.add_done_callback(lambda _: self._end(request))  # one that is cancelled may never have begun
         return name
 
-    async def outcome(self, tenant: str, name: str, timeout_s: float) -> Outcome:
+    async def outcome(self, tenant: str, name: str, timeout_s: float) -> SamplesOutcome:
         """Waits for a request's result."""
         try:
             request = self.find(tenant, name)
@@ -290,10 +290,10 @@ def _patience_s(request: Request) -> float:
     return RETRIEVED_S if request.retrieved else KEPT_S
 
 
-def _sampled(result: TurnResult) -> Sample:
+def _sampled(result: TurnResult) -> TinkerSample:
     """The context's end reads like the limit of tokens."""
     reason = "stop" if result.stop_reason == "stop" else "length"
-    return Sample(result.tokens, result.logprobs, reason, result.prompt_logprobs)
+    return TinkerSample(result.tokens, result.logprobs, reason, result.prompt_logprobs)
 
 
 def _too_many() -> ApiError:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput
 from manager_service.api.context import Tenant
-from manager_service.runs.records import Session
+from manager_service.runs.records import ClientSession
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import SearchAsked, StatusAsked, read
 
@@ -26,7 +26,7 @@ REASONS = ("success", "errored", "interrupted")
 async def search_sessions(request: Request, tenant: Tenant, known: Known) -> Response:
     """Newest first. A session is kept for a month after its last sign of life."""
     asked = _checked(await read(request, SearchAsked))
-    found: list[tuple[Session, bool]] = []
+    found: list[tuple[ClientSession, bool]] = []
     before = None if asked.cursor is None else (asked.cursor.created_at, asked.cursor.last_session_id)
     ids = await known.sessions.ids_before(tenant.id, before) if _is_own(asked, tenant.id) else []
     for start in range(0, len(ids), NUM_READ):
@@ -54,14 +54,14 @@ def _is_own(asked: SearchAsked, tenant: str) -> bool:
     return asked.owner.type != "user" or tenant in asked.owner.owner_urns
 
 
-async def _read(known: Records, tenant: str, ids: list[str]) -> list[tuple[Session, bool]]:
+async def _read(known: Records, tenant: str, ids: list[str]) -> list[tuple[ClientSession, bool]]:
     """Sessions, and whether each is alive."""
     sessions = await known.sessions.some(tenant, ids)
     alive = await known.sessions.alive([session.id for session in sessions])
     return [(session, session.id in alive) for session in sessions]
 
 
-def _fits(asked: SearchAsked, session: Session, *, alive: bool) -> bool:
+def _fits(asked: SearchAsked, session: ClientSession, *, alive: bool) -> bool:
     name = (session.display_name or "").lower()
     named = [session.id == asked.session_id] if asked.session_id is not None else []
     named += [all(word in name for word in asked.display_name.lower().split())] if asked.display_name else []
@@ -72,21 +72,21 @@ def _fits(asked: SearchAsked, session: Session, *, alive: bool) -> bool:
     return asked.statuses is None or any(_has_status(each, session, alive=alive) for each in asked.statuses)
 
 
-def _has_status(wanted: StatusAsked, session: Session, *, alive: bool) -> bool:
+def _has_status(wanted: StatusAsked, session: ClientSession, *, alive: bool) -> bool:
     status = _status(session, alive=alive)
     if status is None or wanted.type != status["type"]:
         return False
     return not wanted.reasons or status.get("reason", {}).get("type") in wanted.reasons
 
 
-def _status(session: Session, *, alive: bool) -> dict[str, Any] | None:
+def _status(session: ClientSession, *, alive: bool) -> dict[str, Any] | None:
     if session.finished:
         reason = session.finished if session.finished in REASONS else "interrupted"
         return {"type": "client_finished", "reason": {"type": reason}}
     return {"type": "active"} if alive else None
 
 
-def _summary(session: Session, *, alive: bool, num_checkpoints: int) -> dict[str, Any]:
+def _summary(session: ClientSession, *, alive: bool, num_checkpoints: int) -> dict[str, Any]:
     return {
         "session_id": session.id,
         "created_at": _time(session.created_at),
@@ -108,7 +108,7 @@ async def _num_checkpoints(known: Records, tenant: str, sessions: set[str]) -> C
     return nums
 
 
-def _cursor(last: Session) -> dict[str, str]:
+def _cursor(last: ClientSession) -> dict[str, str]:
     return {"last_created_at": _time(last.created_at), "last_session_id": last.id}
 
 

@@ -14,7 +14,7 @@ from common.errors import InvalidInput, NotFound
 from manager_service.api.context import Api
 from manager_service.api.errors import ApiError
 from manager_service.records import GLOBAL, JSON
-from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, Session
+from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, ClientSession
 from manager_service.tinker.names import is_session
 from manager_service.tinker.requests import SessionAsked
 
@@ -49,14 +49,14 @@ def check_told(**told: Any) -> None:
         )
 
 
-class Sessions:
+class ClientSessions:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    async def create(self, tenant: str, asked: SessionAsked) -> Session:
+    async def create(self, tenant: str, asked: SessionAsked) -> ClientSession:
         """Raises InvalidInput, and ApiError if too many are alive."""
         check_told(user_metadata=asked.user_metadata, display_name=asked.display_name, tags=asked.tags)
-        session = Session(
+        session = ClientSession(
             id=f"ses-{secrets.token_hex(8)}",
             tenant=tenant,
             created_at=int(time.time()),
@@ -74,7 +74,7 @@ class Sessions:
         await self._forget_oldest(tenant)
         return session
 
-    async def _begin(self, session: Session) -> None:
+    async def _begin(self, session: ClientSession) -> None:
         """Raises ApiError if too many are alive."""
         begin, now = self._api.redis.register_script(_BEGIN), time.time()
         words = [session.id, repr(now), repr(now - SESSION_ALIVE_S), MAX_ALIVE]
@@ -103,14 +103,14 @@ class Sessions:
             session for session, left in zip(silent, seconds_left, strict=True) if left > SESSION_KEPT_S - RECENT_S
         ]
         records = await self._api.redis.mget([_key(session) for session in recent]) if recent else []
-        found = [msgspec.json.decode(record, type=Session) for record in records if record is not None]
+        found = [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
         last = {session.id for session in found if not session.finished}
         return sorted(silent, key=lambda session: session in last)
 
-    async def find(self, tenant: str, session: str) -> Session:
+    async def find(self, tenant: str, session: str) -> ClientSession:
         """Raises NotFound, also for another tenant's."""
         record = await self._api.redis.get(_key(session)) if is_session(session) else None
-        found = None if record is None else msgspec.json.decode(record, type=Session)
+        found = None if record is None else msgspec.json.decode(record, type=ClientSession)
         if found is None or found.tenant != tenant:
             raise NotFound(f"there is no session {session[:64]!r}")
         return found
@@ -127,10 +127,10 @@ class Sessions:
         rows = [(int(created_at), session.decode()) for session, created_at in found]
         return [session for created_at, session in rows if before is None or (created_at, session) < before]
 
-    async def some(self, tenant: str, sessions: Sequence[str]) -> list[Session]:
+    async def some(self, tenant: str, sessions: Sequence[str]) -> list[ClientSession]:
         """Those of a tenant that are still kept."""
         records = await self._api.redis.mget([_key(session) for session in sessions]) if sessions else []
-        found = [msgspec.json.decode(record, type=Session) for record in records if record is not None]
+        found = [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
         return [session for session in found if session.tenant == tenant]
 
     async def alive(self, sessions: Sequence[str]) -> set[str]:
@@ -139,13 +139,13 @@ class Sessions:
         signs = await base.redis.mget([base.cell.session(session) for session in sessions]) if sessions else []
         return {session for session, sign in zip(sessions, signs, strict=True) if sign is not None}
 
-    async def refresh(self, session: Session) -> None:
+    async def refresh(self, session: ClientSession) -> None:
         """Notes a sign of life."""
         await self._api.redis.zadd(_alive(session.tenant), {session.id: time.time()})
         await self._api.redis.expire(_key(session.id), SESSION_KEPT_S)
         await self._show_alive(session)
 
-    async def finish(self, session: Session, reason: str) -> None:
+    async def finish(self, session: ClientSession, reason: str) -> None:
         """Ends it. The first reason stays."""
         if not session.finished:
             await self._write(msgspec.structs.replace(session, finished=reason))
@@ -154,10 +154,10 @@ class Sessions:
             await base.redis.delete(base.cell.session(session.id))
         await self._api.redis.zrem(_alive(session.tenant), session.id)
 
-    async def _write(self, session: Session) -> None:
+    async def _write(self, session: ClientSession) -> None:
         await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
 
-    async def _show_alive(self, session: Session) -> None:
+    async def _show_alive(self, session: ClientSession) -> None:
         """Tells the owners of each cell."""
         signs = (
             base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)

@@ -72,7 +72,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedOperation:
     """An operation that a client asked for. With a `failure`, it fails when its turn comes."""
 
     seq: int
@@ -97,7 +97,7 @@ def wrong(reason: str) -> Failure:
     return Failure("invalid", reason)
 
 
-async def submit(run: RunRow, asked: Asked, objects: Objects) -> str:
+async def submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
     too many are open."""
     answer = await _submit(run, asked, objects)
@@ -114,14 +114,14 @@ async def submit_unload(run: RunRow, objects: Objects) -> str:
         if known is not None:
             return f"{run.id}:{int(known)}"
         seq = max(int(last or 0) + 1, (await run.state()).head)
-        answer = await _submit(run, Asked(seq=seq, action="unload"), objects)
+        answer = await _submit(run, AskedOperation(seq=seq, action="unload"), objects)
         if answer in ("new", "known"):
             return f"{run.id}:{seq}"
         if answer not in ("other", "past"):  # these two: another operation was faster
             raise _refusal(answer, run, seq)
 
 
-async def _submit(run: RunRow, asked: Asked, objects: Objects) -> str:
+async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     if not 0 < asked.seq <= MAX_SEQ:
         raise ApiError(400, f"seq_id is between 1 and {MAX_SEQ}", param="seq_id", retry=False)
     cell, partition, sampler = run.base.cell, partition_of(run.spec.tenant), asked.sampler

@@ -11,7 +11,7 @@ from common.errors import InvalidInput
 from common.messages import Array
 from common.operations import Outputs
 from manager_service.tinker.wire.learning import GivenDatum, GivenPass, GivenTensor
-from manager_service.tinker.wire.samples import Chunk, ModelInput, Sample
+from manager_service.tinker.wire.samples import Chunk, ModelInput, TinkerSample
 
 CONTENT_TYPE = "application/json"
 
@@ -23,13 +23,13 @@ class Tensor(msgspec.Struct):
     sparse_crow_indices: list[int] | None = None
 
 
-class Datum(msgspec.Struct):
+class PlainDatum(msgspec.Struct):
     model_input: ModelInput
     loss_fn_inputs: dict[str, Tensor]
 
 
 class PassInput(msgspec.Struct):
-    data: list[Datum]
+    data: list[PlainDatum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
@@ -63,7 +63,7 @@ def read_pass(body: bytes) -> GivenPass:
     )
 
 
-def _datum(datum: Datum) -> GivenDatum:
+def _datum(datum: PlainDatum) -> GivenDatum:
     inputs = {name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
     return GivenDatum([_tokens(chunk) for chunk in datum.model_input.chunks], inputs, datum.model_input.other_chunks())
 
@@ -88,7 +88,7 @@ def _array(array: Array) -> dict[str, Any]:
     return {"data": array.numpy().tolist(), "dtype": "float32", "shape": list(array.shape)}
 
 
-def write_samples(samples: Iterable[Sample]) -> bytes:
+def write_samples(samples: Iterable[TinkerSample]) -> bytes:
     samples = list(samples)
     sequences = [
         {

@@ -9,7 +9,7 @@ from common.errors import InvalidInput
 from common.operations import Outputs
 from manager_service.tinker.wire import tinker_pb2 as pb
 from manager_service.tinker.wire.learning import GivenDatum, GivenPass, GivenTensor
-from manager_service.tinker.wire.samples import Sample
+from manager_service.tinker.wire.samples import TinkerSample
 
 CONTENT_TYPE = "application/x-protobuf"
 DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
@@ -72,7 +72,7 @@ def write_outputs(outputs: Outputs) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def write_samples(samples: Iterable[Sample]) -> bytes:
+def write_samples(samples: Iterable[TinkerSample]) -> bytes:
     """A SampleResponse."""
     message = pb.SampleResponse()
     for sample in samples:

@@ -34,7 +34,7 @@ class ModelInput(msgspec.Struct):
         return [chunk.type for chunk in self.chunks if chunk.type != "encoded_text"]
 
 
-class SamplingParams(msgspec.Struct):
+class TinkerSamplingParams(msgspec.Struct):
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
@@ -47,7 +47,7 @@ class SampleGiven(msgspec.Struct):
     """The body of `asample`."""
 
     prompt: ModelInput
-    sampling_params: SamplingParams
+    sampling_params: TinkerSamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None
@@ -75,7 +75,7 @@ class CheckedSample(msgspec.Struct, frozen=True):
     model_path: str | None
 
 
-class Sample(msgspec.Struct, frozen=True):
+class TinkerSample(msgspec.Struct, frozen=True):
     """One sample."""
 
     tokens: Array  # i4 [T]
@@ -127,7 +127,7 @@ def _prompt_logprobs(given: SampleGiven) -> int:
     return last or (-1 if given.prompt_logprobs else 0)
 
 
-def _sampling(params: SamplingParams, prompt_logprobs: int) -> Sampling:
+def _sampling(params: TinkerSamplingParams, prompt_logprobs: int) -> Sampling:
     if params.max_tokens is not None and params.max_tokens < 1:
         raise InvalidInput("sampling_params.max_tokens must be at least 1", param="sampling_params.max_tokens")
     if not 0 <= params.temperature <= 100:

@@ -15,12 +15,12 @@ from common.operations import Forward, Outputs
 from manager_service.tinker.wire import compile, plain, protobuf, tinker_pb2
 from manager_service.tinker.wire.learning import CheckedPass
 from manager_service.tinker.wire.reading import read_pass
-from manager_service.tinker.wire.samples import Sample, read_sample
+from manager_service.tinker.wire.samples import TinkerSample, read_sample
 from tests.support.tinker_sdk import run_sdk
 
 MAX_BYTES = 1 << 20
 OUTPUTS = Outputs((f32([-0.5, -1.5]), f32([-2.0])), {"loss:sum": 3.5, "tokens:sum": 3.0})
-SAMPLES = [Sample(i32([1, 2]), f32([-0.5, -1.0]), "stop"), Sample(i32([3]), f32([-0.25]), "length")]
+SAMPLES = [TinkerSample(i32([1, 2]), f32([-0.5, -1.0]), "stop"), TinkerSample(i32([3]), f32([-0.25]), "length")]
 
 
 def test_the_committed_code_is_what_the_compiler_makes(tmp_path: Path) -> None:
