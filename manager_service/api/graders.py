@@ -1,9 +1,10 @@
 """/v1/fine_tuning/alpha/graders: try a grader before a job depends on it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
@@ -11,6 +12,7 @@ from common.streams import partition_of
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.grader_models import base_asked, pin_models
+from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.outside import check_outside
 from manager_service.api.quota import check_quota, count_inference
 from manager_service.api.reading.bodies import JsonRoute
@@ -73,9 +75,11 @@ async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
     return Validated(grader=body.grader)
 
 
-@router.post("/run", responses=declared(429))
-async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
-    """Run a grader once on an environment worker. Its seconds and its models' tokens count as the tenant's use of `inference`."""
+@router.post("/run", response_model=RunResult, responses=declared(429))
+async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> RunResult | Response:
+    """Run a grader once on an environment worker. Its seconds and its models' tokens count as the tenant's use of `inference`;
+    without a result, the seconds for which it ran.
+    """
     item = body.item or {}
     await _check(api, tenant, body.grader, item)
     base = find_base(api, body.model) if body.model else await base_asked(api, tenant, body.grader)
@@ -96,9 +100,12 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven) -> RunResult:
         )
 
     await check_quota(base.redis, base.cell, tenant)
-    result = await base.inference.grade(tenant, make, timeout_s=api.settings.grader_run_timeout_s)
-    await count_inference(base.redis, base.cell, tenant.id, result.usage + Usage(env_s=result.seconds))
-    return _shown(grader, result)
+    charge = partial(count_inference, base.redis, base.cell, tenant.id)
+    running = base.inference.grade(tenant, make, timeout_s=api.settings.grader_run_timeout_s, charge=charge)
+    try:
+        return _shown(grader, await unless_gone(request, running))
+    except ClientGone:
+        return Response(status_code=GONE)
 
 
 async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: dict[str, Any] | None) -> None:

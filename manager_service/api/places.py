@@ -32,9 +32,9 @@ class SharedPlaces:
         self._behind: dict[int, tuple[str, Sized]] = {}  # by identity
 
     @asynccontextmanager
-    async def one(self, tenant: TenantRecord, timeout_s: float) -> AsyncGenerator[None]:
+    async def one(self, tenant: TenantRecord, timeout_s: float, most: int = MAX_WAITING) -> AsyncGenerator[None]:
         """Holds a place while the block runs. Raises as `take` does."""
-        claim = await self.take(tenant, timeout_s)
+        claim = await self.take(tenant, timeout_s, most)
         try:
             yield
         finally:
@@ -43,7 +43,7 @@ class SharedPlaces:
     async def take(self, tenant: TenantRecord, timeout_s: float | None, most: int = MAX_WAITING) -> Claim:
         """Waits for a place. Raises Unavailable after `timeout_s`, ApiError 429 if `most` of the tenant's requests wait."""
         if self._waiting[tenant.id] >= most:
-            raise _too_many(self._name)
+            raise _too_many(self._name, most)
         self._waiting[tenant.id] += 1
         self._ask(tenant.id, tenant.weight, 1)
         try:
@@ -98,9 +98,9 @@ class SharedPlaces:
             self._open[tenant] = Asked(weight, total)
 
 
-def _too_many(name: str) -> ApiError:
+def _too_many(name: str, most: int) -> ApiError:
     error = ApiError(
-        429, f"{MAX_WAITING} of your requests wait for {name} already; ask again when some have ended", code="too_many"
+        429, f"{most} of your requests wait for {name} already; ask again when some have ended", code="too_many"
     )
     error.headers = {"Retry-After": str(RETRY_AFTER_S)}
     return error

@@ -26,6 +26,7 @@ from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.values import MAX_VALUES
 from manager_service.api.sampling import requests
+from manager_service.api.sampling.shares import MAX_GRADES
 from manager_service.api.schemas import Page, SampleObject
 from manager_service.jobs.journal import MAX_TEXT
 from manager_service.kept import LIMITS
@@ -229,6 +230,40 @@ async def test_grader_runs_are_charged(server: ApiServer) -> None:
             assert (await server.http.post(RUN, json=graded())).status_code == 200
     report = (await server.http.get("/v1/usage")).json()
     assert (report["data"][0]["job"], report["data"][0]["env_s"]) == ("inference", 5.0)
+
+
+async def env_s(server: ApiServer) -> float:
+    """Seconds that the tenant has used of env workers."""
+    return sum(row["env_s"] for row in (await server.http.get("/v1/usage")).json()["data"])
+
+
+async def test_a_grader_run_whose_client_leaves_is_charged_and_frees_its_place(server: ApiServer) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await server.http.post(RUN, json=graded(), timeout=0.5)
+    async with asyncio.timeout(30):  # half of what a run may take
+        while not await env_s(server) or num_asking(server) != [0, 0]:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_grader_run_that_takes_too_long_is_charged_and_frees_its_place(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path / "data", grader_run_timeout_s=1.0) as server:
+        assert (await server.http.post(RUN, json=graded())).status_code == 503
+        assert await env_s(server) > 0.5 and num_asking(server) == [0, 0]
+
+
+async def test_few_grader_runs_of_a_tenant_wait_for_a_place(server: ApiServer) -> None:
+    await server.new_tenant("victim")
+    waiting = [asyncio.create_task(server.http.post(RUN, json=graded(), timeout=60)) for _ in range(MAX_GRADES + 1)]
+    while num_asking(server)[1] != len(waiting):
+        await asyncio.sleep(0.01)
+    answer = await server.http.post(RUN, json=graded())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many")
+    assert "64 of your requests wait for slots for graders already" in answer.json()["error"]["message"]
+    headers = {"Authorization": f"Bearer {server.clients[-1].api_key}"}
+    waiting.append(asyncio.create_task(server.http.post(RUN, json=graded(), timeout=60, headers=headers)))
+    while num_asking(server)[1] != len(waiting):
+        await asyncio.sleep(0.01)
+    await cancel_all(waiting)
 
 
 async def test_a_victims_chat_and_grader_go_before_the_queue_of_another_tenant(server: ApiServer) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from common.messages import (
     TurnDelta,
     TurnRequest,
     TurnResult,
+    Usage,
 )
 from common.streams import GROUP_ROLLOUT
 from common.tasks import cancel_all, running
@@ -52,6 +53,7 @@ BLOCK_MS = 1000
 CONTROL_KEEP_S = 600.0
 PUBLISH_S = 4.0
 MAX_BULK = 65_536  # turns of one tenant that wait for a place
+MAX_GRADES = 64  # grader runs of one tenant that do
 log = structlog.get_logger()
 
 
@@ -300,28 +302,37 @@ class Inference:
     # ---- graders ----------------------------------------------------------------------------------------------------
 
     async def grade(
-        self, tenant: TenantRecord, make: Callable[[str, str], GradeRequest], *, timeout_s: float
+        self,
+        tenant: TenantRecord,
+        make: Callable[[str, str], GradeRequest],
+        *,
+        timeout_s: float,
+        charge: Callable[[Usage], Awaitable[None]],
     ) -> GradeResult:
-        """Runs a grader once. `make(id, reply_to)` gives the request. Raises Unavailable if nobody answers."""
+        """Runs a grader once. `make(id, reply_to)` gives the request. `charge` hears what it cost, however it ends: without a
+        result, the seconds from the request on. Raises Unavailable if nobody answers, ApiError 429 if too many wait.
+        """
         job = f"grade-{secrets.token_hex(12)}"
         request = make(job, self._replies.stream)
-        async with self._grades.one(tenant, timeout_s):
+        async with self._grades.one(tenant, timeout_s, MAX_GRADES):
             with self._replies.of(job) as queue:
                 async with _within(PUBLISH_S):
                     await self._bus.publish([(self._bus.cell.env, request)])
-                answered = False
+                since, result = time.monotonic(), None
                 try:
                     async with asyncio.timeout(timeout_s):
-                        while True:
-                            message = await queue.get()
-                            if isinstance(message, GradeResult):
-                                answered = True
-                                return message
+                        while not isinstance(result, GradeResult):
+                            result = await queue.get()
+                    return result
                 except TimeoutError as error:
                     raise Unavailable(f"no environment worker answered within {timeout_s:g} seconds") from error
                 finally:
-                    if not answered:  # nobody waits any more
+                    if isinstance(result, GradeResult):
+                        cost = result.usage + Usage(env_s=result.seconds)
+                    else:  # nobody waits any more
                         self._cancel(request, epoch=2**31)
+                        cost = Usage(env_s=time.monotonic() - since)
+                    await asyncio.shield(charge(cost))
 
 
 class _within:
