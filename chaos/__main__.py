@@ -62,7 +62,10 @@ def act(plan: Plan) -> int:
 def tell(story: Story) -> None:
     kills = sum(fault.kind == "kill" for _, fault in story.strikes)
     survived = "with findings" if story.wrong else "survived"
-    sys.stdout.write(f"{len(story.strikes)} faults {survived}, {kills} of them SIGKILL\n")
+    sys.stdout.write(
+        f"{len(story.strikes)} faults {survived}, {kills} of them SIGKILL; {len(story.missed)} more hit nothing\n"
+    )
+    sys.stdout.write("".join(f"WARNING  {line}\n" for line in story.warnings + story.never_hit()))
     sys.stdout.write("".join(f"WRONG  {line}\n" for line in story.wrong))
     if story.ended:
         sys.stdout.write(table(costs(story)) + "\n")

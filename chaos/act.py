@@ -135,7 +135,8 @@ class Act:
     async def _strike(self, fault: Fault, free: asyncio.Lock) -> None:
         async with free:
             self.story.strike(fault)
-            await inflict(self.cluster, fault)
+            if not await inflict(self.cluster, fault):
+                self.story.miss(fault)
 
     async def _watch(self) -> None:
         """Raises Stuck."""

@@ -28,6 +28,13 @@ class Clock:
         with (self.folder / "shift").open("r+b") as file:
             file.write(SHIFT.pack(seconds))
 
+    def is_of(self, pid: int) -> bool:
+        """Does this process tell the time by it?"""
+        try:
+            return str(self.folder / "shift") in Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            return False
+
 
 def install(file: Path) -> None:
     """Replaces this process's wall clock."""

@@ -86,9 +86,11 @@ class Cluster:
         ours = {self.redis.server.pid, self.store.process.pid, os.getpid()}
         return [_described(p) for p in with_descendants([os.getpid()]) if p.pid not in ours and _lives(p)]
 
-    async def age(self, session: str) -> None:
-        """Lets five minutes pass in which a client of the Tinker protocol is silent. Without effect while Redis is away."""
-        await asyncio.to_thread(self.redis.delete, CELL.session(session))
+    async def age(self, session: str) -> bool:
+        """Lets five minutes pass in which a client of the Tinker protocol is silent. False if it showed no sign of life before, or
+        while Redis is away.
+        """
+        return await asyncio.to_thread(self.redis.delete, CELL.session(session))
 
     def shift_managers(self, seconds: float) -> None:
         """Sets their clocks ahead."""

@@ -19,6 +19,9 @@ class Story:
 
     began: float = field(default_factory=time.monotonic)
     strikes: list[Strike] = field(default_factory=list[Strike])
+    """Those that hit something, or may still do so."""
+    missed: list[Fault] = field(default_factory=list[Fault])
+    """Those that hit nothing."""
     pace: float = 0.0
     """Versions a second, undisturbed."""
     commits: list[float] = field(default_factory=list[float])
@@ -26,6 +29,8 @@ class Story:
     ended: float = 0.0
     """When the last fault was healed."""
     wrong: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])
+    """What this run did not try, though it meant to."""
 
     def tell(self, line: str) -> None:
         sys.stdout.write(f"{time.monotonic() - self.began:7.1f} s  {line}\n")
@@ -35,6 +40,19 @@ class Story:
         self.strikes.append((time.monotonic(), fault))
         lasts = f" for {fault.seconds:.1f} s" if fault.seconds else ""
         self.tell(f"{fault.number:4d}  {fault.kind} {fault.victim}{lasts}")
+
+    def miss(self, fault: Fault) -> None:
+        """The fault hit nothing: it is none that was survived."""
+        self.strikes = [strike for strike in self.strikes if strike[1] is not fault]
+        self.missed.append(fault)
+        self.tell(f"{fault.number:4d}  hit nothing")
+
+    def never_hit(self) -> list[str]:
+        """Causes of which no strike hit anything."""
+        missed = Counter(fault.cause for fault in self.missed)
+        for _, fault in self.strikes:
+            del missed[fault.cause]
+        return [f"{cause} struck {num} times and hit nothing" for cause, num in sorted(missed.items())]
 
 
 @dataclass(frozen=True, slots=True)

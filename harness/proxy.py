@@ -34,6 +34,10 @@ class Proxy:
     answer: Answer = nothing
     """Asked about each piece from a client: what it returns goes back in the target's place, and the connection ends."""
     chance: random.Random = field(default_factory=random.Random)
+    num_passed: int = 0
+    """Pieces so far, also those that wait."""
+    num_halves: int = 0
+    """Those of which one half passed."""
     _server: asyncio.Server | None = None
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -50,10 +54,12 @@ class Proxy:
             self._server = None
         self.cut()
 
-    def cut(self) -> None:
-        """Resets all open connections."""
-        for writer in list(self._open):
+    def cut(self) -> int:
+        """Resets all open connections. Returns how many there were."""
+        writers = list(self._open)
+        for writer in writers:
             _reset(writer)
+        return len(writers) // 2
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -90,8 +96,10 @@ class Proxy:
 
     async def _pass(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
         """Raises ConnectionAbortedError after half of a piece."""
+        self.num_passed += 1
         await asyncio.sleep(self.delay_s)
         half = self.halved > self.chance.random()
+        self.num_halves += half
         writer.write(piece[: len(piece) // 2] if half else piece)
         await writer.drain()
         if half:

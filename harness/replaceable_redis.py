@@ -32,10 +32,11 @@ class ReplaceableRedis:
         """A connection around the proxy; it answers in text."""
         return redis.Redis(port=self.server.port, decode_responses=True)
 
-    def delete(self, key: str) -> None:
-        """Without effect while Redis is away."""
+    def delete(self, key: str) -> bool:
+        """False if there is no such key, or while Redis is away."""
         with contextlib.suppress(redis.RedisError), self.client() as client:
-            client.delete(key)
+            return client.delete(key) == 1
+        return False
 
     async def restart(self) -> None:
         await asyncio.to_thread(self.server.restart)

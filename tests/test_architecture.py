@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "trainer_service": {"trainer_service", "common", "base_model"},
     "simulator": {"simulator", "manager_service", "marlaas_client", "common"},
     "harness": {"harness", "common", "manager_service"},
-    "chaos": {"chaos", "harness", "common", "manager_service"},
+    "chaos": {"chaos", "harness", "common", "manager_service", "env_service"},
     "examples": {"examples", "common", "manager_service", "marlaas_client", "env_service"},
     "benchmarks": {"benchmarks", "harness", *PRODUCT},
 }

@@ -14,6 +14,8 @@ from env_service.graders.helper import HelperPool
 from env_service.graders.math import plainly_equal
 from env_service.work import Allowance
 
+HELPER = "env_service.graders.comparing"
+"""The program of the helpers."""
 SHORT_CHARACTERS = 2048
 """Of a text that is compared here by `string_check`: microseconds."""
 SHORT_MATH_CHARACTERS = 512
@@ -36,8 +38,7 @@ class TextComparer:
 
     def __init__(self) -> None:
         self._helpers = {
-            kind: HelperPool(kind, "env_service.graders.comparing", first=msgspec.msgpack.encode(first))
-            for kind, first in _FIRST.items()
+            kind: HelperPool(kind, HELPER, first=msgspec.msgpack.encode(first)) for kind, first in _FIRST.items()
         }
 
     async def close(self) -> None:

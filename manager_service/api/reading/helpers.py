@@ -19,6 +19,8 @@ from manager_service.api.places import SharedPlaces
 from manager_service.api.reading.tasks import Done, RefusedInput, Task, do
 from manager_service.records import TenantRecord
 
+HELPER = "manager_service.api.reading.process"
+"""The program of the helpers."""
 NUM_HELPERS = 2
 SMALL_BYTES = 4 << 10
 """What is smaller is read here: the slowest of it takes 3 ms. It comes first, whosever it is, so it must be little."""
@@ -38,7 +40,7 @@ class Helpers:
         self._tokenizers = tokenizers
         argument = json.dumps({name: (str(folder), tokenizers[name].context) for name, folder in folders.items()})
         variables = {"TOKENIZERS_PARALLELISM": "false"}
-        self._pool = HelperPool("manager_service.api.reading.process", argument, variables=variables)
+        self._pool = HelperPool(HELPER, argument, variables=variables)
         self._places = SharedPlaces("helpers that read large texts", lambda: NUM_HELPERS)
         self.close = self._pool.close
 

@@ -1,0 +1,150 @@
+"""What a strike hits is counted: real helpers, sockets and clocks, and what is not there to be hit."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chaos import inflict
+from chaos.clock import Clock
+from chaos.faults import Fault
+from chaos.report import Story
+from common.graders import TextSimilarity
+from env_service.graders.attempt import Attempt
+from env_service.graders.text import TextComparer
+from env_service.work import Allowance
+from harness.proxy import nothing
+from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
+from manager_service.api.reading.tasks import ParseBody
+from manager_service.records import TenantRecord
+from tests.chaos.test_means import echoing, sent
+from tests.support.processes import alive, descendants
+
+ALIKE = TextSimilarity(
+    type="text_similarity", input="a b", reference="a b", evaluation_metric="rouge_l", pass_threshold=None
+)
+LARGE = b"[" + b" " * SMALL_BYTES + b"]"
+
+
+def fault(kind: str, victim: str, *, chance: float = 0.5, number: int = 1) -> Fault:
+    return Fault(number, kind, victim, 0.0, chance, 1.0)
+
+
+def running(**pids: int) -> Any:
+    return SimpleNamespace(services=SimpleNamespace(pids=pids))
+
+
+@pytest.mark.timeout(120)
+async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed() -> None:
+    comparer, reading, tenant = TextComparer(), Helpers({}, {}), TenantRecord(id="acme", created_at=0)
+
+    async def use() -> None:
+        assert await comparer.reward(ALIKE, Attempt({}, "x"), Allowance(60)) == 1.0
+        assert await reading.do(tenant, ParseBody(LARGE), num_bytes=len(LARGE)) == []
+
+    others = descendants(os.getpid())
+    await use()
+    helpers = descendants(os.getpid()) - others
+    assert len(helpers) == 2
+    assert await inflict.inflict(running(env=os.getpid()), fault("kill a helper", "env")) == 2
+    async with asyncio.timeout(20):
+        while alive(helpers):
+            await asyncio.sleep(0.02)
+    await use()
+    await comparer.close()
+    await reading.close()
+
+
+async def test_a_worker_without_helpers_has_none_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflict, "PATIENCE_S", 0.2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert await inflict.inflict(running(env=process.pid), fault("kill a helper", "env")) == 0
+        assert await inflict.inflict(running(), fault("kill a helper", "env")) == 0
+        process.kill()
+
+
+async def test_a_clock_hits_a_process_that_tells_the_time_by_it_alone(tmp_path: Path) -> None:
+    clock = Clock(tmp_path / "clock")
+    argv, variables = [sys.executable, "-c", "print(1, flush=True); input()"], {"PYTHONPATH": str(clock.folder)}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as process:
+        assert process.stdout and process.stdout.readline()
+        cluster = running(ours=process.pid, other=os.getpid())
+        cluster.clocks = {"ours": clock, "other": clock}
+        hits = [await inflict.inflict(cluster, fault("clock", name)) for name in ("ours", "other")]
+        cluster.services.pids = {}
+        assert [*hits, await inflict.inflict(cluster, fault("clock", "ours"))] == [1, 0, 0]
+        process.kill()
+
+
+@contextlib.asynccontextmanager
+async def linked() -> AsyncGenerator[Any]:
+    """A cluster that is a link to a store."""
+    async with echoing() as proxy:
+        cluster: Any = SimpleNamespace(store_link=proxy, refuse=nothing, link={"store link": proxy}.get)
+        proxy.answer = lambda piece: cluster.refuse(piece)
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "num"),
+    [("full disk", "store", 1), ("fails", "store", 2), ("slow", "store", 4), ("late", "store link", 4), ("halved", "store link", 2)],
+)  # fmt: skip
+async def test_calls_and_pieces_that_a_fault_hits_are_counted(
+    kind: str, victim: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for share in ("FAILED_SHARE", "HALVED_SHARE"):
+        monkeypatch.setattr(inflict, share, 1.0)
+    group = victim.removeprefix("store ")
+    async with linked() as cluster, inflict.INFLICTIONS[kind, group](cluster, fault(kind, victim)) as hits:
+        assert hits() == 0
+        for piece in (b"PUT /x", b"GET /x"):
+            with contextlib.suppress(ConnectionError):
+                await sent(cluster.store_link, piece)
+        assert hits() == num
+
+
+async def test_connections_that_are_cut_are_counted_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with linked() as cluster:
+        with monkeypatch.context() as patched:
+            patched.setattr(inflict, "PATIENCE_S", 0.1)
+            assert await inflict.inflict(cluster, fault("cut", "store link")) == 0
+        striking = asyncio.create_task(inflict.inflict(cluster, fault("cut", "store link")))
+        await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.store_link.port)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        assert await striking == 1
+
+
+async def refused(cluster: Any, chance: float) -> list[int]:
+    """Which of a thousand calls fail."""
+    async with inflict.INFLICTIONS["fails", "store"](cluster, fault("fails", "store", chance=chance)) as hits:
+        found = [number for number in range(1000) if cluster.refuse(b"GET /x")]
+        assert hits() == len(found)
+        return found
+
+
+async def test_the_same_fault_fails_the_same_calls() -> None:
+    async with linked() as cluster:
+        found = await refused(cluster, 0.25)
+        assert found == await refused(cluster, 0.25) != await refused(cluster, 0.75)
+        assert 50 < len(found) < 200
+
+
+def test_a_strike_that_hits_nothing_is_not_survived_and_a_cause_that_never_hits_is_named() -> None:
+    story, helper = Story(), fault("kill a helper", "env-0", number=1)
+    faults = [helper, fault("cut", "store link", number=2), fault("cut", "store link", number=3)]
+    for one in faults:
+        story.strike(one)
+    story.miss(helper)
+    story.miss(faults[1])
+    assert [one.number for _, one in story.strikes] == [3]
+    assert story.never_hit() == ["kill a helper env struck 1 times and hit nothing"]
