@@ -1,6 +1,7 @@
 """One act: a cluster in one mode, from its start to the verdict."""
 
 import asyncio
+import random
 import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
@@ -68,7 +69,8 @@ class Act:
             self.tenants = [Tenant(name, await self._client(name, stack)) for name in TENANTS]
             client = await self._client("hostile", stack, max_jobs=HOSTILE_JOBS)
             self.hostile = Hostile(
-                client, Foe(self.cluster.urls, client.key, self._mine, self._others, self.cluster.age)
+                client,
+                Foe(self.cluster.urls, client.key, self._mine, self._others, self.cluster.age, self._chance("hostile")),
             )
             for one in (*self.tenants, self.hostile):
                 await one.prepare()
@@ -78,6 +80,9 @@ class Act:
     @property
     def runs(self) -> list[Run]:
         return [run for tenant in self.tenants for run in tenant.runs]
+
+    def _chance(self, of: str) -> random.Random:
+        return random.Random(f"{self.plan.seed} {of}")
 
     def _others(self) -> list[str]:
         """Jobs that are not the hostile tenant's."""
@@ -153,6 +158,7 @@ class Act:
 
     async def _judge(self) -> None:
         wrong = self.story.wrong
+        self.story.warnings += self.hostile.idle()
         for run in self.runs:
             wrong += verify.ended_well(run)
         wrong += verify.ended_as_planned(self.hostile.attempts) + self.hostile.foe.wrong

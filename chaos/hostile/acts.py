@@ -1,4 +1,5 @@
-"""What the hostile tenant does beside its jobs, one act after the other: floods, slow readers, strange names, deserted runs.
+"""What the hostile tenant does beside its jobs, one act after the other: floods, slow readers, strange names, graders that want more
+than graders may have, large uploads, deserted runs.
 
 An act may be refused, cut off or slowed down; none may be answered with what is another's, or with success where it makes no sense.
 """
@@ -18,16 +19,23 @@ from urllib.parse import urlsplit
 import httpx
 
 from chaos.hostile.deserter import NUM_RUNS, PASS, PROMPT
+from chaos.hostile.graders import TRIALS, Trial
 
 TIMEOUT_S = 5.0
 AT_ONCE = 32
 """Requests of a flood."""
 HELD_S = 3.0
 """Time for which connections are kept that do nothing."""
+NUM_HALF_OPEN = 300
+LARGE_BYTES = 32 << 20
+"""Of an upload."""
 BEGINS_S, SERVES_S = 20.0, 4.0
 """Time that a deserter has to begin, and before it is killed."""
 JSON = {"Content-Type": "application/json"}
 HALF_OPEN = (b"", b"GET /v1/mo", b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\nab")
+GRADERS = "/v1/fine_tuning/alpha/graders"
+OPERATORS = ("/v1/cluster/workers", "/v1/cluster/timeline", "/v1/cluster/dead", "/v1/admin/tenants", "/metrics")
+ITEM = b'{"messages": [{"role": "user", "content": "add 1+2"}], "answer": "%s"}\n'
 NAMES = (
     "../../../etc/passwd",
     "..%2f..%2fadmin",
@@ -50,12 +58,17 @@ class Foe:
     """Its jobs."""
     others: Callable[[], Sequence[str]]
     """Jobs of the other tenants."""
-    age: Callable[[str], Awaitable[None]]
-    """Lets five silent minutes pass for a session."""
+    age: Callable[[str], Awaitable[bool]]
+    """Lets five silent minutes pass for a session. False if it was silent before."""
+    chance: random.Random
     wrong: list[str] = field(default_factory=list[str])
     """Answers that nobody may get."""
     sessions: list[str] = field(default_factory=list[str])
     """Of its deserters."""
+    aged: list[bool] = field(default_factory=list[bool])
+    """Did five minutes pass for a session?"""
+    graded: list[bool] = field(default_factory=list[bool])
+    """Was a call of `graders/run` answered?"""
     http: httpx.AsyncClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +81,12 @@ class Foe:
 
     @property
     def url(self) -> str:
-        return random.choice(self.urls)
+        return self.chance.choice(self.urls)
+
+    def idle(self) -> list[str]:
+        """What it meant to do and never did."""
+        meant = {"five minutes passed for no session": self.aged, "no call of graders/run was answered": self.graded}
+        return [f"hostile: {line}" for line, done in meant.items() if done and not any(done)]
 
     async def send(
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
@@ -85,6 +103,18 @@ class Foe:
         answer = await self.send(method, path, **options)
         if answer is not None and answer.status_code < 400:
             self.wrong.append(f"hostile {method} {path[:100]} was answered {answer.status_code}: {answer.text[:100]}")
+
+    async def run_grader(self, trial: Trial) -> None:
+        """One that waits too long is cut off."""
+        body = json.dumps(trial.body).encode()
+        answer = await self.send("POST", f"{GRADERS}/run", content=body, headers=self.headers | JSON)
+        cut_off = answer is None or answer.status_code == 429 or answer.status_code >= 500
+        self.graded.append(not cut_off)
+        if answer is None or cut_off:
+            return
+        reward = answer.json().get("reward") if answer.status_code == 200 else None
+        if not trial.is_right(answer.status_code, reward):
+            self.wrong.append(f"hostile grader, {trial.name}: {answer.status_code} {answer.text[:200]}")
 
     @asynccontextmanager
     async def connected(self, num: int) -> AsyncGenerator[list[socket.socket]]:
@@ -117,7 +147,7 @@ async def deep_texts(foe: Foe) -> None:
 
 
 async def garbage_for_protobuf(foe: Foe) -> None:
-    for content in (b"\xff" * 4, random.randbytes(4000), b"(\xb5/\xfd" + random.randbytes(2000)):
+    for content in (b"\xff" * 4, foe.chance.randbytes(4000), b"(\xb5/\xfd" + foe.chance.randbytes(2000)):
         for more in ({}, {"Content-Encoding": "zstd"}):
             headers = foe.headers | {"Content-Type": "application/x-protobuf"} | more
             await foe.must_fail("POST", "/api/v1/forward_backward", content=content, headers=headers)
@@ -146,11 +176,24 @@ async def foreign_ids(foe: Foe) -> None:
     await foe.must_fail("POST", "/api/v1/unload_model", json=run)
 
 
+async def operators_views(foe: Foe) -> None:
+    """What shows hosts, processes and other tenants."""
+    for path in OPERATORS:
+        await foe.must_fail("GET", path)
+
+
+# ---- graders --------------------------------------------------------------------------------------------------------
+
+
+async def hungry_graders(foe: Foe) -> None:
+    await foe.flood(*(foe.run_grader(trial) for trial in TRIALS))
+
+
 # ---- connections ----------------------------------------------------------------------------------------------------
 
 
 async def half_open(foe: Foe) -> None:
-    async with foe.connected(30) as connections:
+    async with foe.connected(NUM_HALF_OPEN) as connections:
         for number, connection in enumerate(connections):
             with contextlib.suppress(OSError):
                 connection.send(HALF_OPEN[number % len(HALF_OPEN)])
@@ -212,7 +255,7 @@ async def flood_of_futures(foe: Foe) -> None:
 
 async def flood_of_uploads(foe: Foe) -> None:
     """Of what is no file of items, and of files whose sender stops half-way."""
-    rows = b'{"messages": [{"role": "user", "content": "add 1+2"}]}\n' * 2000
+    rows = ITEM % b"3" * 2000
     form: Any = {"files": {"file": ("../../x\x1b[2J.jsonl", rows + b"{")}, "data": {"purpose": "fine-tune"}}
     await foe.flood(*(foe.must_fail("POST", "/v1/files", **form) for _ in range(12)))
     head = (
@@ -226,6 +269,14 @@ async def flood_of_uploads(foe: Foe) -> None:
                     f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n{part}".encode() + rows[:50_000]
                 )
         await asyncio.sleep(1)
+
+
+async def large_uploads(foe: Foe) -> None:
+    """Of tens of megabytes: rows of which the last is none, and one row alone."""
+    row = ITEM % (b"x" * 4000)
+    for content in (row * (LARGE_BYTES // len(row)) + b"{", ITEM % (b"x" * LARGE_BYTES)):
+        form: Any = {"files": {"file": ("large.jsonl", content)}, "data": {"purpose": "fine-tune"}}
+        await foe.must_fail("POST", "/v1/files", **form)
 
 
 # ---- the Tinker protocol --------------------------------------------------------------------------------------------
@@ -254,12 +305,13 @@ async def desert_runs(foe: Foe) -> None:
             process.kill()
         await process.wait()
     if len(foe.sessions) % 2:
-        await foe.age(foe.sessions[-1])
+        foe.aged.append(await foe.age(foe.sessions[-1]))
 
 
 ACTS: Sequence[Act] = (
-    desert_runs, giant_bodies, half_open, flood_without_a_key, flood_of_chat, slow_readers, flood_of_uploads, deep_texts,
-    foreign_ids, flood_of_futures, hostile_names, garbage_for_protobuf, sessions_without_end,
+    desert_runs, giant_bodies, half_open, hungry_graders, flood_without_a_key, flood_of_chat, slow_readers, flood_of_uploads,
+    large_uploads, deep_texts, foreign_ids, operators_views, flood_of_futures, hostile_names, garbage_for_protobuf,
+    sessions_without_end,
 )  # fmt: skip
 
 

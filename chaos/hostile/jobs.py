@@ -7,19 +7,11 @@ from typing import Any
 
 from chaos.client import Client
 from chaos.hostile.acts import ACTS, Foe, runs_of
+from chaos.hostile.graders import ESCAPE, code
 from chaos.tenants import POLL_S
 from common.skills import generate
 from harness.live import FINAL, jsonl
 
-ESCAPE = """
-import ctypes, os, time
-libc = ctypes.CDLL(None)
-for attempt in (lambda: libc.prctl(1, 0, 0, 0, 0), os.setsid, lambda: os.setpgid(0, 0)):
-    try: attempt()
-    except OSError: pass
-def grade(sample, item):
-    while True: time.sleep(1)
-"""
 FORK = "import os\ndef grade(sample, item):\n    while True: os.fork()\n"
 LOOP = "def grade(sample, item):\n    while True: pass\n"
 MEMORY = """
@@ -45,10 +37,6 @@ class Attack:
     item: Mapping[str, Any] | None = None
 
 
-def _code(source: str) -> dict[str, Any]:
-    return {"type": "python", "name": "hostile", "source": source}
-
-
 def _math(reference: str) -> dict[str, Any]:
     return {"type": "math", "name": "hostile", "reference": reference}
 
@@ -59,10 +47,10 @@ def _item(answer: str, question: str = "add 1+2") -> dict[str, Any]:
 
 ROUGE = {"type": "text_similarity", "name": "hostile", "input": "{{sample.output_text}} {{item.answer}}"}
 ATTACKS = (
-    Attack("a grader that leaves its session", _code(ESCAPE), ["longer than", "groups failed"]),
-    Attack("a grader that forks", _code(FORK), ["groups failed"]),
-    Attack("a grader that loops", _code(LOOP), ["groups failed"]),
-    Attack("a grader that leaves shared memory", _code(MEMORY), ["succeeded", "groups failed"]),
+    Attack("a grader that leaves its session", code(ESCAPE), ["longer than", "groups failed"]),
+    Attack("a grader that forks", code(FORK), ["groups failed"]),
+    Attack("a grader that loops", code(LOOP), ["groups failed"]),
+    Attack("a grader that leaves shared memory", code(MEMORY), ["succeeded", "groups failed"]),
     Attack("a deep template", {**ROUGE, "reference": DEEP, "evaluation_metric": "fuzzy_match"}, ["refused"]),
     Attack("a template of braces", {**ROUGE, "reference": BRACES, "evaluation_metric": "fuzzy_match"}, ["refused"]),
     Attack("an answer of parentheses", _math("{{item.answer}}"), ["the reference is empty"], _item(PARENTHESES)),
@@ -97,6 +85,12 @@ class Hostile:
         self.forgotten: list[str] = []
         """Runs of its deserters that the service does not know."""
         self._files: dict[str, str] = {}
+        self._played: set[str] = set()
+
+    def idle(self) -> list[str]:
+        """What it meant to do and never did."""
+        missing = [act.__name__ for act in ACTS if act.__name__ not in self._played]
+        return self.foe.idle() + ([f"hostile: there was no time for {', '.join(missing)}"] if missing else [])
 
     async def prepare(self) -> None:
         for attack in ATTACKS:
@@ -150,3 +144,4 @@ class Hostile:
                 if stop.is_set():
                     return
                 await act(self.foe)
+                self._played.add(act.__name__)
