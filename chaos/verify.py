@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -14,6 +14,7 @@ from chaos.tenants import STEPS, Run
 from common.adapters import PEFT_FILES, Manifest
 from harness.live import is_balanced
 from harness.s3_server import S3Server
+from manager_service.records import GLOBAL
 
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "samples:", "answers:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
@@ -24,9 +25,10 @@ RECORDS = (
 EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:", "ended:",
             "session:", "finished-session:", "sampler:", "tenant-samplers:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
+OUTSIDE = ("tenants", "keys", "sessions:", "alive:", "format", "signing-key", "loggers")
+OUTSIDE_EXPIRING = ("session:", "exporter")
+"""The same outside of the cell: neither a file nor an upload is among them."""
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
-Objects = Mapping[str, bytes]
-"""Content of the store, by path. Of large files only their sha256 is looked at."""
 
 
 def ended_well(run: Run) -> list[str]:
@@ -50,6 +52,13 @@ def trained_once(run: Run, ledger: Mapping[str, int]) -> list[str]:
     wanted = {"trained": STEPS * run.recipe.num_trajectories, "failed": 0}
     found = {name: ledger[name] for name in wanted}
     return [] if found == wanted else [f"{run.recipe.name} {run.id}: {found} instead of {wanted}"]
+
+
+def steps_once(job: str, events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A job that succeeded tells of each step once, in order. `events`: newest first."""
+    figures = [event["data"] for event in events if event["type"] == "metrics" and "loss" in event["data"]]
+    steps = [data["step"] for data in reversed(figures)]
+    return [] if steps == list(range(1, STEPS + 1)) else [f"{job}: its events tell of the steps {steps}"]
 
 
 def manifests(store: S3Server, paths: Iterable[str], tenant: str, job: str) -> list[Manifest]:
@@ -100,7 +109,7 @@ def same_bytes(job: str, found: list[Manifest], reference: list[Manifest]) -> li
 def left_keys(cluster: Cluster) -> list[str]:
     """Keys that no finished job needs, and streams that hold work."""
     with cluster.redis.client() as client:
-        names = map(str, client.keys("*"))
+        names = {str(name) for name in cast("list[Any]", client.keys("*"))}
         mine = {name: name.removeprefix(CELL.key("")) for name in names if name.startswith(CELL.key(""))}
         streams = [CELL.key(name) for name in mine.values() if is_work(name)]
         wrong = [f"{name} holds {num} entries" for name in streams if (num := client.xlen(name))]
@@ -108,7 +117,14 @@ def left_keys(cluster: Cluster) -> list[str]:
             expires: Any = client.ttl(key)
             if not (is_work(name) or name.startswith(RECORDS) or (name.startswith(EXPIRING) and expires >= 0)):
                 wrong.append(f"key {name} ({client.type(key)}) is left")
-    return wrong
+        outside = sorted(names - mine.keys())
+        return wrong + [f"key {key} is left" for key in outside if not _may_stay(key, expires=client.ttl(key))]
+
+
+def _may_stay(key: str, *, expires: Any) -> bool:
+    """Of a key outside of the cell."""
+    name = key.removeprefix(GLOBAL)
+    return name != key and (name.startswith(OUTSIDE) or (name.startswith(OUTSIDE_EXPIRING) and expires >= 0))
 
 
 def is_work(name: str) -> bool:

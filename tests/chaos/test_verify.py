@@ -18,6 +18,7 @@ from common.adapters import Manifest, StoredFile
 from common.messages import AdapterRef
 from common.streams import Cell
 from harness.redis_server import RedisServer
+from manager_service.records import GLOBAL
 
 CELL = Cell("tiny")
 LEDGER = {"issued": 32, "trained": 32, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 0, "in_flight": 0}
@@ -78,6 +79,22 @@ def test_a_trajectory_that_had_to_be_replaced_is_found() -> None:
     assert verify.trained_once(run, LEDGER | {"issued": 36, "failed": 4})
 
 
+def told(*steps: int) -> list[dict[str, Any]]:
+    """Events of these steps, newest first, with others between them."""
+    figures = [{"type": "metrics", "data": {"step": step, "loss": 0.5}} for step in reversed(steps)]
+    return [
+        {"type": "message", "data": None},
+        *figures,
+        {"type": "metrics", "data": {"step": 0, "eval_reward_mean": 0.5}},
+    ]
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2, 3), (1, 2, 2, 3, 4), (1, 3, 2, 4), (1, 2, 3, 4, 5)])
+def test_a_step_that_is_told_of_twice_or_not_at_all_is_found(steps: tuple[int, ...]) -> None:
+    assert verify.steps_once("job-a", told(1, 2, 3, 4)) == []
+    assert verify.steps_once("job-a", told(*steps)) == [f"job-a: its events tell of the steps {list(steps)}"]
+
+
 def test_a_job_that_fails_is_found_and_a_hostile_one_that_ends_otherwise_than_planned() -> None:
     failed = {"status": "failed", "error": {"message": "infrastructure: x"}}
     assert verify.ended_well(Run(RECIPES[0], "job-a", failed))
@@ -113,6 +130,18 @@ def test_keys_work_and_files_that_are_left_are_found(cluster: Any) -> None:
     }
     assert len(found.splitlines()) == 4
     assert verify.left_files(cluster.folder) == ["file tmp/rest is left"]
+
+
+def test_keys_outside_of_the_cell_that_are_left_are_found(cluster: Any) -> None:
+    client = cluster.client
+    client.hset(f"{GLOBAL}tenants", "acme", "{}")
+    client.set(f"{GLOBAL}session:ses-1", "{}", ex=60)
+    assert verify.left_keys(cluster) == []
+    client.zadd(f"{GLOBAL}files:acme", {"file-1": 1})
+    client.set(f"{GLOBAL}exporter", "token")
+    client.set("tenants", "of somebody else")
+    left = (f"{GLOBAL}exporter", f"{GLOBAL}files:acme", "tenants")
+    assert verify.left_keys(cluster) == [f"key {key} is left" for key in left]
 
 
 def test_runs_that_are_left_are_found(cluster: Any) -> None:
