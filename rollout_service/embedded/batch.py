@@ -3,9 +3,10 @@
     admit   seat waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
     step    one forward with the newest token of every row, each through its own adapter; sample; see who has ended
 
-Forwards have 4, 8, 16, 32, 48 or 64 rows (then multiples of 64) and at least `min_rows`, and prefills a multiple of 16
-positions: then a row's bits do not depend on its neighbours (`selftest.py` checks that), as long as nothing is kept between
-turns (`turn_bytes` 0). Everything here runs in one thread, under torch.inference_mode.
+Forwards have 4, 8, 16 or 32 rows, then multiples of 8, in deterministic mode 48, 64, then multiples of 64; at least `min_rows`;
+and prefills a multiple of 16 positions. In deterministic mode a row's bits do not depend on its neighbours then (`selftest.py`
+checks that), as long as nothing is kept between turns (`turn_bytes` 0). Everything here runs in one thread, under
+torch.inference_mode.
 """
 
 import time
@@ -55,7 +56,13 @@ class ForwardLayout:
 
 
 def rounded_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, 48, 64, then multiples of 64; at least `min_rows`."""
+    """4, 8, 16, 32, then multiples of 8, so that a few rows more, such as orphans, cost little more; at least `min_rows`."""
+    num = max(num, min_rows)
+    return rounded(num, 8) if num > 32 else exact_rows(num, min_rows)
+
+
+def exact_rows(num: int, min_rows: int) -> int:
+    """4, 8, 16, 32, 48, 64, then multiples of 64: the sizes that the self-test has seen; at least `min_rows`."""
     num = max(num, min_rows)
     return rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
 
@@ -77,6 +84,7 @@ class RunningRows:
         self._config, self._device = config, decoder.device
         self._decode = decode
         self._limits = limits
+        self._rounded = exact_rows if limits.exact else rounded_rows
         self._seats = Seats(limits.slots, end_ids, config.context)
         self._pools = Pools(config, decoder.embedding, limits.pools)
         self._planner = LanePlanner(decoder.device, limits.min_rows, budget_bytes=limits.step_lanes)
@@ -237,7 +245,7 @@ class RunningRows:
         pools = [pool for pool in self._pools if pool.seats]
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
-        size = rounded_rows(len(rows), self._limits.min_rows)
+        size = self._rounded(len(rows), self._limits.min_rows)
         products = self._planner.plan([row.adapter for row in rows], size)
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
         self._layout = ForwardLayout(pools, seats, size, products, self._sampling(rows), watched)

@@ -14,11 +14,12 @@ from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.errors import InvalidInput
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
-from rollout_service.embedded.batch import RunningRows, rounded_rows
+from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
 from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample
+from rollout_service.embedded.seats import TurnRow
 from rollout_service.embedded.selftest import selftest
 from tests.support.rollout_cases import (
     adapter_of,
@@ -90,11 +91,22 @@ def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "num,least,expected",
-    [(1, 4, 4), (4, 4, 4), (5, 4, 8), (33, 4, 48), (49, 4, 64), (64, 4, 64), (65, 4, 128), (1, 8, 8), (9, 8, 16)],
+    "num,least,exact,expected",
+    [(1, 4, 4, 4), (4, 4, 4, 4), (5, 4, 8, 8), (17, 4, 32, 32), (1, 8, 8, 8), (9, 8, 16, 16), (33, 4, 48, 40)]
+    + [(49, 4, 64, 56), (64, 4, 64, 64), (65, 4, 128, 72), (129, 4, 192, 136)],
 )
-def test_forwards_have_rounded_rows(num: int, least: int, expected: int) -> None:
-    assert rounded_rows(num, least) == expected
+def test_forwards_have_rounded_rows(num: int, least: int, exact: int, expected: int) -> None:
+    assert (exact_rows(num, least), rounded_rows(num, least)) == (exact, expected)
+
+
+@pytest.mark.parametrize("exact,expected", [(False, 40), (True, 48)])
+def test_a_few_rows_more_are_computed_with_few_that_nobody_needs(exact: bool, expected: int) -> None:
+    batch = RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=EngineLimits(exact=exact))
+    for number in range(33):
+        batch.add(TurnRow(request(tokens=[97] * 4, sample=number, max_tokens=2), None, handle=None))
+    with torch.inference_mode():
+        batch.advance()
+    assert batch.meter.decode_rows == expected
 
 
 def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
