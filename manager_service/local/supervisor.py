@@ -42,6 +42,8 @@ START_TIMEOUT_S = 300.0
 """Seconds until /readyz: vLLM alone takes a minute where cores are busy."""
 MAX_EXITS_AT_START = 3
 POLL_S = 0.05
+PING_S = 2.0
+"""Seconds in which Redis must answer whether it is there."""
 ROTATE_EVERY_S = 30.0
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {
@@ -266,9 +268,10 @@ class LocalCluster:
         client = make_client(self.redis_url, GLOBAL, retry=None)
         try:
             while not self._stopping.is_set():
-                with contextlib.suppress(RedisError, OSError):
-                    await client.ping()
-                    return
+                with contextlib.suppress(RedisError, OSError):  # a TimeoutError is an OSError
+                    async with asyncio.timeout(PING_S):
+                        await client.ping()
+                        return
                 self._check_start("redis", late=time.monotonic() > deadline)
                 await asyncio.sleep(POLL_S / 5)
         finally:
@@ -289,6 +292,8 @@ class LocalCluster:
         if dying or late:
             name = dying[0] if dying else suspect
             what = "keeps ending" if dying else "does not answer"
+            if name not in self._processes:
+                raise StartError(f"the Redis of MARLAAS_REDIS_URL {what}")
             end = self._processes[name].last_words(15)
             raise StartError(f"{name} {what}; the end of {self.log_file(name)}:\n{end}")
 

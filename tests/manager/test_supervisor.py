@@ -17,6 +17,8 @@ import pytest
 import redis.asyncio
 
 from common.errors import REFUSED
+from harness.redis_server import RedisServer
+from manager_service.local import supervisor
 from manager_service.local.processes import describe, rotate, tail
 from manager_service.local.supervisor import (
     LocalCluster,
@@ -190,6 +192,23 @@ async def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_pa
     services = [ServiceCommand("manager", python(SLEEP)), ServiceCommand("trainer-0", python(BROKEN))]
     with pytest.raises(StartError, match=r"(?s)trainer-0 keeps ending.*no such model"):
         await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services).start()
+
+
+async def test_a_redis_that_is_stopped_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(supervisor, "PING_S", 0.5)
+    server = RedisServer.start(tmp_path, durable=False)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        starting = cluster(
+            tmp_path / "data", environment={"MARLAAS_REDIS_URL": f"redis://:secret@127.0.0.1:{server.port}/0"}
+        )
+        async with asyncio.timeout(20):
+            with pytest.raises(StartError, match=r"MARLAAS_REDIS_URL does not answer") as caught:
+                await starting.start()
+        assert "secret" not in str(caught.value)
+    finally:
+        server.stop()
 
 
 async def test_why_a_child_ended_is_told_with_that_it_starts_again(tmp_path: Path) -> None:
