@@ -21,6 +21,7 @@ It imports no service and no torch.
     handlers.py           declares what a service is to its worker
     underway.py           keeps the deliveries that a worker works on
     takeover.py           takes over the entries that other workers left behind
+    fullness.py           says how full Redis is
     settler.py            settles finished deliveries, many by one script
     dead_letters.py       makes a dead letter of a message that cannot be worked on
     spelling.py           finds the name that somebody meant

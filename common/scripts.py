@@ -51,7 +51,8 @@ return found
 """
 
 # KEYS[1] stream. ARGV: group, consumer, then for each entry: its id, and of its progress the key, the head, where the tail begins,
-# the tail ("": nothing new). Resets the idle time of those that the consumer still owns, and writes what is new of them.
+# the tail ("": nothing new). Resets the idle time of those that the consumer still owns, and writes what is new of them. What
+# nobody settles goes after a day. A Redis that went back in time may have lost what a tail follows on: then what it has stands.
 RENEW = """
 local renewed = 0
 for i = 3, #ARGV, 5 do
@@ -59,9 +60,11 @@ for i = 3, #ARGV, 5 do
   local row = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)[1]
   if row and row[2] == ARGV[2] then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry, 'JUSTID')
-    if tail ~= '' then
+    start = tonumber(start)
+    if tail ~= '' and (start == #head or redis.call('STRLEN', progress) >= start) then
       redis.call('SETRANGE', progress, 0, head)
       redis.call('SETRANGE', progress, start, tail)
+      redis.call('EXPIRE', progress, 86400)
     end
     renewed = renewed + 1
   end

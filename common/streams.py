@@ -18,7 +18,7 @@
     control, adapters:new,
     done, telemetry            stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
-    partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds
+    partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds; expires
     looked:<stream>            string   set while nobody need look for idle entries; expires
     lease:<p>                  string   the owner's random token, expires
     rev:<p>                    string   number of the owner's last write

@@ -34,6 +34,7 @@ import structlog
 from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable
 from common.dead_letters import dead_letter
 from common.errors import StoreUnavailable, Unavailable
+from common.fullness import Gauge
 from common.handlers import Beat, Handler, Holds, Parks, Resumes
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler
@@ -322,7 +323,8 @@ class Worker:
             await self._keep_own()
 
     async def _keep_progress(self, resumes: Resumes) -> None:
-        """Writes what is new of the work under way, which also renews it."""
+        """Writes what is new of the work under way, which also renews it; nothing while Redis is too full."""
+        gauge = Gauge(self._bus)
         while True:
             await asyncio.sleep(self._progress_s)
             for inbox in self._inboxes:
@@ -331,6 +333,8 @@ class Worker:
                     for active in self._underway.of(inbox.stream)
                     if (progress := _new(resumes, active))
                 }
+                if not found or await gauge.too_full():
+                    continue
                 new = {active.delivery.entry: progress for active, progress in found.items()}
                 await self._bus.renew(inbox.stream, inbox.group, self.name, list(new), new)
                 for active, progress in found.items():

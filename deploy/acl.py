@@ -35,6 +35,7 @@ _WORKER = """
     exists expire del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
 _ENV = "xrange zrangebyscore zrem"
+_ROLLOUT = "info strlen"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat
@@ -72,7 +73,7 @@ def rights(user: str, base_models: Iterable[str]) -> Rights:
             appends=tuple(keys.cell.jobs(partition) for keys in cells for partition in range(NUM_PARTITIONS)),
         ),
         "env": _worker([keys.env for keys in cells], _ENV),
-        "rollout": _worker([keys.rollout for keys in cells]),
+        "rollout": _worker([keys.rollout for keys in cells], _ROLLOUT),
         "trainer": _worker([keys.trainer for keys in cells]),
         "scaler": Rights(("ping", "xlen", "xpending"), reads=tuple(key for keys in cells for key in keys.work)),
         "health": Rights(("ping",)),

@@ -21,6 +21,7 @@ import structlog
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, Undecodable
 from common.errors import Fenced, Unavailable
+from common.fullness import MAX_MEMORY_USED
 from common.messages import TrainStep
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
@@ -35,7 +36,6 @@ from manager_service.owner.sample_mover import SampleMover
 from manager_service.owner.surroundings import Seen, Surroundings
 from manager_service.owner.transaction import Fence, Lost
 from manager_service.scheduling.allocator import Allocator
-from manager_service.scheduling.fairness import MAX_MEMORY_USED
 from manager_service.scheduling.policies import MARLAAS, Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from manager_service.tenants import Tenants

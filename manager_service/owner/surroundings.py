@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from common.bus import Bus
+from common.fullness import memory_used
 from common.messages import WorkerReport
 from common.streams import GROUP_MANAGER
 from common.telemetry import KEEP_REPORTS, KEEP_S
@@ -47,10 +48,8 @@ class Surroundings:
 
     async def _refresh(self, measures: bool) -> None:
         tenants = {record.id: record for record in await self._bus.retrying(self._tenants.all)}
-        memory = await self._bus.retrying(lambda: self._bus.client.info("memory"))
-        limit = int(memory.get("maxmemory", 0))
         self._allocator.tenants = tenants
-        self._allocator.memory_used = int(memory["used_memory"]) / limit if limit else 0.0
+        self._allocator.memory_used = await memory_used(self._bus)
         await self.memory.look(measures=measures)
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))

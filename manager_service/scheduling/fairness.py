@@ -7,12 +7,12 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 
+from common.fullness import MAX_MEMORY_USED
+
 OVERSUBSCRIPTION = 1.5
 """Open trajectories per live slot: enough that no slot waits for the manager, and few enough that fairness acts at once."""
 FIRST_GROUPS = 4.0
 """The same for jobs' first groups, so that a job begins soon even if many are submitted at once."""
-MAX_MEMORY_USED = 0.6
-"""Share of Redis' memory limit above which nothing new is issued."""
 LONGEST_WAITING_EVERY = 4
 """After this many turns a tenant's longest-waiting job is served once, instead of its most urgent one."""
 

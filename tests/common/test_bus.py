@@ -200,6 +200,29 @@ async def test_progress_is_kept_by_the_holder_until_the_entry_is_settled(bus: Bu
     assert await bus.client.keys(CELL.partial(CELL.env, "*")) == []
 
 
+async def test_progress_that_nobody_settles_goes_after_a_day(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    for begin in (2, 4):
+        await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry], {held.entry: Progress(b"1.", begin, b"xx")})
+        key = CELL.partial(CELL.env, held.entry)
+        assert 86_000 < await bus.client.ttl(key) <= 86_400
+        await bus.client.persist(key)
+
+
+async def test_progress_is_never_written_behind_a_gap(bus: Bus) -> None:
+    # Given progress whose end was lost, as by a Redis that another took the place of
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start())])
+    (held,) = await bus.read([CELL.env], GROUP_ENV, "a", count=1)
+    await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry], {held.entry: Progress(b"1.", 2, b"xx")})
+    # When its holder writes what follows on that end, then the beginning stands as it is, and the entry is renewed
+    assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry], {held.entry: Progress(b"2.", 6, b"zz")}) == 1
+    (taken,) = await take_over(bus, "b")
+    assert taken.progress == b"1.xx"
+
+
 async def test_idle_entries_are_looked_for_by_one_at_a_time(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.publish([(CELL.env, start())])

@@ -335,6 +335,30 @@ async def test_progress_is_written_while_work_goes_on_and_another_worker_resumes
         await until(grown)
 
 
+async def test_while_redis_is_too_full_work_is_renewed_and_no_progress_of_it_kept(bus: Bus) -> None:
+    async def num_kept() -> int:
+        return sum([await bus.client.strlen(key) for key in await bus.client.keys(CELL.partial(CELL.env, "*"))])
+
+    handler, other = ResumingRecorder(for_ever), Recorder(at_once)
+    # Given a Redis above 60 % of its limit
+    used: Any = await bus.client.info("memory")
+    await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.7))
+    try:
+        async with working(bus, handler, name="a", progress_s=0.02):
+            # When a worker has progress to keep for several leases
+            await bus.publish([(CELL.env, start())])
+            await until(lambda: len(handler.done.get("job/0", b"")) > 3)
+            async with working(bus, other, name="b"):
+                await asyncio.sleep(3 * LEASE_S)
+            # Then nothing is written, and nobody takes its work over
+            assert (other.seen, await num_kept()) == ([], 0)
+            # And once there is room again, all of it is written
+            await bus.client.config_set("maxmemory", 0)
+            await until(num_kept)
+    finally:
+        await bus.client.config_set("maxmemory", 0)
+
+
 async def test_an_entry_delivered_too_often_is_a_dead_letter_and_its_owner_hears_of_it(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.publish([(CELL.env, start())])

@@ -9,7 +9,9 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from common.streams import Cell
+from common.bus import Bus, Progress
+from common.fullness import memory_used
+from common.streams import GROUP_ROLLOUT, Cell
 from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced, running
 from harness.redis_server import RedisServer, find_valkey
@@ -104,6 +106,24 @@ def test_workers_publish_and_settle_what_is_theirs(server: RedisServer) -> None:
     assert allowed(server, "manager", "ZINTER", "2", CELL.tenant_runs("acme"), CELL.retire(0))
     assert allowed(server, "scaler", "XLEN", CELL.rollout)
     assert not allowed(server, "scaler", "XADD", CELL.rollout, "*", "a", "b")
+
+
+async def test_a_rollout_worker_keeps_progress_with_its_own_rights(server: RedisServer) -> None:
+    bus = Bus.connect(f"redis://rollout:rollout-password@127.0.0.1:{server.port}/0", CELL)
+    try:
+        await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
+        with client(server, "operator") as operator:
+            operator.xadd(CELL.rollout, {"payload": "x"})
+        (held,) = await bus.read([CELL.rollout], GROUP_ROLLOUT, "w", count=1)
+        assert await memory_used(bus) == 0.0
+        for begin in (2, 4):
+            new = {held.entry: Progress(b"1.", begin, b"xx")}
+            assert await bus.renew(CELL.rollout, GROUP_ROLLOUT, "w", [held.entry], new) == 1
+        with client(server, "operator") as operator:
+            assert operator.get(CELL.partial(CELL.rollout, held.entry)) == b"1.xxxx"
+            assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
+    finally:
+        await bus.close()
 
 
 def test_redis_7_keeps_reading_and_appending_apart(server: RedisServer) -> None:
