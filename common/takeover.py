@@ -8,6 +8,7 @@ workers die, or hang: it runs alone, so that an entry which kills its worker har
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -55,9 +56,11 @@ class Takeover:
         """True from the moment that it waits for the other work to end until the suspect entry has ended."""
         return not self._over.is_set()
 
-    async def over(self) -> None:
-        """Waits until nothing runs alone."""
-        await self._over.wait()
+    async def over(self, timeout_s: float | None = None) -> None:
+        """Waits until nothing runs alone, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._over.wait()
 
     async def run(self) -> None:
         while True:

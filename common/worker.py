@@ -183,10 +183,18 @@ class Worker:
                 await self._takeover.over()
                 continue
             found = await (self._next() if self._free > 0 else self._leftovers())
-            await self._takeover.over()
+            await self._hold(found)
             for delivery in found:
                 self._begin(delivery)
             await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
+
+    async def _hold(self, found: Sequence[Delivery]) -> None:
+        """Keeps what was read just as an entry began to run alone, until that has ended."""
+        while self._takeover.running_alone:
+            for inbox in self._inboxes:
+                entries = [delivery.entry for delivery in found if delivery.stream == inbox.stream]
+                await self._bus.renew(inbox.stream, inbox.group, self.name, entries)
+            await self._takeover.over(self._lease_s / 3)
 
     async def _next(self) -> list[Delivery]:
         """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not."""

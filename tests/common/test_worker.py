@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.bus import Bus, Out, Progress
+from common.bus import Bus, Delivery, Out, Progress
 from common.errors import StoreUnavailable, Unavailable
 from common.handlers import Beat
 from common.messages import Cancel, DeadLetter, Failure, Start
@@ -298,6 +298,44 @@ async def test_a_suspect_waits_for_quiet_and_nothing_is_read_meanwhile(bus: Bus)
         go_on.set()
         await until(lambda: length(bus, CELL.rollout, 3))
     assert alone == [1]
+
+
+class HeldBack(Bus):
+    """Gives what it read only once `go` is set."""
+
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(bus.client, bus.cell)
+        self.go = asyncio.Event()
+
+    async def read(self, *given: Any, **options: Any) -> list[Delivery]:
+        found = await super().read(*given, **options)
+        if found:
+            await self.go.wait()
+        return found
+
+
+async def test_what_is_read_as_a_suspect_begins_is_kept_until_that_has_ended(bus: Bus) -> None:
+    end = asyncio.Event()
+
+    async def act(message: Start, beat: Beat) -> None:
+        while message.id == "job/0" and not end.is_set():
+            beat()
+            await asyncio.sleep(0.02)
+
+    handler, other, late = Recorder(act), Recorder(at_once), HeldBack(bus)
+    # Given a worker that has read an entry in the moment in which a suspect one begins
+    await left_behind(bus, 1, deliveries=2)
+    await asyncio.sleep(LEASE_S)
+    await bus.publish([(CELL.env, start(10))])
+    async with working(late, handler, name="a"):
+        await until(lambda: handler.seen == ["job/0"])
+        late.go.set()
+        # When that one runs for several leases, then nobody takes over what was read
+        async with working(bus, other, name="b"):
+            await asyncio.sleep(4 * LEASE_S)
+            end.set()
+            await until(lambda: length(bus, CELL.rollout, 2))
+    assert (handler.seen, other.seen, handler.most_at_once) == (["job/0", "job/10"], [], 1)
 
 
 @dataclass
