@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +34,24 @@ from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
 
 CELL = Cell("tiny")
-NUM_WORKERS, SLOTS = 3, 32
+NUM_WORKERS = 3
 OWN_TOKENS = (100, 300)
 """Of the survivors' own turns, at least and at most."""
 SAMPLED, LEFT = 100, 200
 """Tokens of an orphan that were sampled before the kill, and those to come."""
 WARM_S = 3.0
 """Until all slots have a turn, at different places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run."""
+
+    lease_s: float
+    num_orphans: int
+    slots: int
+    """Of each worker."""
+    kills: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +115,21 @@ def turn(name: str, num_tokens: int, num_partial: int = 0) -> TurnRequest:
     )
 
 
-async def measure(url: str, objects: Objects, lease_s: float, num_orphans: int, *, kills: bool) -> Speed:
+async def measure(url: str, objects: Objects, case: Case) -> Speed:
     """Over a lease and 2 s, from the kill on or, without one, from the same moment on."""
     bus = Bus.connect(url, CELL)
     for stream in (CELL.rollout_first, CELL.rollout):
         await bus.ensure_group(stream, GROUP_ROLLOUT)
-    await bus.publish([(CELL.rollout, turn(f"orphan-{n}", LEFT, SAMPLED)) for n in range(num_orphans)])
-    held = await bus.read([CELL.rollout], GROUP_ROLLOUT, "killed", count=num_orphans)
-    rng, num_own = random.Random(1), NUM_WORKERS * SLOTS * 20
+    await bus.publish([(CELL.rollout, turn(f"orphan-{n}", LEFT, SAMPLED)) for n in range(case.num_orphans)])
+    held = await bus.read([CELL.rollout], GROUP_ROLLOUT, "killed", count=case.num_orphans)
+    rng, num_own = random.Random(1), NUM_WORKERS * case.slots * 20
     await bus.publish([(CELL.rollout, turn(f"own-{n}", rng.randint(*OWN_TOKENS))) for n in range(num_own)])
-    async with surviving(url, objects, lease_s) as handlers:
-        renewing = asyncio.create_task(_renew(bus, [delivery.entry for delivery in held], lease_s))
+    async with surviving(url, objects, case) as handlers:
+        renewing = asyncio.create_task(_renew(bus, [delivery.entry for delivery in held], case.lease_s))
         await asyncio.sleep(WARM_S)
-        if kills:
+        if case.kills:
             await cancel_all([renewing])
-        found = await _speed(handlers, lease_s + 2)
+        found = await _speed(handlers, case.lease_s + 2)
         await cancel_all([renewing])
     await bus.close()
     return found
@@ -142,11 +154,11 @@ async def _speed(handlers: Sequence[Counting], seconds: float) -> Speed:
 
 
 @asynccontextmanager
-async def surviving(url: str, objects: Objects, lease_s: float) -> AsyncGenerator[list[Counting]]:
+async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[list[Counting]]:
     """Workers with an engine each."""
     prepare_cpu(1)
     decoder = Decoder.load(TINY, max_context=1024)
-    limits = EngineLimits(slots=SLOTS + SLOTS // ORPHANS_SHARE, kv_bytes=256 << 20)
+    limits = EngineLimits(slots=case.slots + case.slots // ORPHANS_SHARE, kv_bytes=256 << 20)
     engines = [TorchEngine(decoder, NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
     buses, handlers, stop = (
         [Bus.connect(url, CELL) for _ in engines],
@@ -155,7 +167,7 @@ async def surviving(url: str, objects: Objects, lease_s: float) -> AsyncGenerato
     )
     for engine in engines:
         await engine.start()
-    workers = [_worker(*each, lease_s) for each in zip(buses, handlers, range(NUM_WORKERS), strict=True)]
+    workers = [_worker(*each, case) for each in zip(buses, handlers, range(NUM_WORKERS), strict=True)]
     tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
     yield handlers
     stop.set()
@@ -165,7 +177,8 @@ async def surviving(url: str, objects: Objects, lease_s: float) -> AsyncGenerato
         await bus.close()
 
 
-def _worker(bus: Bus, handler: Counting, number: int, lease_s: float) -> Worker:
-    reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, slots=SLOTS)
+def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
+    reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, slots=case.slots)
     inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    return Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=lease_s, progress_s=1.0)
+    options: dict[str, Any] = {"lease_s": case.lease_s, "progress_s": 1.0, "orphan_slots": case.slots // ORPHANS_SHARE}
+    return Worker(bus, handler, inboxes=inboxes, reporter=reporter, **options)

@@ -1,6 +1,6 @@
 """Measures how soon the work of a killed worker goes on, beside workers that have no slot free, and what that costs these.
 
-    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--json FILE]
+    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--json FILE]
 
 A consumer reads entries and is never heard again. Three workers take over, each with all of its slots taken by work that lasts two
 to six leases, and with more of it waiting. An orphan goes on when its handler begins. The survivors' speed is the time that they
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks._report import Goal, Report, make_table, run
-from benchmarks._takeover_turns import Speed
+from benchmarks._takeover_turns import Case, Speed
 from benchmarks._takeover_turns import measure as measure_turns
 from common.bus import Bus, Out
 from common.handlers import Beat
@@ -32,7 +32,7 @@ from harness.redis_server import embedded_redis
 from harness.standin import StandIn
 
 CELL = Cell("tiny")
-NUM_WORKERS, SLOTS = 3, 32
+NUM_WORKERS = 3
 GIVE_UP_LEASES = 20
 WATCHED_LEASES = 6
 """Over which the survivors' speed is taken."""
@@ -85,16 +85,16 @@ class Survived:
     own_s: float  # spent on other work within WATCHED_LEASES, added up over slots
 
 
-async def survive(url: str, lease_s: float, num_orphans: int) -> Survived:
+async def survive(url: str, lease_s: float, num_orphans: int, slots: int) -> Survived:
     buses = [Bus.connect(url, CELL) for _ in range(NUM_WORKERS)]
     await buses[0].ensure_group(CELL.env, GROUP_ENV)
     await buses[0].publish([(CELL.env, start(group)) for group in range(num_orphans)])
     if num_orphans:
         await buses[0].read([CELL.env], GROUP_ENV, "killed", count=num_orphans)
     since = time.monotonic()
-    await buses[0].publish([(CELL.env, start(ORPHANS + n)) for n in range(GIVE_UP_LEASES * NUM_WORKERS * SLOTS)])
+    await buses[0].publish([(CELL.env, start(ORPHANS + n)) for n in range(GIVE_UP_LEASES * NUM_WORKERS * slots)])
     handlers, stop = [LongWork(lease_s) for _ in buses], asyncio.Event()
-    workers = [_worker(bus, handler, lease_s) for bus, handler in zip(buses, handlers, strict=True)]
+    workers = [_worker(bus, handler, lease_s, slots) for bus, handler in zip(buses, handlers, strict=True)]
     tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
     await asyncio.sleep(WATCHED_LEASES * lease_s - (time.monotonic() - since))
     own_s = sum(s for handler in handlers for group, s in handler.worked_s.items() if group >= ORPHANS)
@@ -111,21 +111,21 @@ def _waits(handlers: Sequence[LongWork], since: float) -> list[float]:
     return sorted(at - since for handler in handlers for group, at in handler.begun_s.items() if group < ORPHANS)
 
 
-def _worker(bus: Bus, handler: LongWork, lease_s: float) -> Worker:
-    reporter = Reporter(f"worker-{id(handler)}", "env", CELL.base_model, slots=SLOTS)
+def _worker(bus: Bus, handler: LongWork, lease_s: float, slots: int) -> Worker:
+    reporter = Reporter(f"worker-{id(handler)}", "env", CELL.base_model, slots=slots)
     return Worker(bus, handler, inboxes=[Inbox(CELL.env, GROUP_ENV)], reporter=reporter, lease_s=lease_s)
 
 
 def measure(options: Any) -> Report:
-    lease_s, num_orphans = float(options.lease_s), int(options.orphans)
+    lease_s, num_orphans, slots = float(options.lease_s), int(options.orphans), int(options.slots)
     with embedded_redis() as server:
-        found = asyncio.run(survive(server.url, lease_s, num_orphans))
+        found = asyncio.run(survive(server.url, lease_s, num_orphans, slots))
     with embedded_redis() as server:
-        undisturbed = asyncio.run(survive(server.url, lease_s, 0))
+        undisturbed = asyncio.run(survive(server.url, lease_s, 0, slots))
     in_time = sum(wait <= lease_s + 2 for wait in found.waits_s)
     last = found.waits_s[-1] if found.waits_s else float("nan")
     speed = found.own_s / undisturbed.own_s
-    rounds = [_round(lease_s, num_orphans) for _ in range(int(options.rounds))]
+    rounds = [_round(lease_s, num_orphans, slots) for _ in range(int(options.rounds))]
     ratio = statistics.median(after.per_s / before.per_s for before, after in rounds)
     cpu_ratio = statistics.median(after.per_cpu_s / before.per_cpu_s for before, after in rounds)
     turns = make_table(
@@ -141,6 +141,7 @@ def measure(options: Any) -> Report:
         "in_time": in_time,
         "last_s": last,
         "lease_s": lease_s,
+        "slots": slots,
         "survivors_speed": speed,
         "token_ratio": ratio,
         "token_ratio_cpu": cpu_ratio,
@@ -153,15 +154,15 @@ def measure(options: Any) -> Report:
     return Report([table, turns], figures, goals)
 
 
-def _round(lease_s: float, num_orphans: int) -> tuple[Speed, Speed]:
+def _round(lease_s: float, num_orphans: int, slots: int) -> tuple[Speed, Speed]:
     """Without a kill, and with one."""
     found: list[Speed] = []
     for kills in (False, True):
         with embedded_redis() as server:
-            objects = Objects.open("memory:///")
-            found.append(asyncio.run(measure_turns(server.url, objects, lease_s, num_orphans, kills=kills)))
+            case = Case(lease_s, num_orphans, slots, kills)
+            found.append(asyncio.run(measure_turns(server.url, Objects.open("memory:///"), case)))
     return found[0], found[1]
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, lease_s=2, orphans=20, rounds=5)
+    run(__doc__, measure, lease_s=2, orphans=20, rounds=5, slots=32)

@@ -58,6 +58,8 @@ class BuiltService:
     kv_tokens: int | None = None
     ahead: int = 0
     """Messages that it reads beyond its slots: the handler decides which of them it works on first."""
+    orphan_slots: int = 0
+    """Messages of dead workers that it works on beyond its slots, beside a full load."""
     drain_s: float = 0.0
     progress_s: float = 0.0
     max_lora_rank: int | None = None
@@ -206,6 +208,7 @@ def _worker(settings: Settings, bus: Bus, service: BuiltService, reporter: Repor
         lease_s=settings.lease_s,
         max_deliveries=settings.max_deliveries,
         ahead=service.ahead,
+        orphan_slots=service.orphan_slots,
         drain_s=service.drain_s,
         progress_s=service.progress_s,
         on_adapter_new=service.on_adapter_new,

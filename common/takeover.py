@@ -50,6 +50,8 @@ class Takeover:
         self._begin = begin
         self._over = asyncio.Event()
         self._over.set()
+        self.is_short = False
+        """More is to be taken over than there is room for: the worker's own work gives way."""
 
     @property
     def running_alone(self) -> bool:
@@ -70,6 +72,7 @@ class Takeover:
                 while idle:
                     await self._take(inbox, idle)
                     idle = await self._find(inbox)
+                self.is_short = False
 
     async def _find(self, inbox: Inbox, every_s: float = 0.0) -> list[Idle]:
         own = [active.delivery.entry for active in self._underway.of(inbox.stream)]
@@ -85,6 +88,7 @@ class Takeover:
             await self._run_alone(inbox, found[0])
             return
         room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
+        self.is_short = room < len(once)
         if room <= 0:
             await self._underway.changed(self._every_s)
         for delivery in await self._claim(inbox, once[: max(0, room)]):

@@ -53,6 +53,10 @@ class Underway:
         """Deliveries that were taken over and have not advanced yet."""
         return sum(active.orphan for active in self._active.values())
 
+    @property
+    def num_taken_over(self) -> int:
+        return sum(active.delivery.deliveries > 1 for active in self._active.values())
+
     def of(self, stream: str) -> list[Active]:
         return [active for active in self._active.values() if active.delivery.stream == stream]
 

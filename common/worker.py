@@ -92,6 +92,7 @@ class Worker:
         lease_s: float = 10.0,
         max_deliveries: int = 10,
         ahead: int = 0,
+        orphan_slots: int = 0,
         drain_s: float = 0.0,
         progress_s: float = 0.0,
         unavailable_limit_s: float = 600.0,
@@ -101,7 +102,8 @@ class Worker:
     ) -> None:
         """`reporter.slots` deliveries, and `ahead` more, are with the handler at once, fewer while `has_room` says no: asked after
         each that ends. While `takes_leftovers` says yes it takes even then, one at a time, what lies in its inboxes: Redis gives a new
-        entry at once to a worker that waits for one, so an idle worker does not want it.
+        entry at once to a worker that waits for one, so an idle worker does not want it. `orphan_slots`: deliveries more that it has taken
+        over, while they leave room for each other.
 
         `drain_s`: how long SIGTERM lets work finish before hand-back. `progress_s`: time between two writes of the progress of
         work under way, if the handler gives any; 0: none is kept.
@@ -114,6 +116,7 @@ class Worker:
         self._inboxes = list(inboxes)
         self._reporter = reporter
         self._most = reporter.slots + ahead
+        self._orphan_slots = orphan_slots
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
         self._drain_s = drain_s
@@ -173,7 +176,8 @@ class Worker:
 
     @property
     def _free(self) -> int:
-        return self._most - len(self._underway) if not self._underway or self._has_room() else 0
+        beside = 0 if self._takeover.is_short else min(self._orphan_slots, self._underway.num_taken_over)
+        return self._most + beside - len(self._underway) if not self._underway or self._has_room() else 0
 
     async def _read(self) -> None:
         while True:

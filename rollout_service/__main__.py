@@ -92,6 +92,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         handler,
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
         slots=settings.rollout_slots,
+        orphan_slots=settings.engine_slots - settings.rollout_slots,
         progress_s=settings.rollout_progress_s,
         kv_tokens=engine.kv_tokens,
         max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,

@@ -236,6 +236,38 @@ async def test_a_busy_worker_takes_orphans_into_company(bus: Bus) -> None:
         assert sorted(handler.seen)[0] == "job/0"
 
 
+async def test_orphans_leave_a_worker_its_slots_as_far_as_it_has_places_beside(bus: Bus) -> None:
+    await left_behind(bus, 1)
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=4, orphan_slots=1):
+        # Given an orphan that does not end
+        await until(lambda: handler.running == 1)
+        # When more comes than there are slots, then all of them are taken
+        await bus.publish([(CELL.env, start(n)) for n in range(10, 20)])
+        await until(lambda: handler.running == 5)
+        await asyncio.sleep(2 * LEASE_S)
+        assert handler.most_at_once == 5
+
+
+async def test_more_orphans_than_places_beside_go_before_new_work(bus: Bus) -> None:
+    await left_behind(bus, 3)
+    ends = asyncio.Semaphore(0)
+
+    async def act(message: Start, beat: Beat) -> None:
+        await (for_ever(message, beat) if message.group < 10 else ends.acquire())
+
+    handler = Recorder(act)
+    async with working(bus, handler, slots=4, orphan_slots=1):
+        # Given a full worker with an orphan beside, more of both to come
+        await bus.publish([(CELL.env, start(n)) for n in range(10, 20)])
+        await until(lambda: handler.running == 5)
+        # When one of its own ends and then another, then an orphan begins each time
+        for num in (6, 7):
+            ends.release()
+            await until(lambda num=num: len(handler.seen) == num)
+        assert {start(n).id for n in range(3)} <= set(handler.seen)
+
+
 async def test_orphans_that_do_not_advance_come_a_quarter_of_the_slots_at_a_time(bus: Bus) -> None:
     await left_behind(bus, 6)
     go_on = asyncio.Event()
