@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from common.bus import Bus
+from common.streams import Cell
+from harness.bases import FIRST_WORD, make_random_base
 from harness.live import Api, adapter_hashes, is_balanced, running
 from manager_service.local.supervisor import LocalCluster
+from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -131,6 +135,38 @@ async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, 
     assert sorted(c["step_number"] for c in checkpoints["data"]) == list(range(1, steps + 1))
     for version in range(steps + 1):
         assert await adapter_hashes(cluster, "default", job, version)
+
+
+async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
+    """E5: what the worker after it samples and what was kept are the turns' tokens together."""
+    base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, vocab_size=8192)  # its turns hardly ever stop
+    hyper: dict[str, Any] = {"max_steps": 1, "batch_size": 1, "group_size": 8, "max_tokens": 1000}
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2"}
+    async with running(tmp_path / "data", environment=environment) as (cluster, api):
+        # Given long turns of which some tokens are kept
+        job = await api.submit("sort", model="base", **hyper)
+        bus = Bus.connect(cluster.redis_url, Cell("base"))
+        while (kept := await tokens_kept(bus)) < 8 * 100:
+            await asyncio.sleep(0.02)
+        await bus.close()
+        # When their worker is killed
+        await cluster.restart("rollout-0", signal.SIGKILL)
+        (done,) = await api.until_done(job)
+        assert done["status"] == "succeeded", done["error"]
+        # Then the next one samples the others alone
+        await asyncio.sleep(2.5)
+        admin = Api(cluster.base_url, cluster.admin_key)
+        workers = (await admin.get("/cluster/workers"))["data"]
+        await admin.close()
+        (sampled,) = [w["counters"]["sampled_tokens"] for w in workers if w["pid"] == cluster.pids["rollout-0"]]
+        (usage,) = [row for row in (await api.get("/usage"))["data"] if row["job"] == job]
+    assert 0 < sampled <= usage["sampled_tokens"] - kept, (sampled, usage, kept)
+
+
+async def tokens_kept(bus: Bus) -> int:
+    """Of all turns under way."""
+    sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(bus.cell.rollout, "*"))]
+    return sum((size - PROGRESS_HEAD.size) // PROGRESS_BODY.itemsize for size in sizes)
 
 
 async def test_pause_frees_the_workers_and_resume_goes_on_where_it_was(tmp_path: Path) -> None:
