@@ -5,7 +5,7 @@ S3's credentials, region and endpoint come from the environment in the usual way
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -159,18 +159,33 @@ class Objects:
             raise
 
 
-async def patiently(call: Callable[[], Awaitable[T]], *, meanwhile: Callable[[], Awaitable[object]] | None = None) -> T:
-    """Awaits `call()` until the storage answers. Calls `meanwhile` before each repeat, so that the caller can renew."""
-    delay_s = 0.2
-    while True:
+async def patiently(
+    call: Callable[[], Awaitable[T]],
+    *,
+    meanwhile: Callable[[], Awaitable[object]] | None = None,
+    delays_s: Iterable[float] | None = None,
+) -> T:
+    """Awaits `call()` until the storage answers; with `delays_s`, repeats it once after each of them and raises Unavailable then.
+
+    Calls `meanwhile` before each repeat, so that the caller can renew.
+    """
+    for delay_s in _growing_s() if delays_s is None else delays_s:
         try:
             return await call()
         except Unavailable as error:
             log.warning("store_unavailable", reason=str(error), retry_s=delay_s)
         await asyncio.sleep(delay_s)
-        delay_s = min(2 * delay_s, MAX_DELAY_S)
         if meanwhile is not None:
             await meanwhile()
+    return await call()
+
+
+def _growing_s() -> Iterator[float]:
+    """Endless waits, each twice the one before, up to MAX_DELAY_S."""
+    delay_s = 0.2
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, MAX_DELAY_S)
 
 
 async def _translated(call: Awaitable[T], path: str) -> T:

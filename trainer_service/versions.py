@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-import structlog
-
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, load_adapter, save_adapter
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.byte_cache import ByteCache
 from common.errors import AlreadyExists, Unavailable
 from common.messages import AdapterRef, LoraSpec
+from common.objects import patiently
 from common.tasks import beating
 from trainer_service import lora
 from trainer_service.backbone.interface import Backbone
@@ -21,7 +20,6 @@ from trainer_service.optimiser import Moments, load_moments, save_moments
 
 Beat = Callable[[], None]
 T = TypeVar("T")
-log = structlog.get_logger()
 
 
 class Versions:
@@ -102,10 +100,4 @@ class Versions:
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """Tries again while the store is unavailable, a bounded number of times."""
-        for delay_s in self._retry_delays_s:
-            try:
-                return await call()
-            except Unavailable as error:
-                log.warning("store_unavailable", reason=str(error), retry_s=delay_s)
-                await asyncio.sleep(delay_s)
-        return await call()
+        return await patiently(call, delays_s=self._retry_delays_s)
