@@ -6,7 +6,6 @@ Callers pass in the parts that differ between rollout and training: `attend` (a 
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import InvalidInput
+from common.text.model_folder import read_json
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -58,7 +58,7 @@ class DecoderConfig:
 
         Raises InvalidInput for an architecture that this decoder does not compute exactly.
         """
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        raw = read_json(folder / "config.json")
         if refused := list(_unsupported(raw)):
             raise InvalidInput(
                 f"{folder}: our decoder does not compute {', nor '.join(refused)} "

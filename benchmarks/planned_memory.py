@@ -9,7 +9,6 @@ memory that was resident (VmHWM), from the start of the process. Predicted is `c
     deep    eight layers of half that width, a vocabulary of 50,000; 8 rows of 2,048 tokens, 512 of them sampled
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks._report import Goal, Report, make_table, run
 from common.base_shape import BaseShape
 from common.footprint import training_bytes
+from common.text.model_folder import read_json
 from harness.bases import QWEN3_06B, make_random_base
 
 LIMIT = 0.15
@@ -62,7 +62,7 @@ CASES = {
 
 def predicted(folder: Path, case: Case) -> float:
     """Bytes."""
-    shape = BaseShape.of(json.loads((folder / "config.json").read_text()))
+    shape = BaseShape.of(read_json(folder / "config.json"))
     tokens = max(MICRO_BATCH_TOKENS, case.num_prompt + case.num_sampled)
     return training_bytes(shape, tokens=tokens, itemsize=FLOAT32, rank=RANK, gpu=False).total
 

@@ -1,9 +1,10 @@
 """How much context of a base model is served: the model's own, or as much of it as a setting or the memory allows."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from common.text.model_folder import read_json
 
 GRAIN = 256
 """A default is a multiple of this."""
@@ -30,7 +31,7 @@ def fitting_context(kv_bytes: int, num_layers: int, token_bytes: int) -> int:
 
 def context_that_fits(folder: Path, kv_bytes: int, element_bytes: int) -> tuple[int, int] | None:
     """(what fits, the model's own) if the embedded engine cannot hold the model's own context; None if it can."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     own = config["max_position_embeddings"]
     token_bytes, num_layers, rows = (
         cache_bytes(config, element_bytes),

@@ -21,6 +21,7 @@ from openai import AsyncOpenAI
 from common.base_shape import BaseShape
 from common.errors import InvalidInput, MarlaasError
 from common.settings import resolve_config
+from common.text.model_folder import read_json
 from manager_service.cli.plan import settings_of
 from manager_service.local.plan import make_plan, parse_gpu
 from manager_service.local.supervisor import LocalCluster
@@ -101,7 +102,7 @@ def settings_for(base: str, gpu: str | None) -> dict[str, str]:
     settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
     if gpu is None:
         return settings
-    shape = BaseShape.of(json.loads((resolve_config(base) / "config.json").read_text()))
+    shape = BaseShape.of(read_json(resolve_config(base) / "config.json"))
     device = parse_gpu(gpu)
     chosen = make_plan(shape, device, itemsize=2, rank=16).chosen
     if chosen is None:
