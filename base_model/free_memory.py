@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of a GPU, or of the machine and the control groups that it runs in.
+"""Measures the memory that this process may still take: of a GPU, or of the machine and the control groups that it runs in.
 
 A container sees the whole machine's memory; what ends it is its control group's limit. Pages of files that the kernel can drop are
 free in both, though neither counts them as such.
@@ -43,7 +43,7 @@ def _of_machine(proc: Path) -> int:
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """What each limit leaves. A group's lines are `hierarchy:controllers:path`, those of version 2 `0::path`."""
+    """Bytes that each limit leaves. A group's lines are `hierarchy:controllers:path`, those of version 2 `0::path`."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:  # a kernel without control groups
@@ -57,7 +57,7 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(root: Path, path: str, names: GroupFiles) -> Iterator[int]:
-    """What the limits of a group and of those around it leave. A container may see its own group as the root."""
+    """Bytes that the limits of a group and of those around it leave. A container may see its own group as the root."""
     inside = Path(*(part for part in path.split("/") if part not in ("", "..")))
     for folder in (root / inside, *(root / parent for parent in inside.parents)):
         try:

@@ -279,7 +279,7 @@ def uniform(adapter: FusedAdapter) -> Product:
 
 
 def _places(adapters: Iterable[FusedAdapter | None]) -> dict[FusedAdapter, list[int]]:
-    """Which rows each adapter has."""
+    """The rows of each adapter."""
     found: dict[FusedAdapter, list[int]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:

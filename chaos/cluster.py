@@ -39,7 +39,7 @@ class Cluster:
     def __post_init__(self) -> None:
         adopt_orphans()
         self.shared_memory = shared_memory()
-        """What there was before."""
+        """The state before."""
         (self.folder / "tmp").mkdir(parents=True)
         self.second_port = free_port()
         self.clocks = {name: Clock(self.folder / f"clock-{name}") for name in PROCESSES}

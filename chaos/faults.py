@@ -61,7 +61,7 @@ class Fault:
 
     @property
     def cause(self) -> str:
-        """What the report counts together: `kill rollout`, `full disk store`."""
+        """The kind as the report counts it: `kill rollout`, `full disk store`."""
         return f"{self.kind} {self.victim.split('-')[0]}"
 
 

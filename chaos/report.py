@@ -10,12 +10,12 @@ from itertools import pairwise
 from chaos.faults import Fault
 
 Strike = tuple[float, Fault]
-"""When a fault struck, in monotonic seconds."""
+"""Time at which a fault struck, in monotonic seconds."""
 
 
 @dataclass
 class Story:
-    """What happened in an act."""
+    """The events of an act."""
 
     began: float = field(default_factory=time.monotonic)
     strikes: list[Strike] = field(default_factory=list[Strike])
@@ -25,9 +25,9 @@ class Story:
     pace: float = 0.0
     """Versions a second, undisturbed."""
     commits: list[float] = field(default_factory=list[float])
-    """When each version was committed, in monotonic seconds."""
+    """Times at which each version was committed, in monotonic seconds."""
     ended: float = 0.0
-    """When the last fault was healed."""
+    """Time at which the last fault was healed."""
     wrong: list[str] = field(default_factory=list[str])
     warnings: list[str] = field(default_factory=list[str])
     """What this run did not try, though it meant to."""

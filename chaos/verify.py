@@ -62,7 +62,7 @@ def steps_once(job: str, events: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def manifests(store: S3Server, paths: Iterable[str], tenant: str, job: str) -> list[Manifest]:
-    """By version."""
+    """The manifests of a job, by version."""
     below = f"cell/adapters/{tenant}/{job}/"
     mine = sorted(path for path in paths if path.startswith(below) and path.endswith("/manifest.json"))
     return [msgspec.json.decode(store.get(path), type=Manifest) for path in mine]

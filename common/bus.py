@@ -70,7 +70,7 @@ class Delivery:
     message: AnyMessage | Undecodable
     deliveries: int = 1
     progress: bytes = b""
-    """What a worker before kept of its work on the entry."""
+    """Progress on the entry that an earlier worker kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is new of the work on an entry. In Redis it is one string: a head, which is replaced, and a body, which grows."""
+    """New progress on an entry. In Redis it is one string: a head, which is replaced, and a body, which grows."""
 
     head: bytes
     start: int  # of the tail, in the string

@@ -1,4 +1,4 @@
-"""How far the download of a base model is, by what lies in Hugging Face's cache."""
+"""Tells how far the download of a base model is, by the files in Hugging Face's cache."""
 
 from fnmatch import fnmatch
 from pathlib import Path

@@ -207,7 +207,7 @@ def roles_of(environment: Any) -> tuple[str, ...]:
 
 
 def reply_fault(tokenizer: ChatTokenizer, roles: Sequence[str]) -> str:
-    """Why a base model cannot show messages of one of these roles; "" if it can. A system message may need one of a user's
+    """The reason for which a base model cannot show messages of one of these roles; "" if it can. A system message may need one of a user's
     behind it, where the environment has both."""
     shapes = [("system", "user") if role == "system" and "user" in roles else (role,) for role in roles]
     return next(filter(None, map(tokenizer.reply_fault, shapes)), "")
@@ -288,7 +288,7 @@ _UNTIL = "in use until managers and env workers start again"
 
 
 def _written(module: ModuleType) -> int:
-    """When the module's file was, by the file system's clock; 0 if there is none."""
+    """Time at which the module's file was written, by the file system's clock; 0 if there is none."""
     try:
         return os.stat(module.__file__ or "").st_mtime_ns
     except OSError:
@@ -300,7 +300,7 @@ def _version(entry: EntryPoint) -> str:
 
 
 def _loaded(entry: EntryPoint) -> Any:
-    """What it names, also if it was installed a moment ago."""
+    """The object that it names, also if it was installed a moment ago."""
     try:
         return entry.load()
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""How much memory training takes, by a base model's sizes: arithmetic, no measurement.
+"""Computes the memory that training takes from a base model's sizes: arithmetic, no measurement.
 
     weights | adapters with their optimiser states | what a pass keeps for its backward | what passes in it | scores | holes | the process
 

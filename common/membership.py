@@ -17,7 +17,7 @@ from common.bus import Bus
 from common.errors import MarlaasError
 
 HOLD_S = 5.0
-"""How long a service is held after its workers were last heard."""
+"""Seconds that a service is held after its workers were last heard."""
 EVERY_S = 1.0
 Mode = Literal["default", "deterministic"]
 log = structlog.get_logger()

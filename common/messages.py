@@ -38,7 +38,7 @@ MAX_REWARD = 1e6
 """Rewards are finite numbers of at most this size: squares and sums of them stay exact enough, in float32 too."""
 
 TEMPERATURE, MAX_TOKENS = 1.0, 64
-"""What a job samples with unless its hyperparameters say otherwise."""
+"""Sampling values of a job whose hyperparameters give no others."""
 
 LEAST_TEMPERATURE = 1e-5
 """Smaller ones are greedy, as with vLLM: scores that are divided by 1e-38 are no finite numbers."""
@@ -78,7 +78,7 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a piece of work cost; counted when its result settles."""
+    """The cost of a piece of work; counted when its result settles."""
 
     prompt_tokens: int = 0  # tokens prefilled that the model did not write
     sampled_tokens: int = 0
@@ -119,7 +119,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class EnvSpec(msgspec.Struct, frozen=True, gc=False):
-    """Which environment a job uses. A grader alone is the environment `single_turn` with args {"grader": …}."""
+    """The environment of a job. A grader alone is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
     epoch: int = 0  # raised by pause, resume and cancel
 
     def about(self) -> dict[str, Any]:
-        """Whose work this is: the fields that a message which follows from this one takes over."""
+        """The owner of the work: the fields that each message which follows from this one takes over."""
         return {"tenant": self.tenant, "job": self.job, "partition": self.partition, "epoch": self.epoch}
 
 
@@ -172,7 +172,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
 
 
 class TrajectoryRef(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Which trajectory of a job. All of its random numbers are functions of these and `seed`, never of `attempt`."""
+    """One trajectory of a job. All of its random numbers are functions of these and `seed`, never of `attempt`."""
 
     purpose: Purpose
     seed: int  # the job's
@@ -417,7 +417,7 @@ class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Outside(msgspec.Struct, frozen=True):
-    """What an env worker may call outside of the service: the operator's lists of hosts, see `common.outgoing`."""
+    """Hosts outside of the service that an env worker may call: the operator's lists, see `common.outgoing`."""
 
     endpoint: str = ""  # for graders `endpoint`
     grader: str = ""  # for graders' models

@@ -1,4 +1,4 @@
-"""How much context of a base model is served: the model's own, or as much of it as a setting or the memory allows."""
+"""Computes how much context of a base model is served: the model's own, or as much of it as a setting or the memory allows."""
 
 from collections.abc import Mapping
 from pathlib import Path

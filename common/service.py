@@ -1,4 +1,4 @@
-"""What the three worker services' `__main__` have in common: settings in, a running worker until SIGTERM."""
+"""Starts a worker service, for the three `__main__`: settings in, a running worker until SIGTERM."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ NEED_WEIGHTS = ("rollout", "trainer")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a service is built from."""
+    """Parts of which a service is built."""
 
     worker: str
     """This worker's id."""

@@ -131,7 +131,7 @@ def _calc(rng: random.Random) -> tuple[str, str]:
 
 
 PLAIN_END = "\n\nUser:"
-"""What follows an answer in plain text, and ends it."""
+"""Text that follows an answer in plain text, and ends it."""
 
 
 def draw_plain(rng: random.Random) -> tuple[str, str, str]:

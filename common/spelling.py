@@ -18,7 +18,7 @@ def cut(text: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """What a user has sent, as an error shows it."""
+    """A user's text, as an error shows it."""
     return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
 
 

@@ -1,4 +1,4 @@
-"""What a worker says of itself once a second: state, busy share, and who it worked for when."""
+"""Reports of a worker, one a second: state, busy share, and spans of time with the tenants that it worked for."""
 
 import os
 import socket
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from common.messages import Outside, Span, WorkerReport
 
 KEEP_S = 3600.0
-"""How long reports stay in the telemetry stream."""
+"""Seconds that reports stay in the telemetry stream."""
 KEEP_REPORTS = 65_536
-"""How many stay there at most: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
+"""The most reports that stay there: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
 WAITED_S = 5.0
-"""How long a report says what its worker waited for lately."""
+"""Seconds for which reports repeat a worker's last wait."""
 MAX_WAITING, MAX_REASON = 16, 100
 """Jobs in one report of which it says so, and characters of each reason."""
 MAX_SPANS = 64
@@ -82,7 +82,7 @@ def merged(spans: list[Span], gap_s: float = 0.02) -> list[Span]:
 
 
 class Waiting:
-    """What jobs' work waits for, outside of this worker."""
+    """Reasons outside of this worker for which jobs' work waits."""
 
     def __init__(self) -> None:
         self._lately: dict[str, tuple[str, float]] = {}  # job -> reason, when it was noted; the newest last
@@ -128,7 +128,7 @@ class Reporter:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
     def first_read(self, entry: str) -> None:
-        """How old entries of streams are when they are first read, by the clocks of Redis' host and this one."""
+        """Measures the age of entries of streams when they are first read, by the clocks of Redis' host and this one."""
         self.count("delivered")
         self.count("delivery_s", max(0.0, time.time() - int(entry.partition("-")[0]) / 1000))
 

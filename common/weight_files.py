@@ -61,7 +61,7 @@ def _tensors(file: Path) -> Iterator[StoredTensor]:
 
 
 def stored_tensors(file: BinaryIO) -> list[StoredTensor]:
-    """What a safetensors file holds, by place. Reads the header alone; raises ValueError unless it describes the whole file."""
+    """The tensors of a safetensors file, by place. Reads the header alone; raises ValueError unless it describes the whole file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -71,7 +71,7 @@ def stored_tensors(file: BinaryIO) -> list[StoredTensor]:
 
 
 def parse_header(header: bytes, size: int) -> list[StoredTensor]:
-    """What a file of `size` bytes with this header holds, by place. Raises ValueError unless the header describes all of it."""
+    """The tensors of a file of `size` bytes with this header, by place. Raises ValueError unless the header describes all of it."""
     start = 8 + len(header)
     try:
         described: Any = json.loads(

@@ -134,7 +134,7 @@ class _Keys:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """What the exporter reads, and changes of a job that has ended."""
+        """Keys that the exporter reads, and changes, of a job that has ended."""
         cell = self.cell
         return (cell.exports, cell.ends, cell.told, cell.job("*"), cell.events("*"))
 

@@ -32,7 +32,7 @@ def example_of(start: Start, tokenizer: ChatTokenizer) -> Example:
 
 
 def trained_on(start: Start, example: Example, text: str, usage: Usage) -> list[ScoredTrajectory]:
-    """What goes into a step's batch. It has no reward to speak of: 0."""
+    """The example as it goes into a step's batch. It has no reward to speak of: 0."""
     requests = [first_request(start, sample, example.tokens, b"", usage) for sample in start.samples]
     return [
         ScoredTrajectory(

@@ -17,7 +17,7 @@ from common.messages import FailureKind
 
 
 class NoRoom(Unavailable):
-    """What the environment runs on is full: the message goes back, and another worker may have room."""
+    """No room left for the environment: the message goes back, and another worker may have room."""
 
 
 class TrajectoryFailed(Permanent):

@@ -65,7 +65,7 @@ def place(places: Places) -> AbstractAsyncContextManager[None]:
 
 
 def answer_of(grader: str) -> str | None:
-    """What a grader's model has answered; None if it was not asked yet."""
+    """The answer of a grader's model; None if it was not asked yet."""
     work = _current.get()
     return work.answers.get(grader) if work else None
 

@@ -98,7 +98,7 @@ async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Ro
 
 
 def settings_for(base: str, gpu: str | None) -> dict[str, str]:
-    """What starts the base model; on a GPU with what `marlaas plan` chooses. Raises InvalidInput if nothing fits."""
+    """The settings that start the base model; on a GPU those that `marlaas plan` chooses. Raises InvalidInput if nothing fits."""
     settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
     if gpu is None:
         return settings

@@ -40,7 +40,7 @@ OPTIONS = {
     "behavior_if_log_dir_exists": "delete",
 }
 RISES_BY = 0.2
-"""What the share of right answers must gain from the first two steps to the last two."""
+"""The least gain of the share of right answers from the first two steps to the last two."""
 
 
 async def run(arguments: list[str]) -> int:

@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-3
 USER, END, ASSISTANT = 259, 256, 260
 """Special tokens of `tiny`; all others are bytes. A real base's tokenizer comes from `get_tokenizer()`."""
 RISES_BY = 0.1
-"""What the share of right answers must gain from the first three steps to the last three."""
+"""The least gain of the share of right answers from the first three steps to the last three."""
 
 
 def prompt_of(question: str) -> list[int]:

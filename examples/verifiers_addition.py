@@ -57,7 +57,7 @@ def make_python(folder: Path, needs: Sequence[str]) -> Path:
 
 
 def add_package(python: Path, package: Path) -> None:
-    """What `pip install -e` leaves."""
+    """The files that `pip install -e` leaves."""
     (site,) = python.glob("lib/python*/site-packages")
     (site / "examples.pth").write_text(f"{package.resolve()}\n")
 

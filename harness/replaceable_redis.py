@@ -11,7 +11,7 @@ from harness.proxy import Proxy
 from harness.redis_server import RedisServer
 
 LOST_S = 1.0
-"""What the replica has not heard when it takes the primary's place."""
+"""Seconds of writes that the replica has not heard when it takes the primary's place."""
 
 
 class ReplaceableRedis:

@@ -31,7 +31,7 @@ LEASE_S = 10.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Which workers there are, and how long a trajectory takes."""
+    """The number of workers, and the time that a trajectory takes."""
 
     redis_url: str
     store_url: str

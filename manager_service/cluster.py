@@ -101,7 +101,7 @@ class Cluster:
         return None if None in announced else sum(filter(None, announced))
 
     def least_kv_tokens(self) -> int | None:
-        """What the smallest rollout engine holds; None: an engine does not announce it, or none is alive."""
+        """Tokens that the smallest rollout engine holds; None: an engine does not announce it, or none is alive."""
         announced = [worker.kv_tokens for worker in self.working("rollout")]
         return None if None in announced else min(filter(None, announced), default=None)
 
@@ -111,7 +111,7 @@ class Cluster:
         return min(ranks, default=None)
 
     def outside(self) -> list[Outside]:
-        """What the live env workers may call, as far as they announce it."""
+        """Hosts that the live env workers may call, as far as they announce them."""
         return list({worker.outside for worker in self.working() if worker.outside is not None})
 
     def sampling_gap_bound(self) -> float:

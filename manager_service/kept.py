@@ -11,7 +11,7 @@ NUM_RUNS = 16
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How much is kept."""
+    """Limits of the records that are kept."""
 
     events: int = 8 << 20  # bytes of one job
     samples: int = 64 << 20  # bytes of one job, nearly all of them in object storage
@@ -26,7 +26,7 @@ LIMITS = Limits()
 
 
 class Kept(msgspec.Struct):
-    """What is kept of one kind."""
+    """The kept records of one kind."""
 
     runs: list[tuple[int, int]] = []  # first number, bytes; oldest first
     dropped: int = 0  # records that are gone

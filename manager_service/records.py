@@ -179,7 +179,7 @@ class EvalTally(msgspec.Struct):
 
 
 class ScoreProgress(msgspec.Struct):
-    """What early stopping compares, made so that more is better."""
+    """Scores that early stopping compares; more is better."""
 
     recent: list[float] = []  # of the newest steps
     score: float | None = None  # newest, and the step that it is of
@@ -275,7 +275,7 @@ class JobState(msgspec.Struct, kw_only=True):
         self.attempt += 1
 
     def unanswerable(self) -> JobError:
-        """Why the job fails whose groups of one step failed."""
+        """The error of a job whose groups of one step failed."""
         kind, _, text = (self.commonest_reason or "other: too few usable trajectories").partition(": ")
         return JobError(kind, f"{self.failed_groups} groups failed in one step; the commonest reason: {text}")
 
@@ -318,7 +318,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
-"""Why a sample is kept: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
+"""Reason to keep a sample: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
@@ -408,12 +408,12 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_path(tenant: str, file: str) -> str:
-    """Where the items of a file are in object storage."""
+    """The path of a file's items in object storage."""
     return f"files/{tenant}/{file}"
 
 
 def brought_path(tenant: str, file: str) -> str:
-    """Where an uploaded adapter is: not below `files`, because trainers may read it."""
+    """The path of an uploaded adapter: not below `files`, because trainers may read it."""
     return f"brought/{tenant}/{file}"
 
 
@@ -442,6 +442,6 @@ def hour_of(seconds: float) -> str:
 
 
 KEEP_HOURS_S = 35 * 86_400
-"""How long it is kept what a tenant has used in an hour."""
+"""Seconds that a tenant's usage of an hour is kept."""
 
 JSON = msgspec.json.Encoder()

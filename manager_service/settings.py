@@ -17,14 +17,14 @@ class ManagerSettings(Settings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     policy: str = "marlaas"
-    """When jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
+    """The times at which jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
     `manager_service.scheduling.policies`."""
     training_queue: Discipline = "fused"
-    """Which complete batches go to the trainers first. See `manager_service.scheduling.training_queue`."""
+    """The order in which complete batches go to the trainers. See `manager_service.scheduling.training_queue`."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
     """The largest uploaded file."""
     max_uploads_bytes: int = Field(default=1 << 30, ge=1)
-    """What the uploads of one tenant that are under way have on this manager's disk."""
+    """Bytes of this manager's disk that one tenant's uploads under way may take."""
     max_stored_bytes: int = Field(default=16 << 30, ge=1)
     """All files that a tenant keeps."""
     max_line_bytes: int = Field(default=256 << 10, ge=1)
@@ -52,13 +52,13 @@ class ManagerSettings(Settings):
     max_unfinished_jobs: int = Field(default=1000, ge=1)
     """Jobs of one tenant in a cell that have not finished; queued and paused ones count."""
     max_unfinished_bytes: int = Field(default=64 << 20, ge=1 << 16)
-    """What the records of those jobs have together, methods above all."""
+    """Bytes of those jobs' records together, of which methods are the most."""
     logger_hosts: str = ""
     """Hosts of W&B servers that tenants' figures may be sent to, as in `common.outgoing`: `api.wandb.ai`. Empty: none."""
     webhook_hosts: str = ""
     """Hosts that tenants' webhooks may be at. Empty: none."""
     export_proxy: str = ""
-    """Where the exporter's calls go through, if it has no way out itself. It must refuse the operator's own addresses."""
+    """The proxy of the exporter's calls, if it has no way out itself. It must refuse the operator's own addresses."""
     export_every_s: float = Field(default=30.0, gt=0)
     """The exporter writes a job's new figures to its loggers this often."""
     export_processes: int = Field(default=2, ge=1)
@@ -66,16 +66,16 @@ class ManagerSettings(Settings):
     export_give_up_s: float = Field(default=3 * 86_400.0, ge=0)
     """After a job's end, a logger that took nothing for this long gets no more of it."""
     max_logger_bytes: int = Field(default=1 << 30, ge=1)
-    """What the files of one tenant's offline runs have on the exporter's disk."""
+    """Bytes of the exporter's disk that the files of one tenant's offline runs may take."""
     webhook_give_up_s: float = Field(default=86_400.0, ge=0, le=2 * 86_400)
     """A webhook that did not take a job's end for this long is not called any more."""
     idempotency_s: int = Field(default=86_400, ge=1)
     """An Idempotency-Key is remembered this long."""
 
     max_events_bytes: int = Field(default=Limits().events, ge=1 << 16)
-    """What is kept of a job's events; the oldest go first. The job says how many were dropped."""
+    """Bytes that are kept of a job's events; the oldest go first. The job says how many were dropped."""
     max_samples_bytes: int = Field(default=Limits().samples, ge=1 << 16)
-    """What is kept of a job's samples; the oldest versions go first. The job says how many were dropped."""
+    """Bytes that are kept of a job's samples; the oldest versions go first. The job says how many were dropped."""
     sample_groups: int = Field(default=Limits().sample_groups, ge=0, le=1024)
     """Groups of each step whose samples are kept, the first ones."""
     sample_items: int = Field(default=Limits().sample_items, ge=0, le=1024)
@@ -83,9 +83,9 @@ class ManagerSettings(Settings):
     other_samples: int = Field(default=Limits().other_samples, ge=0, le=1024)
     """Samples of each step that are kept as its best, its worst and its failed: so many of each."""
     max_dead_bytes: int = Field(default=Limits().dead, ge=1 << 16)
-    """What is kept of a base model's dead letters; the oldest go first. `/metrics` says how many were dropped."""
+    """Bytes that are kept of a base model's dead letters; the oldest go first. `/metrics` says how many were dropped."""
     max_telemetry_bytes: int = Field(default=Limits().telemetry, ge=1 << 16)
-    """What is kept of the workers' reports; the oldest go first. `/metrics` says how many were dropped."""
+    """Bytes that are kept of the workers' reports; the oldest go first. `/metrics` says how many were dropped."""
 
     @field_validator("policy")
     @classmethod

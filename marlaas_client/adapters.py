@@ -28,7 +28,7 @@ def says_version(name: str) -> bool:
 
 
 def content_path(name: str, version: int) -> str:
-    """Where the API has a version of a model."""
+    """The API's path to a version of a model."""
     model = name if says_version(name) else f"{name}@{version}"
     return f"/v1/adapters/content?{urlencode({'model': model})}"
 

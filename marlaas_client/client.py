@@ -119,7 +119,7 @@ class Client:
         return cast(Job, self.post(JOBS, request))
 
     def estimate(self, request: Record) -> Record:
-        """What such a job would need."""
+        """The needs of such a job."""
         return self.post(f"{JOBS}/estimate", request)
 
     def job(self, job: str) -> Job:
@@ -163,7 +163,7 @@ class Client:
         return ended
 
     def samples(self, job: str, **which: Any) -> Iterator[Sample]:
-        """What was sampled, with rewards. `version=3`: of one step; `newest=1`: of the last; `failed=True`: without a reward."""
+        """Samples, with rewards. `version=3`: of one step; `newest=1`: of the last; `failed=True`: without a reward."""
         return cast(Iterator[Sample], self.lines(f"{JOBS}/{job}/samples", format="jsonl", **which))
 
     def ledger(self, job: str) -> Ledger:

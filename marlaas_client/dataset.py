@@ -30,7 +30,7 @@ SAVED = ("dataset_dict.json", "state.json")
 
 
 class Columns(NamedTuple):
-    """Which columns become which fields."""
+    """The column that becomes each field."""
 
     fields: Mapping[str, str] = {}  # field -> the column that becomes it
     kept: frozenset[str] | None = None  # of the other columns, which stay as they are; None: all

@@ -13,7 +13,7 @@ class ClientError(Exception):
 
 
 class InvalidInput(ClientError):
-    """What was given is wrong. The message says what to do."""
+    """A wrong input. The message says what to do."""
 
 
 class Refused(ClientError):

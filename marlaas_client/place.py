@@ -1,4 +1,4 @@
-"""Where the API is, and which key opens it: what the caller says, else the environment, else a cluster on this machine."""
+"""Finds the API and the key that opens it: as the caller says, else by the environment, else a cluster on this machine."""
 
 from collections.abc import Mapping
 from pathlib import Path

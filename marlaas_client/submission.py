@@ -1,4 +1,4 @@
-"""What a job is made of: the request that creates it, files of items, and short forms of graders."""
+"""Makes the parts of a job: the request that creates it, files of items, and short forms of graders."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -56,7 +56,7 @@ class SimulatedHost:
         return self._work + (self.clock.now - self._since) * self._speed
 
     def after(self, seconds: float, act: Act) -> None:
-        """When so many seconds of somebody who computes are computed."""
+        """Time at which so many seconds of somebody's work are computed."""
         self._made += 1
         heapq.heappush(self._events, (self.work + max(0.0, seconds), self._made, act))
         if self._events[0][1] == self._made:

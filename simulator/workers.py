@@ -127,7 +127,7 @@ class SimulatedEngine:
         self._tokens += (work - paid) / self.token_s
 
     def _foresee(self) -> None:
-        """When the next row ends, if none joins before."""
+        """Time at which the next row ends, if none joins before."""
         if not self._rows:
             return
         self._plan += 1

@@ -138,7 +138,7 @@ class World:
         self._plan_pass()
 
     def run(self) -> None:
-        """Until every job has ended. Raises RuntimeError if one cannot."""
+        """Runs until every job has ended. Raises RuntimeError if one cannot."""
         while self.clock.step():
             pass
         if self.jobs:

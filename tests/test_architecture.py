@@ -232,6 +232,27 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name for name, num in names.items() if num > 1} - ALIKE.keys() == set()
 
 
+HEADLESS = ("What", "Whose", "Which", "Who", "Where", "When", "Why", "How", "By", "Until")
+
+
+def docstrings(file: str) -> Iterator[tuple[int, str]]:
+    """The line and the text of each string that stands by itself: docstrings of modules, classes, functions, fields, constants."""
+    for node in ast.walk(tree(file)):
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant):
+                yield inner.lineno, str(inner.value.value)
+
+
+def test_a_docstring_starts_with_a_verb_or_a_noun_phrase() -> None:
+    wrong = [
+        f"{file}:{line}: {text[:60]}"
+        for file in files(*PRODUCT, "examples", "harness", "models", "deploy")
+        for line, text in docstrings(file)
+        if re.match(rf"\W*(?:{'|'.join(HEADLESS)})\b", text)
+    ]
+    assert wrong == []
+
+
 # ---- one place each -------------------------------------------------------------------------------------------------
 
 

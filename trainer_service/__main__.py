@@ -19,7 +19,7 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
 KEEP_INBOX_S = 3600
-"""How long the inbox of a trainer that died stays."""
+"""Seconds that the inbox of a trainer that died stays."""
 DRAIN_S = 5.0
 """A step under way may finish when the worker is told to stop."""
 

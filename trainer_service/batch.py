@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the loss depends on, target by target and row by row; named in `losses.MicroTerms`. With it, micro-batches only add up."""
+    """Terms of the loss, target by target and row by row; named in `losses.MicroTerms`. With it, micro-batches only add up."""
 
     of_targets_KM: Floats  # [., targets of all rows, end to end]
     of_rows_KR: Floats
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def starts_R(self) -> Ints:
-        """Where each row's targets begin in `terms.of_targets_KM`, and where the last row's end."""
+        """The places at which each row's targets begin in `terms.of_targets_KM`, and the place at which the last row's end."""
         return np.cumsum([0, *map(len, self.targets)])
 
 

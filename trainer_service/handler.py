@@ -133,7 +133,7 @@ class TrainHandler:
         return [(self._cell.adapters(message.partition), done)]
 
     def failed(self, message: Asked, failure: Failure) -> Outputs:
-        """What to publish when the message is given up."""
+        """Messages to publish when the message is given up."""
         if isinstance(message, Operations):
             return self._runs.failed(message, failure)
         if isinstance(message, Forget):

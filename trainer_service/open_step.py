@@ -115,7 +115,7 @@ class OpenStep:
 
 
 def failure_of(error: MarlaasError) -> Failure:
-    """What the owner hears of an error that would come again."""
+    """The failure that the owner hears of an error that would come again."""
     kinds: dict[type[MarlaasError], FailureKind] = {TrainingFailed: "non_finite", InvalidInput: "invalid"}
     return Failure(kinds.get(type(error), "corrupt_adapter"), str(error))
 

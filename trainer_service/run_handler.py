@@ -68,7 +68,7 @@ class RunHandler:
             return self.failed(message, failure_of(error))
 
     def failed(self, message: Operations, failure: Failure) -> list[tuple[str, Message]]:
-        """What to publish when a stretch is given up."""
+        """Messages to publish when a stretch is given up."""
         self._gradients.pop(message.adapter)
         open_ones = [operation for operation in message.operations if not operation.answered]
         return self._answer(message, tuple(OperationResult(one.seq, failure=failure) for one in open_ones))
@@ -78,7 +78,7 @@ class RunHandler:
         return self._answer(message, absent=True) if message.first else None
 
     def _gradient(self, message: Operations) -> Gradient | None:
-        """What the stretch goes on from; None: it is not here."""
+        """The gradient from which the stretch goes on; None: it is not here."""
         if not message.first:
             return Gradient(message.operations[0].seq, 0)
         held = self._gradients.get(message.adapter)

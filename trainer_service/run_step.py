@@ -21,7 +21,7 @@ from trainer_service.training import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What the operations of a log, up to one of them, add up to. Never changed in place."""
+    """The sum of the operations of a log, up to one of them. Never changed in place."""
 
     first_seq: int  # of the log
     num_operations: int

@@ -15,7 +15,7 @@ class TrainerSettings(Settings):
     trainer_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of the base model; adapters and moments are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     trainer_backbone: Literal["auto", "decoder", "transformers"] = "auto"
-    """What computes the base model. decoder: ours, the only one in deterministic mode; transformers: transformers' own modules, for
+    """Code that computes the base model. decoder: ours, the only one in deterministic mode; transformers: transformers' own modules, for
     every family that it has. auto: the decoder on a CPU for the families that it knows, else transformers."""
     trainer_threads: int = Field(default=1, ge=1)
     """Threads of torch, of each rank. Deterministic mode needs 1."""

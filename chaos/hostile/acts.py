@@ -1,4 +1,4 @@
-"""What the hostile tenant does beside its jobs, one act after the other: floods, slow readers, strange names, graders that want more
+"""Acts of the hostile tenant beside its jobs, one after the other: floods, slow readers, strange names, graders that want more
 than graders may have, large uploads, deserted runs.
 
 An act may be refused, cut off or slowed down; none may be answered with what is another's, or with success where it makes no sense.

@@ -162,7 +162,7 @@ class ChatTokenizer:
         return tuple(suffix)
 
     def reply_fault(self, roles: Sequence[str]) -> str:
-        """Why messages of these roles, in this order, cannot be appended to a conversation without changing the ids before
+        """The reason for which messages of these roles, in this order, cannot be appended to a conversation without changing the ids before
         them, and what can be; "" if they can. A base is refused for an environment whose messages it cannot append."""
         if not roles or any(role not in REPLY_ROLES for role in roles):
             return f"an environment answers with one or more messages of roles {', '.join(REPLY_ROLES)}"

@@ -103,7 +103,7 @@ class OpenEnvSession:
         return Step(done=done, reward=reward, messages=replies)
 
     async def _call(self, call: ToolCall, timeout_s: float) -> tuple[str, Observation | None]:
-        """What the model is told, and what came of the action, if it was one."""
+        """The reply to the model, and the result of the action, if it was one."""
         known = [tool["function"]["name"] for tool in self.tools]
         if call.error is not None or call.name not in known:
             return f"error: {call.error or f'no tool {call.name[:40]}'}", None

@@ -23,7 +23,7 @@ Definition = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ActionShape:
-    """How an environment wants its actions."""
+    """The form in which an environment wants its actions."""
 
     text_field: str = ""
     """The one that takes the model's text; "": the model calls tools."""
@@ -64,7 +64,7 @@ def tools_told(observation: Mapping[str, Any]) -> list[Definition]:
 
 
 def shown(observation: Mapping[str, Any], field: str = "") -> str:
-    """What the model sees of an observation: a field, its only text, or all of it as JSON. Raises EnvironmentFailed."""
+    """The part of an observation that the model sees: a field, its only text, or all of it as JSON. Raises EnvironmentFailed."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     if field and field not in fields:
         raise EnvironmentFailed(f"the observation has no {field!r}; it has {', '.join(fields)}"[:MAX_TOLD])
@@ -78,7 +78,7 @@ def shown(observation: Mapping[str, Any], field: str = "") -> str:
 
 
 def shown_result(observation: Mapping[str, Any]) -> str:
-    """What the model sees of a tool's result."""
+    """The part of a tool's result that the model sees."""
     if (error := observation.get("error")) is not None:
         return "error: " + shown({"": error})
     result = observation.get("result")

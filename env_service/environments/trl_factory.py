@@ -166,7 +166,7 @@ class TRLSession:
         }
 
     async def _call(self, call: ToolCall, timeout_s: float) -> str:
-        """What the model is told, in TRL's words. Raises ToolFailed, EnvironmentFailed."""
+        """The reply to the model, in TRL's words. Raises ToolFailed, EnvironmentFailed."""
         if call.error is not None:
             return str({"error": call.error})
         if call.name not in [tool["function"]["name"] for tool in self.tools]:

@@ -1,4 +1,4 @@
-"""What a grader sees: an item, and the model's last turn."""
+"""Holds an attempt as graders see it: an item, and the model's last turn."""
 
 import json
 from collections.abc import Mapping, Sequence

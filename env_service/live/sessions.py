@@ -33,7 +33,7 @@ class Seat:
     name: str
     """See `TurnRequest.session`."""
     message: Message
-    """Whose trajectory it is."""
+    """The newest message of its trajectory."""
     claim: Claim
     limit_s: float
     """Of each call of the session."""
@@ -160,7 +160,7 @@ class Sessions:
         self._close_where(lambda seat: seat.name == session)
 
     def trusted_until(self, until_s: float) -> None:
-        """Until then, by the event loop's clock, no other worker takes this one for gone. It may have been stopped since, unawares."""
+        """Time by the event loop's clock up to which no other worker takes this one for gone. It may have been stopped since."""
         self._trusted_until_s = until_s
         self._trusted.set()
 

@@ -40,7 +40,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME, MS_NODIRATIME
 MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME, ST_RELATIME = 4096, 16384, 1 << 18, 1 << 21, 4096
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
 TOLD = (signal.SIGTERM, signal.SIGCHLD)
-"""What the keeper waits for."""
+"""Signals that the keeper waits for."""
 
 FIRST_UID = 1_000_000_000
 """Each call runs under this uid plus its process id. No other call has it, so calls cannot signal each other."""
@@ -48,7 +48,7 @@ NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
 LOOK_EVERY_S = 0.02
-"""How often the keeper looks into a working folder that is no file system of its own."""
+"""Seconds between the keeper's looks into a working folder that is no file system of its own."""
 
 
 def main() -> None:

@@ -76,14 +76,14 @@ class Verifiers:
         return VerifiersSession(conversation, asked, self.reply_roles)
 
     def _load_with(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """What `host.py` is told to load."""
+        """The environment that `host.py` is told to load."""
         if self.environment:
             return {"environment": self.environment, "args": args}
         return {"config": {**self.env, "taskset": {"id": self.taskset, **args}}, "renderer": self.renderer}
 
 
 def _task_of(item: Mapping[str, Any]) -> dict[str, Any]:
-    """What the host needs of an item. Raises InvalidInput."""
+    """The part of an item that the host needs. Raises InvalidInput."""
     if not ("task" in item or "seed" in item):
         raise InvalidInput('a row of the training file must name one of the environment\'s tasks: "task": 17')
     return {name: item[name] for name in ("task", "seed", "held_out") if name in item}

@@ -76,7 +76,7 @@ class Episode:
         self._answer: Any = None
         self.refused = self.closed = False
         self.faults: list[str] = []
-        """What went wrong, though the environment went on."""
+        """Faults in spite of which the environment went on."""
         self.traces: list[Any] = []
         """Those of `verifiers.v1`."""
 

@@ -102,7 +102,7 @@ class Host:
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._life = asyncio.create_task(self._live())
         self._ended_at: float | None = None
-        """By the loop's clock."""
+        """Seconds by the loop's clock."""
 
     @property
     def idle(self) -> bool:
@@ -173,7 +173,7 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncGenerator[asyncio.StreamReader]:
-        """What the process says, as long as the block runs. Raises EnvironmentFailed."""
+        """Lines of the process, as long as the block runs. Raises EnvironmentFailed."""
         ours, theirs = socket.socketpair()
         key = secrets.token_hex(16)
         python = _interpreter(self._python)

@@ -60,7 +60,7 @@ class VerifiersSession:
         self._conversation.close()
 
     def _rest(self, said: Sequence[Any], asked: list[Any], whole: Sequence[Any]) -> Sequence[Any]:
-        """What a prompt adds to the conversation. `whole`: the prompt as the environment wrote it. Raises EnvironmentFailed."""
+        """Messages that a prompt adds to the conversation. `whole`: the prompt as the environment wrote it. Raises EnvironmentFailed."""
         before = [*self._shown, *said]
         if len(asked) <= len(before) or asked[: len(before)] != before:
             raise EnvironmentFailed("the environment's next prompt does not go on where the model's turn ended")

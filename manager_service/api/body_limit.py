@@ -17,7 +17,7 @@ UPLOADS = "/v1/files"
 FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
 MAX_PASSING_BYTES = 256 << 20
-"""What the bodies of one tenant have together that may be larger than others."""
+"""Bytes that one tenant's large bodies may have together."""
 PAUSE_S = 30.0
 """The longest wait for more of a body, and for a whole one besides the time that BYTES_PER_S allow it."""
 BYTES_PER_S = 16 << 10
@@ -103,7 +103,7 @@ class BodyLimit:
 
 
 def _tenant(scope: Scope) -> str:
-    """Whose key a request has; it is known once the body is read."""
+    """The tenant of a request's key; it is known once the body is read."""
     return scope["key"].tenant if scope.get("key") else ""
 
 

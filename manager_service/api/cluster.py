@@ -24,7 +24,7 @@ MAX_SPANS = 50_000
 
 @router.get("/workers")
 async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
-    """Who is alive, by service. Needs the admin key."""
+    """Live workers, by service. Needs the admin key."""
     found = [worker for base in api.bases.values() for worker in base.cluster.workers()]
     return page([_worker(worker) for worker in found], has_more=False)
 

@@ -24,7 +24,7 @@ UNREAD_S = 30.0
 """Seconds in which a client must have read what waits for it: the buffer's 64 KiB or a little more (see `OpenRequests`), behind
 what the kernel keeps."""
 KERNEL_BYTES = 128 << 10
-"""What the kernel keeps of an answer (Linux doubles it). Left to itself it keeps megabytes, and a slow client seems to read none."""
+"""Bytes of an answer that the kernel keeps (Linux doubles it). Left to itself it keeps megabytes, and a slow client seems to read none."""
 AT_ONCE = struct.pack("ii", 1, 0)
 """The option by which the kernel forgets what it still was to send, instead of keeping it for a client that does not read."""
 
@@ -129,7 +129,7 @@ class Connection(H11Protocol):
             self._reset()
 
     def _close_unless_read(self) -> None:
-        """What waited UNREAD_S ago is still there, but for a part."""
+        """True while most of the bytes that waited UNREAD_S ago still wait."""
         self._reading_due = None
         if self.transport.get_write_buffer_size():
             self._reset()

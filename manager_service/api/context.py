@@ -42,7 +42,7 @@ from manager_service.tinker.futures.waiting import Answered
 
 TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0
-"""How long a request waits for Redis before it answers 503."""
+"""Seconds that a request waits for Redis before it answers 503."""
 
 
 @dataclass(frozen=True, slots=True)

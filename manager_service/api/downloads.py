@@ -36,7 +36,7 @@ class Downloads:
     async def answer(
         self, tenant: str, read: Callable[[], Awaitable[Files]], pack: Pack, media_type: str, headers: Mapping[str, str]
     ) -> Response:
-        """What `pack` makes of the files that `read` returns. Raises ApiError 429 and 507, and what `read` raises."""
+        """The response that `pack` makes of the files that `read` returns. Raises ApiError 429 and 507, and what `read` raises."""
         if self._open[tenant] >= MAX_OPEN:
             message = f"{MAX_OPEN} of your downloads are open already: wait until some have ended"
             error = ApiError(429, message, code="too_many_open")

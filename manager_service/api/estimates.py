@@ -1,4 +1,4 @@
-"""What a job will need: before it starts, and while it runs.
+"""Estimates the needs of a job: before it starts, and while it runs.
 
 Before: tokens by the files' own prompts, and answers as long as those of the tenant's earlier jobs that are most like it; seconds by
 the speed that the cell's workers have had when they were busy, as if they worked for this job alone.

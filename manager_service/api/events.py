@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMO
 ANY = 2**64 - 1
 """The second half of the id behind all entries with the same first half."""
 LOOK_EVERY_S = 2.0
-"""How often a silent stream looks whether its job has ended."""
+"""Seconds between a silent stream's looks whether its job has ended."""
 
 
 @router.get(

@@ -51,7 +51,7 @@ class Feed:
         return (await self.bus.retrying(lambda: self._xread({key: last}))).get(key, [])
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._wanted.wait()
             await asyncio.sleep(READ_EVERY_S)

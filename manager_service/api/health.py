@@ -43,7 +43,7 @@ async def readyz(api: Parts) -> Response:
 
 
 def _told(base: Base, state: str) -> list[str]:
-    """What the workers in a state say of it."""
+    """The reasons that the workers in a state give for it."""
     return [f"{w.service} ({base.name}): {w.reason}" for w in base.cluster.workers() if w.state == state]
 
 

@@ -45,7 +45,7 @@ UNSAID = {
 """The defaults that no value of the hyperparameter says."""
 
 SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maximum", "maxItems", "minimum", "type")
-"""What is said of a value's schema."""
+"""Words of a value's schema that are shown."""
 
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

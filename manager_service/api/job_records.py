@@ -17,7 +17,7 @@ EVENTS_AT_ONCE = 500
 
 
 class JobRecords(Protocol):
-    """What a job has written so far."""
+    """The records that a job has written so far."""
 
     async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
         """The newest with a sequence number below `before`, newest first."""
@@ -42,7 +42,7 @@ class JobRecords(Protocol):
         ...
 
     async def answers(self, version: int | None) -> bytes:
-        """What is kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
+        """The samples that are kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
         ...
 
     async def answer_versions(self) -> list[int]:

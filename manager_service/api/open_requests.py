@@ -45,7 +45,7 @@ class OpenRequests:
             self._open += Counter()  # without the tenants that have none open
 
     async def _tenant(self, scope: Scope) -> str:
-        """Whose key a request has; empty for the operator's, and for a request whose refusal is the routes' to say."""
+        """The tenant of a request's key; empty for the operator's key, and for a request that the routes will refuse."""
         try:
             return (await authenticate(self._api, scope)).tenant
         except (ApiError, MarlaasError, RedisError):

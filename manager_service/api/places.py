@@ -86,7 +86,7 @@ class SharedPlaces:
         return tenant in self._open
 
     def asking(self) -> Mapping[str, Asked]:
-        """What tenants ask for now: the places that they hold, wait for, or will take next."""
+        """Places that tenants ask for now: those that they hold, wait for, or will take next."""
         behind = Counter[str]()
         for tenant, rest in self._behind.values():
             behind[tenant] += len(rest)

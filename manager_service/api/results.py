@@ -85,6 +85,6 @@ async def ledger(api: Parts, tenant: Tenant, job_id: str) -> LedgerObject:
 
 @router.get("/usage")
 async def usage(api: Parts, tenant: Tenant, job_id: str) -> UsageObject:
-    """What the job has used so far."""
+    """The job's usage so far."""
     store = JobStore(api)
     return shown_usage(job_id, await store.read(await store.find(tenant.id, job_id), lambda records: records.usage()))

@@ -24,12 +24,12 @@ MAX_STEP = 99_999_999
 Step = Annotated[int, PathParameter(ge=0, le=MAX_STEP)]
 Number = Annotated[int, PathParameter(ge=0, lt=2**53)]
 BYTES_A_TOKEN = 4
-"""By which the work of spelling tokens is estimated."""
+"""An estimate, for the work of spelling tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which samples are asked for."""
+    """The samples that are asked for."""
 
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None
@@ -58,7 +58,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Which steps are exported."""
+    """The steps that are exported."""
 
     from_step: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="With format=jsonl: the first")] = None
     to_step: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="With format=jsonl: the last")] = None
@@ -96,7 +96,7 @@ async def samples(
         Literal["json", "jsonl"], Query(description="jsonl: a line a sample, of all steps if no version is given")
     ] = "json",
 ) -> Response:
-    """What is kept of each step: its first groups, the best and the worst of the others, and some that failed; and of each
+    """Samples that are kept of each step: its first groups, the best and the worst of the others, and some that failed; and of each
     evaluation what the first held-out items were answered."""
     store = JobStore(api)
     row = await store.find(tenant.id, job_id)
@@ -181,7 +181,7 @@ By = Literal["prompt", "model", "environment"]
 
 
 def _stretches(written: Written, tokens: Sequence[Any] | None = None) -> list[tuple[By, list[Any]]]:
-    """Who wrote each stretch that has tokens, and those tokens: ids, or what stands for each in `tokens`."""
+    """The writer of each stretch that has tokens, and those tokens: ids, or the text of each in `tokens`."""
     found: list[tuple[By, list[Any]]] = []
     at, tokens = 0, written.tokens if tokens is None else tokens
     for place, length in enumerate(written.lengths):

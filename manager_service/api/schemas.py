@@ -89,7 +89,7 @@ class JobObject(Identified):
 
 
 class EstimateObject(BaseModel):
-    """What a job would need."""
+    """The needs of a job."""
 
     object: Literal["fine_tuning.job.estimate"] = "fine_tuning.job.estimate"
     num_steps: int

@@ -41,7 +41,7 @@ from manager_service.tinker.futures.waiting import Answered
 
 log = structlog.get_logger()
 DRAIN_S = 5
-"""How long open requests may go on after SIGTERM."""
+"""Seconds that open requests may go on after SIGTERM."""
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +123,7 @@ def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
 
 
 def weights_of(folder: Path) -> Weights:
-    """By the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
+    """Computed from the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
     try:
         found = read_weights(folder)
     except ValueError as error:  # whoever computes with it refuses it

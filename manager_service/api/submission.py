@@ -107,7 +107,7 @@ class JobPlan:
 
     @property
     def param(self) -> str:
-        """Where the hyperparameters are."""
+        """The place of the hyperparameters in the request."""
         return SUPERVISED_PARAM if self.supervised else PARAM
 
     def most_tokens(self, base: Base) -> int:

@@ -50,7 +50,7 @@ class Archived(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """What the list of models says of a tuned one."""
+    """The entry of a tuned model in the list of models."""
 
     name: str  # `ft:…`
     tenant: str
@@ -180,7 +180,7 @@ class Archive:
         return sample_versions(job.state, _starts(job, "samples"))
 
     async def answers(self, job: Archived, version: int | None) -> bytes:
-        """What is kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
+        """The samples that are kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
         found = max(await self.answer_versions(job), default=0) if version is None else version
         if f"answers/{found}" in job.parts:
             return await self._part(job, f"answers/{found}")

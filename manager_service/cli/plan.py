@@ -90,7 +90,7 @@ def show(found: Plan, model: str, where: str) -> None:
 
 
 def settings_of(fit: Fit, device: Device) -> dict[str, str]:
-    """What makes services take what the plan says."""
+    """The settings with which services follow the plan."""
     found = {"MARLAAS_MAX_CONTEXT": str(fit.context), "MARLAAS_ROLLOUT_KV_BYTES": str(fit.kv)}
     if not device.gpu:
         return found | ({"MARLAAS_TRAINER_CHECKPOINTING": "true"} if fit.num_checkpointed else {})
@@ -104,7 +104,7 @@ def settings_of(fit: Fit, device: Device) -> dict[str, str]:
 
 
 def advice(found: Plan) -> str:
-    """What helps where nothing fits."""
+    """Advice where nothing fits."""
     least = min(found.fits, key=lambda fit: fit.training.total)
     if 2 * found.weights > found.device.memory:
         cause = "two copies of the weights are more than the memory"

@@ -112,7 +112,7 @@ class Exporter:
         self._busy: dict[Group, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         try:
             while True:
                 await self._look()
@@ -305,7 +305,7 @@ class Exporter:
 
 @dataclass(frozen=True, slots=True)
 class ExportBatch:
-    """What a pass writes of one job."""
+    """The rows of one job that a pass writes."""
 
     export: Export
     order: JobRows

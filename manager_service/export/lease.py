@@ -55,7 +55,7 @@ class Lease:
             log.warning("lease_lost")
 
     async def _taken(self) -> float:
-        """Until when it is held, by the monotonic clock."""
+        """Time up to which it is held, by the monotonic clock."""
         told = False
         while True:
             began = time.monotonic()

@@ -24,7 +24,7 @@ WRITER = (sys.executable, "-m", "manager_service.export.writer")
 
 
 class JobRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What a writer hears of a job."""
+    """The rows of a job for a writer."""
 
     job: str
     project: str
@@ -71,7 +71,7 @@ class Passes:
         return found
 
     async def _run(self, logger: LoggerName, order: Order, home: Path) -> tuple[bytes, str]:
-        """What the writer said, and how it ended."""
+        """The output of the writer, and the reason of its end."""
         output = bytearray()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-IS", str(child.__file__), str(os.getpid()), *self.command, logger),

@@ -98,7 +98,7 @@ class Webhooks:
         self._busy: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         try:
             while True:
                 await self._look()
@@ -120,7 +120,7 @@ class Webhooks:
         self._known = there
 
     async def _told(self, cell: JobCell, ends: Collection[str]) -> dict[str, Told]:
-        """By entry. What is left of entries that are gone goes too."""
+        """The tries so far, by entry. Deletes those of entries that are gone."""
         (found,) = await cell.bus.read_hashes([cell.bus.cell.told])
         told = {entry.decode(): msgspec.json.decode(one, type=Told) for entry, one in found.items()}
         if gone := [entry for entry in told if entry not in ends]:
@@ -184,7 +184,7 @@ class Webhooks:
         await bus.retrying(lambda: bus.client.hset(bus.cell.told, delivery.entry, told))
 
     async def _try(self, delivery: WebhookDelivery, webhook: Webhook, body: bytes) -> str:
-        """Why it is to be tried again; empty if it is not."""
+        """The reason to try it again; empty if it is not to be tried."""
         reason, for_good = await self._call(delivery, webhook, body)
         late = time.time() - delivery.ended_at >= self._give_up_s
         if reason:
@@ -202,7 +202,7 @@ class Webhooks:
         return ""
 
     async def _call(self, delivery: WebhookDelivery, webhook: Webhook, body: bytes) -> tuple[str, bool]:
-        """Why the webhook did not take the event (empty: it did), and whether it never will."""
+        """The reason why the webhook did not take the event (empty: it did), and whether it never will."""
         own = self._of_tenant.setdefault(delivery.tenant, asyncio.Semaphore(CALLS_A_TENANT))
         async with own, self._places.one(delivery.tenant, 1.0, lambda: None):
             try:

@@ -51,7 +51,7 @@ def answered(order: Order, open_logger: Callable[[], Write]):
 
 
 def reason(error: Exception, key: str) -> str:
-    """Why a job was not written. With a key, the error's text may be a server's, which may quote the key in any form: only its kind
+    """Says why a job was not written. With a key, the error's text may be a server's, which may quote the key in any form: only its kind
     and the HTTP status in it are passed on."""
     name = type(error).__name__
     if not key:

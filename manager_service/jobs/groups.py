@@ -54,7 +54,7 @@ class Group:
 
     @property
     def tokens_used(self) -> int:
-        """By which its results were prefilled and sampled, over all of their turns."""
+        """Tokens with which its results were prefilled and sampled, over all of their turns."""
         used = [scored.message.usage for scored in self.scored.values()]
         return sum(usage.prompt_tokens + usage.sampled_tokens for usage in used)
 

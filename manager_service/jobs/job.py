@@ -45,7 +45,7 @@ class Job:
         self.journal = Journal(spec, state, limits)
         self.lengths = Lengths(spec.hyper.max_tokens, spec.hyper.max_context)
         self.changed_at = 0.0
-        """When something last came back or was sent: seconds since 1970."""
+        """Time at which something last came back or was sent: seconds since 1970."""
 
     # ---- what others ask --------------------------------------------------------------------------------------------
 

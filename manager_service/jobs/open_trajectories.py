@@ -76,7 +76,7 @@ class OpenTrajectories:
 
     def __init__(self, cell: Cell, spec: JobSpec) -> None:
         self.groups: dict[int, Group] = {}
-        """By number: those that no batch has used and that were not dropped."""
+        """Groups by number, without those that a batch has used or that were dropped."""
         self.evals: dict[TrajectoryKey, int] = {}
         """Trajectories of evaluations -> the attempt that may settle them."""
         self.parked: dict[TrajectoryKey, ParkedTurn] = {}

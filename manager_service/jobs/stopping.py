@@ -46,7 +46,7 @@ def _note(spec: JobSpec, progress: ScoreProgress, step: int, score: float) -> No
 
 
 def end_of(spec: JobSpec, state: JobState, steps_sent: int) -> tuple[Stop, str] | None:
-    """Where training ends, and why, in words; None: it goes on. `steps_sent`: the version that there will be in any case."""
+    """The end of training, with its reason in words; None: it goes on. `steps_sent`: the version that there will be in any case."""
     hyper, progress, version = spec.hyper, state.progress, state.version
     limit = hyper.max_tokens_total
     if state.stop is not None or steps_sent >= hyper.num_steps:

@@ -1,4 +1,4 @@
-"""What of a base model fits on one device: memory by context, rows at once, and a bound on their speed. Arithmetic alone.
+"""Plans a base model for one device: memory by context, rows at once, and a bound on their speed. Arithmetic alone.
 
 One rollout worker with the embedded engine and one trainer share the device, each with its own copy of the weights:
 
@@ -51,14 +51,14 @@ GPUS = {
     "h100": Device(80e9, 3350e9, 989e12),
     "h200": Device(141e9, 4800e9, 989e12),
 }
-"""By their makers' data sheets: dense bfloat16."""
+"""Figures of their makers' data sheets: dense bfloat16."""
 CORE = Device(0, 10e9, 60e9, gpu=False)
 """One core of a server's processor in float32, as measured here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a context leaves. Bytes."""
+    """One context with the memory that it takes and leaves, in bytes."""
 
     context: int
     training: TrainingBytes

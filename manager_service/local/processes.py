@@ -46,7 +46,7 @@ class KeptProcess:
     def __init__(self, command: Command, notify: Notify) -> None:
         self.command = command
         self.num_exits = 0
-        """How often it ended without having been asked to."""
+        """Times that it ended without having been asked to."""
         self.refused = False
         """It ended because of its settings. It is tried again now and then: what they name may come up."""
         self._notify = notify

@@ -384,7 +384,7 @@ async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any
 
 
 async def _refused_when_ready(client: httpx.AsyncClient, starting: list[str]) -> list[str] | None:
-    """Why workers do not join, once nothing else is waited for; None before that. Adds to `starting` what is said of downloads."""
+    """Says why workers do not join, once nothing else is waited for; None before that. Adds to `starting` what is said of downloads."""
     try:
         answer = await client.get("/readyz")
     except httpx.TransportError:

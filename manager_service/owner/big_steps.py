@@ -56,7 +56,7 @@ class BigSteps:
         return bool(known.path)
 
     def path(self, message: Message) -> str:
-        """Where a message was written; empty if it was not, so that it travels as it is."""
+        """The path of a message that was written; empty if it was not, so that it travels as it is."""
         known = self._by_job.get(message.job)
         return known.path if known and isinstance(message, TrainStep) and known.head == _head(message) else ""
 

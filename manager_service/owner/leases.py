@@ -66,7 +66,7 @@ end
 
 
 class Held(Enum):
-    """Who holds a lease after a round."""
+    """The state of a lease after a round."""
 
     BY_ANOTHER = 0  # or by nobody, if the owner has its share
     TAKEN = 1  # it was free, so memory of the partition may be old

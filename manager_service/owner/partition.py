@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Searched:
-    """What the store said about the next version of a quiet job."""
+    """The store's answer about the next version of a quiet job."""
 
     since: float  # seconds since 1970, when something last happened to the job
     asked: bool = False  # the store is asked, or has answered
@@ -283,7 +283,7 @@ class Partition:
         self._unfetched.append((stream, entry, fetch))
 
     def take_unfetched(self) -> list[tuple[str, str, Fetch]]:
-        """What `fetch_later` took in since the last call. The owner fetches it beside the passes, then calls `handle`."""
+        """Entries that `fetch_later` took in since the last call. The owner fetches it beside the passes, then calls `handle`."""
         unfetched, self._unfetched = self._unfetched, []
         return unfetched
 

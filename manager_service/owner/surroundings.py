@@ -21,7 +21,7 @@ KEEP_CANCELS, KEEP_HINTS, KEEP_ANSWERS = 10_000, 1_000, 10_000
 
 
 class Seen(Slots, Protocol):
-    """What the workers' telemetry shows."""
+    """The cluster as the workers' telemetry shows it."""
 
     def working(self, service: str | None = None) -> Sequence[WorkerReport]:
         """Live workers: of one service, or of all."""

@@ -1,4 +1,4 @@
-"""What is recorded of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
+"""Declares the records of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
 Beside them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
 
 A session is one client; it numbers its runs from 0, and its samplers too. The SDK builds their names itself:
@@ -51,7 +51,7 @@ SAVES: Mapping[str, Kind] = {
     "save_for_sampler": "sampler_weights",
     "save_external": "external_weights",
 }
-"""What saves -> the kind of checkpoint that it makes."""
+"""Action -> the kind of checkpoint that it makes."""
 _PUBLIC = re.compile(r"ses-([0-9a-f]{16}):train:(\d{1,6})")
 
 
@@ -103,7 +103,7 @@ class Leaving(msgspec.Struct):
 
 
 class SamplerState(msgspec.Struct, frozen=True):
-    """What a run's sampler samples with."""
+    """The version with which a run's sampler samples."""
 
     version: int
     inflight: bool = False  # its version follows the run's saves
@@ -163,7 +163,7 @@ class ClientSession(msgspec.Struct, frozen=True):
 
 
 class Sampler(msgspec.Struct, frozen=True):
-    """What a sampler samples with. It never changes."""
+    """The model with which a sampler samples. It never changes."""
 
     id: str
     tenant: str

@@ -57,7 +57,7 @@ class Retention:
         self.versions = versions
         self.samplers = RunSamplers(cell.samplers(spec.id), samplers)
         self.asked_at = 0.0
-        """When a trainer was asked to delete: seconds since 1970."""
+        """Time at which a trainer was asked to delete: seconds since 1970."""
         self._cell = cell
 
     @property
@@ -121,7 +121,7 @@ class Retention:
             self._dirty(changes)
 
     def due_at(self, now: float, *, wait_s: float) -> float | None:
-        """When an ended run is to be looked at: seconds since 1970; None: never again. `wait_s`: until what is used is looked at."""
+        """Time at which to look at an ended run: seconds since 1970; None: never again. `wait_s`: seconds until the uses are looked at."""
         if self.state.leaving is not None or self.doubtful({}, now):
             return now + wait_s
         expiries = (known.expires_at for known in self.state.checkpoints)
@@ -157,7 +157,7 @@ class Retention:
         return ends is not None and ends <= now and not any(known.is_kept(now) for known in self.state.checkpoints)
 
     def _forgotten_at(self) -> float | None:
-        """When an ended run without checkpoints is forgotten."""
+        """Time at which an ended run without checkpoints is forgotten."""
         if self.state.status != "ended":
             return None
         is_kept = self.state.version >= 0 and not self.state.makes_room
@@ -204,7 +204,7 @@ class Retention:
 
 
 def _together(needed: Iterable[Needs]) -> Needs:
-    """What all of these need."""
+    """The versions that all of these need."""
     found: Needs = {}
     for needs in needed:
         for version, whole in needs.items():
@@ -213,5 +213,5 @@ def _together(needed: Iterable[Needs]) -> Needs:
 
 
 def read_versions(record: Mapping[bytes, bytes]) -> Needs:
-    """What `versions:<run>` says."""
+    """The versions in `versions:<run>`."""
     return {int(version): whole == b"1" for version, whole in record.items()}

@@ -50,7 +50,7 @@ class Run:
         self.partition = partition_of(spec.tenant)
         self.retention = Retention(cell, spec, state, versions, samplers)
         self.changed_at = 0.0
-        """When something last came back or was sent: seconds since 1970."""
+        """Time at which something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
         self._waiting: dict[int, HeldOperation] = {}  # by number: those without a result
         self._log: dict[int, HeldOperation] = {}  # in order
@@ -230,7 +230,7 @@ class Run:
         return True
 
     def _too_much(self, operation: Operation) -> Failure | None:
-        """Why the log cannot take one more; None if it can."""
+        """The reason why the log cannot take one more; None if it can."""
         if len(self._log) < MAX_LOG and self.log_bytes + len(operation.payload) <= MAX_LOG_BYTES:
             return None
         return Failure(

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class Known(NamedTuple):
-    """What Redis has of a run."""
+    """The records of a run in Redis."""
 
     spec: RunSpec
     state: RunState
@@ -243,7 +243,7 @@ class Runs:
                         too_many -= 1
 
     async def _used_up(self, spec: RunSpec) -> Moved:
-        """What a run that leaves Redis has used in all."""
+        """The whole usage of a run that leaves Redis."""
         fields = [f"{spec.id}/{counter}" for counter in USAGE_COUNTERS]
         key = self._cell.usage(spec.tenant)
         amounts: Any = await self._bus.retrying(lambda: self._bus.client.hmget(key, fields))

@@ -54,5 +54,5 @@ class RunSamplers:
 
 
 def read_samplers(record: Mapping[bytes, bytes]) -> dict[str, SamplerState]:
-    """What `samplers:<run>` says."""
+    """The samplers in `samplers:<run>`."""
     return {name.decode(): msgspec.json.decode(value, type=SamplerState) for name, value in record.items()}

@@ -1,4 +1,4 @@
-"""Who is served next: the state of all jobs comes in, decisions go out. Nothing here waits, reads a stream or writes one.
+"""Decides who is served next: the state of all jobs comes in, decisions go out. Nothing here waits, reads a stream or writes one.
 
     Demand ─ who wants what ─► Allocator ─┬─ a queued job starts
                                           ├─ a group is issued     (the tenant furthest below its share goes first)

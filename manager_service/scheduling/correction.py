@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import sqrt
 
 JOBS = "jobs"
-"""What jobs were served. Completions and samples in bulk stand beside it by the names of their places."""
+"""The kind of the engine seconds that jobs got. Completions and samples in bulk stand beside it by the names of their places."""
 ENOUGH_S = 2.0
 """Engine seconds needed before a difference counts as more than chance."""
 MOST = 2.0

@@ -1,4 +1,4 @@
-"""What names of the protocol mean: base models, `tinker://` paths, sessions, samplers, futures."""
+"""Reads and makes names of the protocol: base models, `tinker://` paths, sessions, samplers, futures."""
 
 import re
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def find_base(api: Api, name: str) -> Base:
 
 
 def tokenizer_id(api: Api, base: Base) -> str:
-    """What a client on this machine loads the tokenizer from: a hub's name or a folder."""
+    """The place from which a client on this machine loads the tokenizer: a hub's name or a folder."""
     where = api.settings.models[base.name]
     return str(base.folder) if base.folder.exists() and base.folder.as_posix().endswith(where.lstrip("./")) else where
 
@@ -77,7 +77,7 @@ def parse_path(path: str) -> Path:
 
 
 def ttl_fault(ttl_s: int | None) -> str:
-    """What is wrong with a time to live; empty if nothing is."""
+    """The fault of a time to live; empty if it has none."""
     if ttl_s is None or MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         return ""
     return "ttl_seconds is between 3600 (an hour) and 315360000 (ten years)"
@@ -99,7 +99,7 @@ def numbered(number: int | None, what: str) -> int:
 
 
 def run_name(session: str, number: int) -> str:
-    """What this service calls a session's run."""
+    """This service's name for a session's run."""
     return f"run-{session.removeprefix('ses-')}-{number}"
 
 

@@ -67,7 +67,7 @@ MAX_POSITIONS = 262_144
 
 
 def _misfit(base: Base, given: CheckedPass) -> str:
-    """Why a model cannot read the data; empty if it can."""
+    """The reason why a model cannot read the data; empty if it can."""
     if given.num_tokens > max(MAX_POSITIONS, base.tokenizer.context):
         return f"{given.num_tokens:,} positions in one operation are too many: at most {MAX_POSITIONS:,}; send the data in several calls"
     if given.longest > base.tokenizer.context:
@@ -157,7 +157,7 @@ async def _saved(
 
 
 def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
-    """What is wrong with a save; empty if nothing is."""
+    """The fault of a save; empty if it has none."""
     if payload.name and not is_checkpoint_name(payload.name):
         return f"{payload.name[:64]!r} cannot be a checkpoint's name: 1 to 128 letters, digits, '.', '_' and '-'"
     if fault := ttl_fault(payload.ttl_s):

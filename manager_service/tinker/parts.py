@@ -1,4 +1,4 @@
-"""What the protocol's routes use beside the API's own parts."""
+"""Parts of the protocol's routes beside the API's own."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any

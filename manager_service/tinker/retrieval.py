@@ -29,7 +29,7 @@ from manager_service.tinker.wire import plain, protobuf
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
 WAIT_S = 35.0
-"""How long a request waits for a result. The client gives up after 45."""
+"""Seconds that a request waits for a result. The client gives up after 45."""
 
 LONG_POLL_S = 30.0
 """The same of one for the ends of many requests."""
@@ -54,7 +54,7 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: K
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request, tenant: Tenant, known: Known) -> Response:
-    """Which requests of a sampler's client have ended since it last asked. Each result is retrieved by itself."""
+    """Requests of a sampler's client that have ended since it last asked. Each result is retrieved by itself."""
     asked = await read(request, FuturesAsked, MAX_IDS_BYTES)
     base, sampler = await known.samplers.find(tenant.id, asked.target.sampling_session_id)
     if not 0 <= asked.prev_cursor < MAX_CURSOR:
@@ -96,7 +96,7 @@ async def _operation(tenant: TenantRecord, known: Records, future: str, *, wants
 
 
 async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
-    """What an operation waits for."""
+    """The state of the queue in which an operation waits, and the reason."""
     if pending.status is None:
         return "paused_capacity", "the service's memory is away for a moment"
     if pending.missing is not None:

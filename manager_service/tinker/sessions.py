@@ -82,7 +82,7 @@ async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> R
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(request: Request, session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
-    """What it has under way at this replica ends now, and at others when they look."""
+    """Ends a session. Its requests end at this replica now, and at others when they look."""
     session = await known.sessions.find(tenant.id, session_id)
     asked = await read(request, FinishAsked)
     await known.sessions.finish(session, asked.reason.type[:32])

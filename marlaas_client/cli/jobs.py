@@ -43,7 +43,7 @@ def events(
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """What happened in a job, oldest first."""
+    """The events of a job, oldest first."""
     with connect(url, data) as client:
         for event in _events(client, job, follow):
             if as_json:
@@ -60,7 +60,7 @@ def logs(
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """What a job said of itself, oldest first, each message whole; the figures of steps are left to `events`."""
+    """The messages of a job, oldest first, each whole; the figures of steps are left to `events`."""
     with connect(url, data) as client:
         for event in _events(client, job, follow):
             severe = LEVELS.index(event["level"]) >= LEVELS.index(level)

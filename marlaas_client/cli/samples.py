@@ -72,7 +72,7 @@ def samples(
 
 
 def _none(client: Client, job: str, step: int | None, *, rewarded: bool, evaluation: bool) -> str:
-    """Why there is nothing to show."""
+    """The reason why there is nothing to show."""
     if step is not None and step > (reached := max(client.job(job)["version"], 0)):
         return f"There are no samples of step {step}: the job is at step {reached}."
     if evaluation:

@@ -250,7 +250,7 @@ CONVERTED = ".parquet"
 def sources(
     file: Path | None, validation: Path | None, dataset: str | None, split: str, validation_split: str | None
 ) -> tuple[Source | None, Source | None]:
-    """Where the items and the held-out ones are. Raises InvalidInput for options that exclude each other."""
+    """The sources of the items and of the held-out ones. Raises InvalidInput for options that exclude each other."""
     if dataset is None:
         if validation_split:
             raise InvalidInput("--validation-split is a part of a --dataset: name one, or give --validation FILE")

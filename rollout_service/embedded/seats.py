@@ -104,7 +104,7 @@ class Seats:
         return ended | np.isnan(logprobs)
 
     def stop_reason(self, seat: int) -> StopReason | None:
-        """Why the row has ended, apart from stop strings; None if it has not."""
+        """The reason why the row has ended, apart from stop strings; None if it has not."""
         count = self.count[seat]
         if count and self.tokens[seat, count - 1] in self.ends[seat]:
             return "stop"

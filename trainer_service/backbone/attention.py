@@ -24,7 +24,7 @@ from trainer_service.packing import Tree
 NAME = "marlaas_packed"
 """As which transformers knows this attention."""
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
-"""What other families' attention adds to scores."""
+"""Additions of other families' attention to scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PackSpan:
     positions_T: Tensor
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Who sees whom, [T, T]; None: plainly causal."""
+        """The positions that each position sees, [T, T]; None: plainly causal."""
         narrow = window is not None and window < self.longest
         if self.branches_T is None and not narrow:
             return None
@@ -52,7 +52,7 @@ class PackSpan:
 
 
 Masks = dict[tuple[int, int | None], Tensor | None]
-"""By span and window."""
+"""Masks by span and window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class ModulesBackbone:
 
 
 def scores_on(device: torch.device) -> int:
-    """How many scores may exist at one time on a device."""
+    """The number of scores that may exist at one time on a device."""
     some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE) if device.type == "cuda" else 0
     return max(MAX_SCORES, some)
 

@@ -1,4 +1,4 @@
-"""What the first rank of a trainer tells the others, as bytes.
+"""Commands from the first rank of a trainer to the others, as bytes.
 
 A command is sent to all ranks, and each takes its own part of it. Tensors (an adapter's values, log-probs, gradients) follow a
 command in collective operations of the group.

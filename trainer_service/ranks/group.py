@@ -23,11 +23,11 @@ from trainer_service.backbone.sharding import bytes_held, shard
 
 HOST = "127.0.0.1"
 LOADING = timedelta(hours=2)
-"""How long the others may take to start, and to load the base model one after the other."""
+"""Seconds that the others may take to start, and to load the base model one after the other."""
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a rank needs to know at its start."""
+    """Facts that a rank needs at its start."""
 
     rank: int
     num_ranks: int

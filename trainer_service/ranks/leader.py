@@ -31,7 +31,7 @@ from trainer_service.settings import TrainerSettings
 
 log = structlog.get_logger()
 PATIENCE_S = 300.0
-"""How long a rank may keep the others waiting: longer than a layer takes."""
+"""Seconds that a rank may keep the others waiting: longer than a layer takes."""
 LOOK_S, LOOK_EVERY_S = 1.0, 0.02
 """After a failed operation, how long to look for the rank that ended."""
 
@@ -142,7 +142,7 @@ def _environment() -> dict[str, str]:
 
 
 def begin_of(settings: TrainerSettings, folder: Path) -> Begin:
-    """What the first rank begins with. Raises InvalidInput for settings of which several ranks can make nothing."""
+    """The parts with which the first rank begins. Raises InvalidInput for settings of which several ranks can make nothing."""
     name, num_ranks = settings.trainer_device, settings.trainer_ranks
     if settings.trainer_backbone == "decoder" or settings.trainer_compile:
         raise InvalidInput(

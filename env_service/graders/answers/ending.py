@@ -1,4 +1,4 @@
-"""What follows a text's answer and is no part of it: the next question, a check, remarks.
+"""Finds text that follows an answer and is no part of it: the next question, a check, remarks.
 
 `before_next_question` and `unchecked` cut a text there; `without_remarks` leaves out single sentences.
 """

@@ -180,7 +180,7 @@ def _same_number(answer: str, ours: Quantity, theirs: Quantity) -> bool:
 
 
 def _readings(one: Quantity, other: Quantity) -> list[Fraction]:
-    """What a number may mean beside another: `50%` is 50 or 0.5 unless the other has a percent sign too."""
+    """Meanings of a number beside another: `50%` is 50 or 0.5 unless the other has a percent sign too."""
     if (one.percent and not other.percent) or (one.minor and not other.minor and not other.currency):
         return [one.value, one.value / 100]
     if one.minor and not other.minor:

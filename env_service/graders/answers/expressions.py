@@ -202,7 +202,7 @@ def whole_value(text: str) -> str | None:
 
 
 def _right_side(inside: str) -> str:
-    """What the last equation of math says, exactly if it says both."""
+    """The right side of the last equation in math: the exact one if it has an approximate one too."""
     if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
         return inside
     exact, *approximate = _APPROXIMATE.split(inside)

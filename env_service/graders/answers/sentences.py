@@ -273,7 +273,7 @@ def _chosen(sentence: str, free: list[Candidate]) -> str:
 
 
 def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
-    """Where the list begins whose last value stands at `at`."""
+    """Beginning of the list whose last value stands at `at`."""
     joint = _AND if SEVERAL.search(sentence) else None
     if len(free) > 2 and all(_COMMA.fullmatch(sentence[a[0] + len(a[1]) : b[0]]) for a, b in pairwise(free[-3:])):
         joint = _AND

@@ -83,25 +83,25 @@ CHECK = re.compile(
     r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Where what follows makes sure of a result that was stated before."""
+"""Words before a check of a result that was stated earlier."""
 _SENTENCE = r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_>(-]*"
 NEW_QUESTION = re.compile(
     r"(?<!\s)(?:[^\S\n]*+\n){2}\s*+(?!\W*+(?:wait|but|hmm|so|ok|now|hold|would|do|does|is|are|did|have|can|could|shall|let)\b)"
     r"(?=[^\n]*\b(?:how (?:many|much|long|far|old|fast)|what (?:is|was|are)|find|calculate|determine)\b[^\n?]*\?)",
     re.IGNORECASE,
 )
-"""Where a paragraph asks, after an answer."""
+"""Words of a paragraph that asks, after an answer."""
 EXPLANATION = re.compile(
     r"^[ \t*#⟪]*(?:explanation|reasoning|justification|rationale|working|why|because|solution|steps)\b[⟫*]*:?",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Where a text gives reasons for an answer with which it began."""
+"""Words before reasons for an answer with which a text began."""
 RECONSIDERED = compiled(
     r"(?:^|[.!?…—\n-]\s*+)(?:oh,? |but |hmm+,? |ah,? )?"
     r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|just kidding|i mean|make that"
     r"|on second thought|let me re-?check|that's not right)\b[,:.!]?"
 )
-"""Where a text comes back to what it has stated."""
+"""Words with which a text comes back to an earlier statement."""
 COMMENT = re.compile(
     _SENTENCE
     + either("""
@@ -122,7 +122,7 @@ CLOSING = re.compile(
     """),
     re.IGNORECASE | re.MULTILINE,
 )
-"""Where a text takes leave of its reader."""
+"""Words with which a text takes leave of its reader."""
 REFUSAL = compiled(
     r"(?:can't|cannot|can not|could not|couldn't|unable to|not able to|won't|will not|not possible to|impossible to) (?:be )?"
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")

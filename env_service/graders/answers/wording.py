@@ -33,7 +33,7 @@ _GOES_ON = re.compile(
 _FURTHER = re.compile(
     r" (?:is|are|was|were|has|have|had|wins?|won|will|gets?|function|number|day|degrees?|one|exists?|solutions?)\b"
 )
-"""What may follow the words of the reference."""
+"""Words that may follow those of the reference."""
 _UNDECIDED = re.compile(
     r"\b(?:not|or|nor|neither|either|and|than|never|but|after|before|until|if|maybe|perhaps|cannot|unless|both|yes|no)\b|n't\b|/"
 )

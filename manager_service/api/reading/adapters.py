@@ -21,9 +21,9 @@ from manager_service.records import Brought
 MAX_HEADER, MAX_CONFIG = 1 << 20, 64 << 10
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".zip")
 PICKLED = (b"\x80", b"PK\x03\x04")
-"""How pickles begin, and the archives that torch keeps them in."""
+"""First bytes of pickles, and of the archives that torch keeps them in."""
 EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
-"""By dtype: how a number is read as bits, and the bits that all are 1 in what is no finite number."""
+"""For each dtype, the integer as which a number's bits are read, and the bits that all are 1 if it is not finite."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),

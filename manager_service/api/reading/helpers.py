@@ -23,7 +23,7 @@ HELPER = "manager_service.api.reading.process"
 """The program of the helpers."""
 NUM_HELPERS = 2
 SMALL_BYTES = 4 << 10
-"""What is smaller is read here: the slowest of it takes 3 ms. It comes first, whosever it is, so it must be little."""
+"""Smaller inputs are read here: the slowest takes 3 ms. They come first, whichever tenant sent them, so they must be little."""
 SLICE_BYTES = 1 << 20
 """Files are read in parts of this size, so that several tenants' take turns."""
 TASK_S = 120.0

@@ -19,7 +19,7 @@ NAMED_LINES = 5
 
 
 class FoundItems(msgspec.Struct, frozen=True):
-    """What is in some lines of a file."""
+    """The contents of some lines of a file."""
 
     num_lines: int  # blank ones included
     num_items: int
@@ -45,7 +45,7 @@ class FoundItems(msgspec.Struct, frozen=True):
 
 
 class LongPrompts(msgspec.Struct, frozen=True):
-    """What is too long in some lines of a file."""
+    """Items that are too long in some lines of a file."""
 
     num_lines: int = 0  # blank ones included
     num_long: int = 0

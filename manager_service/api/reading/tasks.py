@@ -1,4 +1,4 @@
-"""What a helper process is asked to do, and its answers. All are data, so that they travel as msgpack."""
+"""Declares the tasks of helper processes, and their answers. All are data, so that they travel as msgpack."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

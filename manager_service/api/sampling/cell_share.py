@@ -56,14 +56,14 @@ return answer
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What one tenant asks of one replica."""
+    """One tenant's demand on one replica."""
 
     weight: float
     num: int  # places that it holds or waits for; of rollout slots at most as many as there are
 
 
 Asking = Mapping[str, Asked]
-"""By tenant."""
+"""Demand of each tenant."""
 _TOLD = dict[str, dict[str, Asked]]
 
 
@@ -166,7 +166,7 @@ class CellShare:
         return sum(self._counted(whole=whole).values())
 
     def _counted(self, *, whole: Collection[str] = ()) -> dict[str, float]:
-        """By tenant that chats or samples in bulk. All chats together count for no more than they may have."""
+        """Weight of each tenant that chats or samples in bulk. All chats together count for no more than they may have."""
         tenants = {tenant: weight for kind in ROLLOUT for tenant, weight in self._weights(kind).items()}
         each = (sum(tenants.values()) + self._jobs_weight) / max(1, self._slots())
         found = {t: weight if t in whole else min(weight, self._asked(t) * each) for t, weight in tenants.items()}
@@ -179,7 +179,7 @@ class CellShare:
         return found
 
     def _weights(self, kind: str) -> dict[str, float]:
-        """By tenant that asks any replica."""
+        """Weight of each tenant that asks any replica."""
         return {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
 
     def _asked(self, tenant: str, *kinds: str) -> int:

@@ -54,7 +54,7 @@ class AnswerText:
         return text[:cut]
 
     def visible_tokens(self) -> int:
-        """How many tokens are text: all but the end-of-turn token."""
+        """The number of tokens that are text: all but the end-of-turn token."""
         ended = bool(self.tokens) and self.tokens[-1] in self._tokenizer.end_of_turn_ids
         return len(self.tokens) - ended
 
@@ -74,12 +74,12 @@ class AnswerText:
 
 
 def first_of(text: str, strings: Sequence[str]) -> int | None:
-    """Where the first of the strings begins."""
+    """The place at which the first of the strings begins."""
     return min((at for s in strings if (at := text.find(s)) >= 0), default=None)
 
 
 def longest_beginning(text: str, strings: Sequence[str]) -> int:
-    """How many of the last characters could be the beginning of one of the strings."""
+    """The number of last characters that could be the beginning of one of the strings."""
     return max((n for s in strings for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
 
 

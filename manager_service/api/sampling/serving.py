@@ -76,7 +76,7 @@ class Completion(Generic[Body]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect(Generic[Body]):
-    """How one of the two calls reads its body and shows its answers."""
+    """The ways in which one of the two calls reads its body and shows its answers."""
 
     id_prefix: str
     kind: str  # `object` of a whole answer

@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
 
 def target_of(sampler: str | None, seq: int | None) -> Target | None:
-    """Whose request has this number; None for one that is of no sampler."""
+    """The sampler and client of this request; None if it is of no sampler."""
     return None if sampler is None else Target(sampler, (seq or 0) // CLONE)
 
 

@@ -21,7 +21,7 @@ TTL_S = 60
 REFRESH_S = 5.0
 BLOCK_MS = 1000
 GRACE_S = 3.0
-"""How much longer than the other waits for the result a replica waits for its answer."""
+"""Seconds that a replica waits for another's answer after that one has stopped waiting for the result."""
 
 
 class PeerQuestion(msgspec.Struct, frozen=True, tag="Question"):

@@ -21,7 +21,7 @@ TYPES: Mapping[str, str] = {
     "save_for_sampler": "save_weights_for_sampler",
     "save_external": "save_weights_external",
 }
-"""What the protocol calls the result of a save."""
+"""The protocol's names for the result of a save."""
 SERVERS_FAULT = ("infrastructure", "dead_letter", "corrupt_adapter", "cancelled")
 """Kinds of failures that are not the user's."""
 

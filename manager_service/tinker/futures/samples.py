@@ -41,14 +41,14 @@ MAX_OPEN = 10_000
 MAX_SAMPLES = 65_536
 """Of those requests together: each is held in memory from the beginning."""
 KEPT_S, RETRIEVED_S = 600.0, 30.0
-"""How long a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
+"""Seconds that a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 SILENT_S = 300.0
 """A request that nobody asked about for so long is given up."""
 GRACE_S = 30.0
 """Time in which a silent session may show a sign of life again: after a Redis that was away, none has shown one yet."""
 LOOK_EVERY_S = 10.0
 USE_EVERY_S = USED_S / 4
-"""How often a version is noted as used that requests wait for."""
+"""Seconds between two notes of the use of a version that requests wait for."""
 QUOTA_EVERY_S = 15.0
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ class Gone(NotFound):
 
 
 class SamplesOutcome(msgspec.Struct, frozen=True):
-    """What can be said of a request."""
+    """The state of a request, with its samples if it is done."""
 
     done: bool
     samples: tuple[TinkerSample, ...] = ()

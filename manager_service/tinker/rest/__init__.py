@@ -1,4 +1,4 @@
-"""What the SDK's `RestClient` and its command line ask for: what there is, beside any training.
+"""Answers the SDK's `RestClient` and its command line: what there is, beside any training.
 
 Its files:
 

@@ -22,7 +22,7 @@ from manager_service.records import GLOBAL
 from manager_service.tinker.store.runs import Source
 
 VALID_S = 900
-"""How long a url is valid."""
+"""Seconds that a url is valid."""
 ARCHIVE = "archive.tar"
 """Stands for all files in one."""
 COMPLETE = "checkpoint_complete"
@@ -31,7 +31,7 @@ MAX_TOKEN = 2048
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """What a url permits."""
+    """A leave to download one file, as its url carries it."""
 
     tenant: str
     path: str  # of the checkpoint
@@ -60,7 +60,7 @@ def sign(key: bytes, grant: Grant) -> str:
 
 
 def verified(key: bytes, token: str) -> Grant | None:
-    """What `sign` was given; None if anything is not as it was signed."""
+    """The grant in a token; None if anything is not as it was signed."""
     if len(token) > MAX_TOKEN:
         return None
     try:

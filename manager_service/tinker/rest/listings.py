@@ -19,7 +19,7 @@ from manager_service.tinker.store.runs import RunRow
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
 TYPES: Mapping[Kind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-"""What the protocol calls the kinds of checkpoints."""
+"""The protocol's names for the kinds of checkpoints."""
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 
@@ -57,7 +57,7 @@ async def list_all_checkpoints(tenant: Tenant, known: Known, limit: Limit = 100,
 
 @router.post("/weights_info")
 async def weights_info(request: Request, tenant: Tenant, known: Known) -> Response:
-    """What a client needs to know of a checkpoint before it loads it."""
+    """Facts that a client needs of a checkpoint before it loads it."""
     source = await known.runs.source(tenant.id, (await read(request, WeightsNamed)).tinker_path)
     targets = source.lora.targets
     return answer(

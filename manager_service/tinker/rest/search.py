@@ -100,7 +100,7 @@ def _summary(session: ClientSession, *, alive: bool, num_checkpoints: int) -> di
 
 
 async def _num_checkpoints(known: Records, tenant: str, sessions: set[str]) -> Counter[str]:
-    """By session."""
+    """The number of checkpoints of each session."""
     now, nums = time.time(), Counter[str]()
     async for page in known.runs.pages(tenant, sessions):
         for run, state in page:

@@ -11,7 +11,7 @@ from manager_service.runs.records import Checkpoint, RunState
 from manager_service.tinker.store.runs import RunRow
 
 WAIT_S = 20.0
-"""How long a request waits for the owner: another takes over within a lease."""
+"""Seconds that a request waits for the owner: another takes over within a lease."""
 
 
 async def delete(run: RunRow, known: Checkpoint) -> None:

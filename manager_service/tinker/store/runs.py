@@ -191,7 +191,7 @@ class RunStore:
         await (self._of_job(tenant, named) if named.is_jobs else self.checkpoint(tenant, named))
 
     async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
-        """What a run's user saved under a name. Raises NotFound, also for another tenant's."""
+        """The version that a run's user saved under a name. Raises NotFound, also for another tenant's."""
         run = await self.named(tenant, path.run)
         for known in (await run.state()).checkpoints:
             if (known.kind, known.name) == (path.kind, path.name) and known.is_kept(time.time()):

@@ -1,4 +1,4 @@
-"""What each sampler samples with. The record never changes; it expires some time after its last use."""
+"""Keeps the model with which each sampler samples. The record never changes; it expires some time after its last use."""
 
 import time
 
@@ -13,7 +13,7 @@ from manager_service.tinker.store.runs import RunStore
 from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
-"""How long a sampler of the base model or of a checkpoint is kept after its last use."""
+"""Seconds that a sampler of the base model or of a checkpoint is kept after its last use."""
 MAX_NAMED = 20_000
 """Of one tenant in a cell."""
 SAVED_KEPT_S = USED_S

@@ -25,7 +25,7 @@ MAX_KEPT = 4096
 RECENT_S = 3600
 """A sign of life so long ago or less: its client may come back after an outage."""
 MAX_TOLD_BYTES = 4 << 10
-"""What a client may tell of a session or of a run: its metadata, name and tags."""
+"""Bytes that a client may tell of a session or of a run: its metadata, name and tags."""
 
 # KEYS: those alive by their last sign of life. ARGV: the session, now, the moment until which silence ends one, most of them.
 # Answers 0 if there is no room.

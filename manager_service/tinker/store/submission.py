@@ -26,7 +26,7 @@ go on, or runs that all hold something could wait for each other for ever."""
 NUM_KEPT = 4096
 """Numbers that are remembered, so that an operation which is sent again is known."""
 UNSAVED_KEPT_S = 2 * 86_400
-"""How long a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
+"""Seconds that a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
 
 # KEYS: seqs, run, ops, held, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most
 # open operations, most bytes of them, most bytes of all of the tenant's, numbers to remember, the sampler, seconds to keep it, then the
@@ -93,7 +93,7 @@ class AskedOperation:
 
 
 def wrong(reason: str) -> Failure:
-    """Why an operation fails that makes no sense."""
+    """The failure of an operation that makes no sense."""
     return Failure("invalid", reason)
 
 

@@ -1,4 +1,4 @@
-"""What the Tinker protocol says, as bytes and as our own values. Pure functions.
+"""Translates the Tinker protocol between bytes and our own values. Pure functions.
 
     bytes ─► zstd ─┬─► protobuf ─┬─► GivenPass ─► learning: checks ─► Forward (common/operations.py)
                    └─► plain ────┘

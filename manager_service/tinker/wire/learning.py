@@ -51,7 +51,7 @@ NOT_OFFERED = {
 
 
 class Wrong(Exception):
-    """What is wrong with a pass."""
+    """The fault of a pass."""
 
 
 @dataclass(frozen=True, slots=True)

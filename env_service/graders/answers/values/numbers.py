@@ -50,7 +50,7 @@ class Quantity:
 
 
 def quantity(match: re.Match[str]) -> Quantity | None:
-    """What a match of NUMBER means; None if nothing does, as `1/0`."""
+    """The value of a match of NUMBER; None if it has none, as `1/0`."""
     value = Fraction(re.sub(r"[, ]", "", match["digits"]))
     if match["exponent"]:
         value *= Fraction(10) ** int(match["exponent"][1:])

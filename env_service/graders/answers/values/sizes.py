@@ -59,7 +59,7 @@ def _huge_power(text: str, found: re.Match[str]) -> bool:
 
 
 def _exponent(text: str, start: int) -> str:
-    """What stands behind a sign of a power, with the powers and factorials that follow it directly."""
+    """The exponent behind a sign of a power, with the powers and factorials that follow it directly."""
     end, stop = start, min(len(text), start + LOOKED_AT)
     while end < stop:
         if text[end] in _OPEN:

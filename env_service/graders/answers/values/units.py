@@ -30,5 +30,5 @@ def unit_after(text: str, at: int = 0) -> str:
 
 
 def measure(unit: str) -> tuple[str, Fraction]:
-    """What a unit measures, and how much of it."""
+    """The quantity that a unit measures, and how much of it."""
     return next((kind, size) for kind, size, names in _UNITS if names.fullmatch(unit))
