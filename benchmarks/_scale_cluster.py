@@ -34,7 +34,7 @@ MIN_TENANTS = 10
 CHUNK = 500
 START_S = 60.0
 AGE_MS = (1000, 2000)
-"""Which results a look at the owners' hand-overs takes: those published so long ago."""
+"""Youngest and oldest age of the results that a look at the owners' hand-overs takes."""
 
 
 @dataclass(frozen=True, slots=True)

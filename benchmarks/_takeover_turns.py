@@ -1,4 +1,4 @@
-"""How many tokens rollout workers sample for their own turns while they take over those of a worker that was killed.
+"""Counts the tokens that rollout workers sample for their own turns while they take over those of a worker that was killed.
 
 The worker that is killed holds turns, and computes nothing: it takes no processor from the others before, and gives them none after. Its
 turns have sampled some tokens already, as those of which progress is kept.
@@ -40,7 +40,7 @@ OWN_TOKENS = (100, 300)
 SAMPLED, LEFT = 100, 200
 """Tokens of an orphan that were sampled before the kill, and those to come."""
 WARM_S = 3.0
-"""Until all slots have a turn, at different places."""
+"""Seconds until all slots have a turn, at different places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Speed:
 
     per_s: float
     per_cpu_s: float
-    """By this process' processor time: other programs of a busy machine slow the clock's alone."""
+    """Measured in this process' processor time: other programs of a busy machine slow the clock's alone."""
     taken_over: int
 
 
@@ -136,7 +136,7 @@ async def measure(url: str, objects: Objects, case: Case) -> Speed:
 
 
 async def _renew(bus: Bus, entries: Sequence[str], lease_s: float) -> None:
-    """Until the worker is killed."""
+    """Runs until the worker is killed."""
     try:
         while True:
             await asyncio.sleep(lease_s / 3)

@@ -33,7 +33,7 @@ def rows(rng: random.Random, num: int, length: int) -> list[types.Datum]:
 
 
 def small(client: tinker.TrainingClient, rng: random.Random) -> list[float]:
-    """When the step began, had its samples, and ended: seconds."""
+    """Times at which the step began, had its samples, and ended: seconds."""
     times = [time.monotonic()]
     sampler = client.save_weights_and_get_sampling_client().result()
     how = types.SamplingParams(max_tokens=SAMPLED, stop=[], seed=rng.randrange(2**30))

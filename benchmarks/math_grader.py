@@ -1,4 +1,4 @@
-"""How often the `math` grader agrees with labels, and how long it takes.
+"""Counts how often the `math` grader agrees with labels, and times it.
 
     python -m benchmarks.math_grader [FILE] [--show 20] [--json FILE]
 

@@ -45,7 +45,7 @@ NUM_ASKED, NUM_TOP = 4, 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a job has left."""
+    """The figures and answers of a job that has ended."""
 
     metrics: list[Any]  # of each step
     words: list[int]  # of each answer that was kept

@@ -79,7 +79,7 @@ def start(group: int) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class Survived:
-    """What three workers did after a fourth was killed."""
+    """Work of three workers after a fourth was killed."""
 
     waits_s: list[float]  # from the last renewal of each orphan that went on to its beginning elsewhere, sorted
     own_s: float  # spent on other work within WATCHED_LEASES, added up over slots

@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where tests of one kind are asked for, files without any are not imported: all take each process 20 s."""
+    """If tests of one kind are asked for, files without any are not imported: all take each process 20 s."""
     if collection_path.suffix != ".py" or (kind := _only_kind(config)) is None:
         return None
     return not _may_have(collection_path, kind) or None
@@ -75,7 +75,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def min_rows(request: pytest.FixtureRequest) -> int:
-    """What deterministic mode chose, for tests marked `exact`."""
+    """The rows that deterministic mode chose, for tests marked `exact`."""
     return request.config.stash[exact].min_rows
 
 

@@ -246,7 +246,7 @@ def docstrings(file: str) -> Iterator[tuple[int, str]]:
 def test_a_docstring_starts_with_a_verb_or_a_noun_phrase() -> None:
     wrong = [
         f"{file}:{line}: {text[:60]}"
-        for file in files(*PRODUCT, "examples", "harness", "models", "deploy")
+        for file in files(*PRODUCT, *SHOWN)
         for line, text in docstrings(file)
         if re.match(rf"\W*(?:{'|'.join(HEADLESS)})\b", text)
     ]

@@ -36,7 +36,7 @@ FULL, QUICK = (1, 2, 4, 8, 16, 32), (1, 4)
 QUICK_POLICIES = ("sequential", "synchronous", "marlaas")
 STEPS = 5
 ONE_BY_ONE = {"single": (1, 4, 32), "agentic": (1, 4), "tail": (1, 4, 32)}
-"""Where `sequential` is measured; its other values are sums."""
+"""Number of jobs at which `sequential` is measured; its other values are sums."""
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""What a process may still take is what its machine and its control groups leave, in kernels of both versions."""
+"""A process may still take the memory that its machine and its control groups leave, in kernels of both versions."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How kernels are chosen and remembered, with a self-test that knows what it wants instead of the machine's."""
+"""Kernels are chosen and remembered, by a self-test that knows what it wants instead of the machine's."""
 
 import os
 from pathlib import Path

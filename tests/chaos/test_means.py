@@ -38,7 +38,7 @@ async def echoing(heard: list[bytes] | None = None) -> AsyncGenerator[Proxy]:
 
 
 async def sent(proxy: Proxy, data: bytes) -> bytes:
-    """What comes back. Raises ConnectionError."""
+    """The answer. Raises ConnectionError."""
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(data)
     writer.write_eof()

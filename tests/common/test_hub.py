@@ -35,7 +35,7 @@ def environment_of(url: str, home: Path) -> dict[str, str]:
 
 
 def asked(call: str, where: str, url: str, home: Path, **environment: str) -> str:
-    """What a function of the settings says, in a process of its own: the hub's client reads its environment once."""
+    """The value of a function of the settings, in a process of its own: the hub's client reads its environment once."""
     code = f"from common.settings import *; print('found', {call}({where!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code],

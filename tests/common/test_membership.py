@@ -1,4 +1,4 @@
-"""Who may join a cell: workers that compute the same bits as those that its jobs began with."""
+"""A worker may join a cell if it computes the same bits as those that its jobs began with."""
 
 import asyncio
 

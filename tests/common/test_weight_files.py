@@ -1,4 +1,4 @@
-"""What the headers of weights say."""
+"""The headers of weights, read alone."""
 
 import json
 import struct

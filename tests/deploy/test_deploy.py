@@ -37,7 +37,7 @@ TRIGGER_METADATA: dict[str, Any] = {
         "streamLength": {"type": "string", "pattern": "^[1-9][0-9]*$"},
     },
 }
-"""What KEDA's scaler of Redis streams reads; to an API server these are any strings."""
+"""Fields that KEDA's scaler of Redis streams reads; to an API server these are any strings."""
 
 
 def documents() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Who takes whom for gone, and what becomes of the turns in the stream of an env worker that is."""
+"""Env workers that are gone are noticed, and the turns in their streams go to others."""
 
 from common.bus import Bus
 from common.streams import GROUP_ENV

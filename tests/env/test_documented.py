@@ -11,7 +11,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def defined(page: str, file: str) -> dict[str, Any]:
-    """What the block that names this file defines."""
+    """The names that the block with this file's name defines."""
     (code,) = re.findall(rf"```python\n# {file}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)

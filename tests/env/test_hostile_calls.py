@@ -1,4 +1,4 @@
-"""What a tenant's code does to hold a place, to outlive its limit and to reach what is not its own; with real processes.
+"""A tenant's code tries to hold a place, to outlive its limit and to reach what is not its own; with real processes.
 
 Each test runs with namespaces, where the machine allows them, and without.
 """

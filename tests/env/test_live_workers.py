@@ -103,7 +103,7 @@ class Cluster:
                 await asyncio.sleep(0.05)
 
     def told(self, pid: int, sessions: Collection[str] = ()) -> Counter[str]:
-        """How often each event happened in a process, to some of its sessions or to all."""
+        """The number of times that each event happened in a process, to some of its sessions or to all."""
         lines = [line.split() for line in self.story.read_text().splitlines()]
         return Counter(words[1] for words in lines if words[0] == str(pid) and (not sessions or words[2] in sessions))
 

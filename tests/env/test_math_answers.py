@@ -18,7 +18,7 @@ STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
 
 def rewarded(text: str, reference: str = "18") -> bool:
-    """What plain comparison says; it may not leave the question open."""
+    """The verdict of plain comparison; it may not leave the question open."""
     equal = plainly_equal(text, reference)
     assert equal is not None
     return equal

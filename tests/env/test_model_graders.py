@@ -59,7 +59,7 @@ async def answer(run: Run, request: TurnRequest, text: str, stop: Any = "stop", 
 
 
 async def asked(run: Run, start: Any, text: str) -> TurnRequest:
-    """What the grader's model is asked about an answer."""
+    """The question to the grader's model about an answer."""
     stream, request = await run.turn(await run.first(start), text)
     assert stream == CELL.rollout_first and isinstance(request, TurnRequest), request
     return request

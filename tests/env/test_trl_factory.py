@@ -1,4 +1,4 @@
-"""What TRL's `GRPOTrainer(environment_factory=...)` takes, played in live sessions."""
+"""Environments as TRL's `GRPOTrainer(environment_factory=...)` takes them, played in live sessions."""
 
 import threading
 from pathlib import Path

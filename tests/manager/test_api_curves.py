@@ -1,4 +1,4 @@
-"""What the web page needs of the API: curves in few points, conversations token by token, an operator's view of tenants."""
+"""The API for the web page: curves in few points, conversations token by token, an operator's view of tenants."""
 
 import asyncio
 from collections.abc import AsyncGenerator

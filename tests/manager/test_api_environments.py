@@ -25,7 +25,7 @@ class Late:
 
 
 def install(folder: Path, name: str, *, first: str = "", modules: Path | None = None) -> None:
-    """What the installation of a package leaves. `modules`: the folder of its source, if the installation is editable."""
+    """The files that the installation of a package leaves. `modules`: the folder of its source, if the installation is editable."""
     info = folder / f"{name}-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")

@@ -1,4 +1,4 @@
-"""What a hostile tenant sends: it is refused or waits its turn, and meanwhile others are answered."""
+"""A hostile tenant's requests are refused or wait their turn, and meanwhile others are answered."""
 
 import asyncio
 import contextlib

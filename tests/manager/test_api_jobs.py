@@ -38,7 +38,7 @@ async def create(server: ApiServer, **changes: Any) -> FineTuningJob:
 
 
 async def write_state(server: ApiServer, job: str, **changes: Any) -> None:
-    """What the owner would write."""
+    """Writes a job's state as the owner would."""
     state = JSON.encode(JobState(**changes))
     await server.api.redis.hset(server.bus.cell.job(job), "state", state)
 

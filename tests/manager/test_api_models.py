@@ -1,4 +1,4 @@
-"""What the API says of base models."""
+"""Base models, as the API shows them."""
 
 import shutil
 from pathlib import Path

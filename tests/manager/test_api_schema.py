@@ -105,7 +105,7 @@ HYPER = {
 TUNED = {"hyperparameters": {"batch_size": 2, "n_epochs": 1, "learning_rate": 1e-3}}
 EXAMPLES = jsonl(*({"prompt": f"add {i}+1", "completion": str(i + 1)} for i in range(10)))
 NOBODY = re.compile("no (rollout|environment) worker answered within")
-"""Why a request that nothing is wrong with fails here."""
+"""The reason why a right request fails here."""
 
 
 def bodies(file: str, examples: str, adapter: str) -> dict[str, list[Any]]:

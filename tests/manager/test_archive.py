@@ -50,7 +50,7 @@ async def archived(server: ApiServer) -> None:
 
 
 async def answers(server: ApiServer, jobs: list[str]) -> dict[str, Any]:
-    """What the API says of the jobs, by every route and through every page."""
+    """The API's answers about the jobs, by every route and through every page."""
     urls = ["/v1/models", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[odd]=1&limit=1"]
     urls += [f"/v1/fine_tuning/jobs?limit=2&after={job}" for job in jobs]
     for job in jobs:

@@ -26,7 +26,7 @@ def test_a_share_that_gets_its_due_is_left_alone() -> None:
 
 @pytest.mark.parametrize("got", [0.15, 0.2, 0.3, 0.4])
 def test_a_share_that_gets_more_or_less_comes_to_its_due(got: float) -> None:
-    """What it gets grows as its factor does."""
+    """The share's part of the engines grows as its factor does."""
     found, jobs, others = Correction(), 0.0, 0.0
     for _ in range(20):
         part = got * found.factor

@@ -1,4 +1,4 @@
-"""What a job would need, and when a running one ends, through the real HTTP API."""
+"""Estimates of a job's needs, and of a running one's end, through the real HTTP API."""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path

@@ -79,7 +79,7 @@ async def nothing_waits(server: ApiServer) -> bool:
 
 
 async def figures(server: ApiServer, job: str) -> list[tuple[int, dict[str, float]]]:
-    """What the events say."""
+    """The figures of the events."""
     told = reversed(await events(server, job))
     return [(event["data"]["step"], named(event["data"])) for event in told if event["type"] == "metrics"]
 

@@ -25,7 +25,7 @@ from tests.manager.test_api_cluster import report
 
 SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 1200, 1200
 SETTLE_S = 2.0
-"""Until the replicas know of each other's tenants, on a machine that does much else too."""
+"""Seconds until the replicas know of each other's tenants, on a machine that does much else too."""
 HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
 pytestmark = pytest.mark.timeout(90)
 

@@ -79,7 +79,7 @@ class World:
         assert self.ledger["issued"] == settled + len(self.open), "I7"
 
     def work(self, message: Any) -> list[Any]:
-        """What the workers make of a message; some of it they make twice."""
+        """The workers' answers to a message; some of them come twice."""
         env = StandInEnv(CELL, outcome)
         if isinstance(message, Start):
             results: list[Any] = [env.scored(message, sample) for sample in message.samples]
@@ -184,7 +184,7 @@ def run(seed: int, **hyper: Any) -> World:
 
 
 def trained(world: World) -> list[Any]:
-    """What each step was made from, whoever was fast."""
+    """The results that each step was made from, whoever was fast."""
     steps = {step.adapter.version: step for step in world.steps}
     return [msgspec.msgpack.encode((v, steps[v].rows, steps[v].next_group)) for v in sorted(steps)]
 

@@ -1,4 +1,4 @@
-"""What is kept for people to read has a limit in bytes, and what is dropped is said."""
+"""Records for people to read have a limit in bytes, and dropped ones are counted."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What every writer promises, of the real loggers and of the stand-in: a row is there once, whenever its process is killed."""
+"""Promises of every writer, of the real loggers and of the stand-in: a row is there once, whenever its process is killed."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What fills Redis is measured by kind of key, and said where an operator looks."""
+"""Redis' memory is measured by kind of key, and shown where an operator looks."""
 
 from pathlib import Path
 from typing import Any

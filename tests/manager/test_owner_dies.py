@@ -70,7 +70,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
 
 
 SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET", "DELETE_IF_SAME"}
-"""What slow loops send, only if the job lasts long enough for them to turn again, and changes nothing; and the first use of
+"""Commands that slow loops send, only if the job lasts long enough for them to turn again, and changes nothing; and the first use of
 a script that Redis does not know yet. The last moves samples that are read in both places."""
 
 
@@ -80,7 +80,7 @@ class Died(BaseException):
 
 @dataclass
 class Fate:
-    """Where an owner's life ends: before or after the `at`-th command, of this name or of any."""
+    """The end of an owner's life: before or after the `at`-th command, of this name or of any."""
 
     at: int = 0  # 0: never
     name: str = ""
@@ -175,7 +175,7 @@ class Life:
         await self._check(bus, spec.id, trainer)
 
     async def _first_owner(self, bus: Bus, job: str) -> None:
-        """Until it dies, or until the job has succeeded."""
+        """Runs until it dies, or until the job has succeeded."""
         pool = aioredis.ConnectionPool.from_url(
             self.url, connection_class=MortalConnection, fate=self.fate, client_name=self.cell.base_model
         )

@@ -33,7 +33,7 @@ async def create(server: ApiServer, **changes: Any) -> str:
 
 
 async def write_steps(server: ApiServer, job: str, numbers: range) -> None:
-    """What the owner writes of steps of a job that is running."""
+    """Writes steps of a running job as the owner does."""
     key, pipe = server.bus.cell.events(job), server.api.redis.pipeline(transaction=False)
     for number in numbers:
         data = {"step": number, "version": number, "reward_mean": 1 - 1 / number, "failed_share": 0.0}

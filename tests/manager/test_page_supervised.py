@@ -36,7 +36,7 @@ async def submitted(tab: Tab, file: Path) -> str:
 
 
 async def trained(server: ApiServer, job: str) -> None:
-    """What the owner writes of two steps and an evaluation."""
+    """Writes two steps and an evaluation as the owner does."""
     rows = [{**data, "version": data["step"], "reward_mean": None, "failed_share": 0.0} for data in STEPS]
     rows.append({"step": 2, "version": 2, "eval_loss": 0.5, "eval_n": 3, "eval_failed": 0, "eval_tokens": 9})
     for number, data in enumerate(rows, 1):

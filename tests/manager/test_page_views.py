@@ -20,7 +20,7 @@ from tests.support.browser import browsing
 
 PROMPT, REPLY = "add 1+2", "that is wrong"
 ANSWERS = {0: ("33", "4"), 5: ("12", "3")}
-"""What each version said, before and after the environment's reply."""
+"""The words of each version, before and after the environment's reply."""
 UNNAMED = Path(__file__).parent.parent / "support" / "unnamed.js"
 COLOURS = Path(__file__).parent.parent / "support" / "contrasts.js"
 

@@ -1,4 +1,4 @@
-"""What a pass keeps of a writer that fails, and that nothing of a writer outlives its pass."""
+"""A pass keeps the answers of a writer that fails, and nothing of a writer outlives its pass."""
 
 import asyncio
 import base64

@@ -61,7 +61,7 @@ async def test_a_request_that_is_cancelled_when_it_is_served_gives_its_place_bac
 
 
 async def served(num_places: int, asked: dict[TenantRecord, int], num: int) -> Counter[str]:
-    """Who has the first `num` places that are given, if each asks for so many at once, one after another."""
+    """The tenants of the first `num` places that are given, if each asks for so many at once, one after another."""
     places, order, enough = SharedPlaces("places", lambda: num_places), list[str](), asyncio.Event()
 
     async def ask(record: TenantRecord) -> None:

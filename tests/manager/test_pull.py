@@ -39,7 +39,7 @@ def test_a_pulled_adapter_loads_without_a_word_about_its_base_model(tmp_path: Pa
 
 
 async def pull(server: ApiServer, *words: str) -> Any:
-    """What `marlaas pull` prints as JSON; its error, if there is one."""
+    """The JSON that `marlaas pull` prints; its error, if there is one."""
     words = ("pull", *words, "--url", server.url, "--json")
     ended = await asyncio.to_thread(CliRunner().invoke, app, words, env={"MARLAAS_API_KEY": server.key})
     return json.loads(ended.stdout) if ended.exit_code == 0 else str(ended.exception)

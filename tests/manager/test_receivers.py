@@ -1,4 +1,4 @@
-"""Where a tenant's jobs report to: checked when it is given, and no key or secret ever comes back."""
+"""Receivers of a tenant's reports are checked when they are given, and no key or secret ever comes back."""
 
 import asyncio
 import json
@@ -160,7 +160,7 @@ async def test_a_tenant_has_a_few_webhooks_at_most_though_many_are_made_at_once(
 
 
 async def marlaas(server: ApiServer, *words: str, given: str = "") -> str:
-    """What the command prints."""
+    """The output of the command."""
     options = ["--url", server.url]
     environment = {"MARLAAS_API_KEY": server.key}
     result = await asyncio.to_thread(CliRunner().invoke, app, [*words, *options], input=given, env=environment)

@@ -1,4 +1,4 @@
-"""Which versions of a run are deleted: those that nobody needs, and never another, whoever dies meanwhile."""
+"""Versions of a run that nobody needs are deleted, and never another, whoever dies meanwhile."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ async def step(world: World, run: str, first: int, num: int = 1) -> int:
 
 
 async def stored(world: World, run: str) -> dict[int, str]:
-    """What the store has of each version: `whole`, or `bare` without the optimiser's state."""
+    """The state of each version in the store: `whole`, or `bare` without the optimiser's state."""
     paths = await world.objects.paths(f"adapters/{TENANT}/{run}")
     names = {(int(path.split("/")[3]), path.rpartition("/")[2]) for path in paths}
     weights = {version for version, name in names if name == WEIGHTS}
@@ -148,7 +148,7 @@ async def _ends_at(world: World, run: str, expires_at: int) -> bool:
 
 
 async def _nothing_to_retire(world: World) -> bool:
-    """Until the run without a name is forgotten."""
+    """True once the run without a name is forgotten."""
     key = world.bus.cell.retire(world.partition)
     return not await world.bus.client.zcount(key, "-inf", time.time() + UNNAMED_KEPT_S / 2)
 
@@ -387,7 +387,7 @@ def test_a_run_that_never_had_a_version_is_forgotten_with_its_results() -> None:
 
 
 def until_erased(keeping: Retention, now: float) -> list[tuple[tuple[int, ...], bool]]:
-    """What a trainer is asked for when a run is looked at again and again: versions, and whether all the rest goes too."""
+    """The orders to a trainer when a run is looked at again and again: versions, and whether all the rest goes too."""
     found: list[tuple[tuple[int, ...], bool]] = []
     for _ in range(10):
         keeping.look(({}, {}), now, changes := Changes())

@@ -27,7 +27,7 @@ from tests.support.api_server import item, jsonl, method, running_api, running_j
 
 
 def reason_after(spec: JobSpec, rewards: Sequence[float | None]) -> tuple[str, int] | None:
-    """Why training ends, and after which step, if steps have these rewards."""
+    """The reason why training ends, and the step after which, if steps have these rewards."""
     state = JobState(status="running")
     for step, reward in enumerate(rewards, 1):
         state.version, state.last_reward, state.last_loss = step, reward, reward

@@ -63,7 +63,7 @@ def test_a_job_with_a_shorter_context_reserves_less_and_more_of_it_run_at_once()
 
 
 def rows_at_once(limits: EngineLimits, *, max_context: int) -> tuple[int, int]:
-    """How many of ten rows of one job are admitted together, and the tokens that each has memory for."""
+    """The number of ten rows of one job that are admitted together, and the tokens that each has memory for."""
     batch = RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=limits)
     for sample in range(10):
         turn = request(tokens=[97] * 20, sample=sample, max_tokens=1000, max_context=max_context)

@@ -50,7 +50,7 @@ def random_tokens(num: int, seed: int) -> list[int]:
 
 
 def expected_scores(folder: Path, asked: TurnRequest) -> np.ndarray:
-    """By transformers and PEFT; [num_prompt - 1]."""
+    """Log-probs by transformers and PEFT; [num_prompt - 1]."""
     files = FILES[asked.adapter] if not asked.adapter.is_base else files_of(1, size=0.0)
     model, tokens = peft_model(folder, files), torch.from_numpy(asked.tokens.numpy().astype(np.int64))
     with torch.no_grad():

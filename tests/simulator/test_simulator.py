@@ -140,7 +140,7 @@ def test_a_shared_core_slows_down_those_who_share_it() -> None:
 
 
 def test_no_processor_second_is_given_twice() -> None:
-    """What messages cost beside the engines is done on the same cores, and by whoever is not waited for too."""
+    """Messages' cost beside the engines is paid on the same cores, and also by workers that nobody waits for."""
     machine = msgspec.structs.replace(MACHINE, cores=1, control_s=0.003, engine_loop_s=0.002, env_loop_s=0.001)
     world = simulate(Calibration(machine=machine, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=4)
     groups = 4 * SINGLE.num_steps * SINGLE.batch_size

@@ -147,7 +147,7 @@ async def running_jobs(server: ApiServer, **settings: Any) -> AsyncGenerator[Sta
 
 @dataclass
 class Script:
-    """How a played rollout worker answers: with this text, a few tokens at a time."""
+    """The answers of a played rollout worker: this text, a few tokens at a time."""
 
     bus: Bus
     text: str = "95"

@@ -10,7 +10,7 @@ TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 class Exact:
     min_rows: int = 0
     refusal: str | None = None
-    """Why deterministic mode does not start on this machine."""
+    """The reason why deterministic mode does not start on this machine."""
 
 
 def prepare() -> Exact:

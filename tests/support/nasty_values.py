@@ -40,7 +40,7 @@ nasty = st.sampled_from(NASTY) | st.recursive(
 
 
 def paths(value: Any) -> list[tuple[Any, ...]]:
-    """Where the values of a body are."""
+    """The places of a body's values."""
     pairs: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [(), *((key, *path) for key, inner in pairs for path in paths(inner))]
 

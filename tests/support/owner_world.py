@@ -76,7 +76,7 @@ class World:
                 self._send(message)
 
     def run(self, turns: int = 20_000) -> None:
-        """Until every job has succeeded."""
+        """Runs until every job has succeeded."""
         for _ in range(turns):
             self.turn()
             if not self.jobs:

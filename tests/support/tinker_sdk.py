@@ -24,7 +24,7 @@ NEEDS = (
     "zstandard",
 )
 MORE = ("anyio<5", "click", "distro<2", "typing-extensions<5")
-"""What the SDK needs, without what only its tokenizers need."""
+"""Packages that the SDK needs, without those that only its tokenizers need."""
 INSTALL_S = 300.0
 PROGRAM_S = 300.0
 
@@ -64,7 +64,7 @@ def _make(folder: Path, python: Path, version: str) -> None:
 async def run_sdk(
     program: str, *, url: str = "", key: str = "", version: str = VERSION, timeout_s: float = PROGRAM_S
 ) -> Any:
-    """What a program of Python prints last, as JSON. It finds the service by the SDK's own variables."""
+    """The JSON that a program of Python prints last. It finds the service by the SDK's own variables."""
     ended = await _ended(["-c", program], url=url, key=key, version=version, timeout_s=timeout_s)
     assert ended.code == 0, ended.err[-4000:]
     return json.loads(ended.out.strip().splitlines()[-1])

@@ -16,7 +16,7 @@ from typing import Any
 from examples.verifiers_addition import make_python
 
 Said = Callable[[list[dict[str, Any]]], str]
-"""What a model answers to a conversation."""
+"""The answer of a model to a conversation."""
 PROGRAM_S = 300.0
 
 
@@ -48,7 +48,7 @@ def with_packages(folder: Path, python: Path, packages: Path) -> Path:
 
 
 async def run(python: Path, *words: str, cwd: Path, key: str = "any") -> str:
-    """What a program prints. `key`: the model's, in the variable MODEL_KEY."""
+    """The output of a program. `key`: the model's, in the variable MODEL_KEY."""
     variables = {**os.environ, "MODEL_KEY": key, "PYTHONWARNINGS": "ignore"}
     process = await asyncio.create_subprocess_exec(
         python, *words, env=variables, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -23,7 +23,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where recipes run: they find a tokenizer by the model's public name."""
+    """The folder in which recipes run: they find a tokenizer by the model's public name."""
     made = tmp_path_factory.mktemp("recipes")
     (made / PUBLIC).parent.mkdir()
     (made / PUBLIC).symlink_to(MODEL)

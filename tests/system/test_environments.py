@@ -36,7 +36,7 @@ class Late:
 
 
 def install(folder: Path) -> None:
-    """What pip leaves."""
+    """The files that pip leaves."""
     (info := folder / "late-1.2.dist-info").mkdir(parents=True)
     (folder / "late_module.py").write_text(MODULE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.2\n")

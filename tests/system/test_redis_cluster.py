@@ -58,7 +58,7 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        """By two of the three nodes."""
+        """Names two of the three nodes."""
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:2])
 
     def form(self) -> None:

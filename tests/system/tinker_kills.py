@@ -87,7 +87,7 @@ print(json.dumps([client.save_state("end").result().path, steps, samples]))
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run led to."""
+    """The outcome of a run."""
 
     steps: list[tuple[int, float, list[float]]]  # version, norm of the gradient, losses of the passes
     samples: list[list[tuple[int, list[int]]]]  # by step: version and tokens of each
@@ -127,7 +127,7 @@ async def train(cluster: LocalCluster, api: Api, steps: int, stop: Path, told_in
 
 
 def numbering(steps: list[tuple[int, float, list[float]]], samples: list[list[tuple[int, list[int]]]]) -> list[str]:
-    """What is wrong with the versions' numbers."""
+    """The faults of the versions' numbers."""
     expected = list(range(1, len(steps) + 1))
     faults = [] if [step[0] for step in steps] == expected else ["a version is missing, or there twice"]
     sampled = [[version for version, _ in found] for found in samples]
@@ -135,7 +135,7 @@ def numbering(steps: list[tuple[int, float, list[float]]], samples: list[list[tu
 
 
 async def left(redis_url: str, run: str) -> list[str]:
-    """What of a run has no result or a failure, and which work is left in the cell's streams."""
+    """Operations of a run without a result or with a failure, and work that is left in the cell's streams."""
     client: Any = aioredis.from_url(redis_url)  # pyright: ignore[reportUnknownMemberType]
     async with client:
         found: dict[bytes, bytes] = await client.hgetall(CELL.results(run))
@@ -164,7 +164,7 @@ async def kill(cluster: LocalCluster, num: int, rng: random.Random, told_in: Pat
 
 
 async def either(killing: Coroutine[Any, Any, Counter[str]], training: asyncio.Task[Any]) -> Counter[str]:
-    """What the killing tells; the training's error if that ends first."""
+    """The report of the killing; the training's error if that ends first."""
     task = asyncio.create_task(killing)
     await asyncio.wait([task, training], return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
@@ -180,7 +180,7 @@ def read_number(file: Path) -> int:
 
 
 def differences(mode: Mode, killed: Trained, alone: Trained) -> list[str]:
-    """Where a run that was disturbed came to something else than one that was not."""
+    """Differences between a run that was disturbed and one that was not."""
     if mode == "deterministic":
         same = {"bytes": killed.adapter == alone.adapter, "samples": killed.samples == alone.samples}
         return [f"other {what} than undisturbed" for what, equal in same.items() if not equal]

@@ -1,4 +1,4 @@
-"""Whose steps a trainer computes first: no tenant waits for another's large step, and none is overtaken for ever."""
+"""A trainer's order of steps: no tenant waits for another's large step, and none is overtaken for ever."""
 
 import asyncio
 import threading

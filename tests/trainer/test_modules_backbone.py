@@ -55,7 +55,7 @@ class Case:
     temperature: float
 
     def coefficients(self, row: int) -> Tensor:
-        """How much each target's log-prob counts, [M]."""
+        """The weight of each target's log-prob, [M]."""
         drawn_M = np.random.default_rng(row).normal(size=len(self.batch.targets[row]))
         return torch.from_numpy(drawn_M.astype(np.float32) / 50)
 

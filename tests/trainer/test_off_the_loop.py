@@ -1,4 +1,4 @@
-"""What takes a trainer long happens beside its event loop, with beats: nobody takes its work for left behind meanwhile.
+"""A trainer's long work happens beside its event loop, with beats: nobody takes its work for left behind meanwhile.
 
 Each slow part waits in its thread for a beat. On the event loop it would keep the beat from coming, and wait in vain.
 """

@@ -53,7 +53,7 @@ def decoder() -> Decoder:
 
 
 class Loop:
-    """What one would write."""
+    """The training loop as one would write it."""
 
     def __init__(self, state: TrainState, folder: Path) -> None:
         folder.mkdir()

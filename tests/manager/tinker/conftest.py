@@ -1,4 +1,4 @@
-"""What the tests of the protocol share: a service, and a client of it."""
+"""Fixtures of the protocol's tests: a service, and a client of it."""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path

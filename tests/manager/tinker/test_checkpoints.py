@@ -48,7 +48,7 @@ def about(path: str) -> str:
 
 
 async def uses(client: TinkerClient, path: str, session: str) -> list[int]:
-    """What comes of sampling, chat, a start, a new run, and a question about a checkpoint."""
+    """The statuses of sampling, chat, a start, a new run, and a question about a checkpoint."""
     named = await client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, model_path=path)
     model = {"model": path, "messages": [{"role": "user", "content": "a"}]}
     job = {"model": path, "training_file": "file-0"}

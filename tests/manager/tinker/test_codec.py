@@ -100,7 +100,7 @@ async def test_our_bytes_are_those_of_the_sdk(tmp_path: Path) -> None:
 
 
 def test_the_numbers_of_our_fields_are_fixed() -> None:
-    """What the SDK's descriptor says, so that a change is seen where the SDK cannot be installed."""
+    """The fields in the SDK's descriptor, so that a change is seen where the SDK cannot be installed."""
     file = descriptor_pb2.FileDescriptorProto()
     tinker_pb2.DESCRIPTOR.CopyToProto(file)
     numbers = {message.name: {field.name: field.number for field in message.field} for message in file.message_type}

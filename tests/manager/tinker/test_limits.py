@@ -1,4 +1,4 @@
-"""What a tenant may have of the Tinker protocol: sessions and what they say of themselves, runs, what they hold in Redis."""
+"""Limits of a tenant in the Tinker protocol: sessions with their words about themselves, runs, their bytes in Redis."""
 
 import asyncio
 from collections import Counter

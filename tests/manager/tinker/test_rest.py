@@ -1,4 +1,4 @@
-"""What the RestClient of the SDK asks for beside checkpoints: use by the hour, searches, clients that join; and what is not offered."""
+"""Answers to the SDK's RestClient beside checkpoints: use by the hour, searches, clients that join; and refusals of the rest."""
 
 import time
 from collections.abc import AsyncGenerator

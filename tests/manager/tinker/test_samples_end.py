@@ -1,4 +1,4 @@
-"""How requests for samples end that cannot be served, or that nobody wants any more."""
+"""Requests for samples end if they cannot be served, or if nobody wants them any more."""
 
 import asyncio
 from pathlib import Path

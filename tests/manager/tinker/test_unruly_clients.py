@@ -42,7 +42,7 @@ async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
 
 
 async def answered(client: TinkerClient, run: str, seq: int) -> dict[str, Any]:
-    """What an operation comes to, however long it takes."""
+    """The result of an operation, however long it takes."""
     while (told := await client.retrieve(f"{run_of(run)}:{seq}")).status_code == 408:
         pass
     assert told.status_code == 200, told.text
@@ -236,7 +236,7 @@ def says_nothing(answer: httpx.Response, session: str) -> bool:
 
 
 async def mine(client: TinkerClient, session: str, run: str, sampler: str) -> list[Any]:
-    """What a tenant sees of its things."""
+    """A tenant's view of its things."""
     seen = [
         await client.post("session_heartbeat", session_id=session),
         await client.post("get_info", model_id=run),

@@ -1,4 +1,4 @@
-"""What an environment is."""
+"""Declares environments."""
 
 
 class Environment:

@@ -1,4 +1,4 @@
-"""What passes between a server and its clients."""
+"""Messages between a server and its clients."""
 
 from typing import Any
 
