@@ -30,7 +30,7 @@ class Story:
     """Time at which the last fault was healed."""
     wrong: list[str] = field(default_factory=list[str])
     warnings: list[str] = field(default_factory=list[str])
-    """What this run did not try, though it meant to."""
+    """Tells what this run meant to try and did not."""
 
     def tell(self, line: str) -> None:
         sys.stdout.write(f"{time.monotonic() - self.began:7.1f} s  {line}\n")

@@ -84,7 +84,7 @@ class Foe:
         return self.chance.choice(self.urls)
 
     def idle(self) -> list[str]:
-        """What it meant to do and never did."""
+        """Lists the acts that it meant to do and never did."""
         meant = {"five minutes passed for no session": self.aged, "no call of graders/run was answered": self.graded}
         return [f"hostile: {line}" for line, done in meant.items() if done and not any(done)]
 
@@ -177,7 +177,7 @@ async def foreign_ids(foe: Foe) -> None:
 
 
 async def operators_views(foe: Foe) -> None:
-    """What shows hosts, processes and other tenants."""
+    """Asks for hosts, processes and other tenants: refused."""
     for path in OPERATORS:
         await foe.must_fail("GET", path)
 

@@ -1,4 +1,4 @@
-"""What the hostile tenant has graders do by `graders/run`: each is refused, or runs and gives no reward.
+"""Grader calls of the hostile tenant by `graders/run`: each is refused, or runs and gives no reward.
 
 A `python` grader here gives a reward if it got what no grader may have.
 """

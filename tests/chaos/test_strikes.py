@@ -1,4 +1,4 @@
-"""What a strike hits is counted: real helpers, sockets and clocks, and what is not there to be hit."""
+"""Tests that hits are counted: real helpers, sockets and clocks, and what is not there to be hit."""
 
 import asyncio
 import contextlib
@@ -125,7 +125,7 @@ async def test_connections_that_are_cut_are_counted_and_waited_for(monkeypatch: 
 
 
 async def refused(cluster: Any, chance: float) -> list[int]:
-    """Which of a thousand calls fail."""
+    """The calls of a thousand that fail."""
     async with inflict.INFLICTIONS["fails", "store"](cluster, fault("fails", "store", chance=chance)) as hits:
         found = [number for number in range(1000) if cluster.refuse(b"GET /x")]
         assert hits() == len(found)
