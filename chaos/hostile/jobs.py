@@ -88,7 +88,7 @@ class Hostile:
         self._played: set[str] = set()
 
     def idle(self) -> list[str]:
-        """Lists the attempts that it meant to make and never made."""
+        """Lists the acts that it meant to do and never did."""
         missing = [act.__name__ for act in ACTS if act.__name__ not in self._played]
         return self.foe.idle() + ([f"hostile: there was no time for {', '.join(missing)}"] if missing else [])
 
