@@ -6,7 +6,7 @@ Callers pass in the parts that differ between rollout and training: `attend` (a 
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.decoder_families import unsupported
 from common.errors import InvalidInput
 from common.text.model_folder import read_json
 
-SUPPORTED = ("qwen3", "qwen2", "llama")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEAR_MODULES = (*(f"self_attn.{name}" for name in LINEAR_LAYERS[:4]), *(f"mlp.{name}" for name in LINEAR_LAYERS[4:]))
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -59,7 +59,7 @@ class DecoderConfig:
         Raises InvalidInput for an architecture that this decoder does not compute exactly.
         """
         raw = read_json(folder / "config.json")
-        if refused := list(_unsupported(raw)):
+        if refused := list(unsupported(raw)):
             raise InvalidInput(
                 f"{folder}: our decoder does not compute {', nor '.join(refused)} "
                 "(others may: MARLAAS_ENGINE=vllm and MARLAAS_TRAINER_BACKBONE=transformers)"
@@ -87,35 +87,6 @@ class RunLayer(Protocol):
 
 def directly(layer: Callable[..., Tensor], *args: Any) -> Tensor:
     return layer(*args)
-
-
-def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Names the fields of a configuration that this code does not compute."""
-    if raw.get("model_type") not in SUPPORTED:
-        yield f"model_type {raw.get('model_type')!r} (only {', '.join(SUPPORTED)})"
-    for field in ("rope_scaling", "rope_parameters"):
-        yield from _unsupported_rope(field, raw.get(field) or {})
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"partial_rotary_factor {raw['partial_rotary_factor']}"
-    if raw.get("use_sliding_window"):
-        yield "use_sliding_window"
-    if others := sorted({str(kind) for kind in raw.get("layer_types") or ()} - {"full_attention"}):
-        yield f"layer_types {', '.join(others)}"
-    if raw.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act {raw['hidden_act']!r} (only 'silu')"
-    if quantized := raw.get("quantization_config"):
-        yield f"quantization_config {quantized.get('quant_method', '')!r} (load the weights that were not quantized)"
-
-
-def _unsupported_rope(field: str, rope: Mapping[str, Any]) -> Iterator[str]:
-    """`type` is what configurations called `rope_type` before transformers 4.43."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        yield f"{field} of type {kind!r} (only 'default')"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"{field} with partial_rotary_factor {rope['partial_rotary_factor']}"
-    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        yield f"{field} that differ between layers ({', '.join(nested)})"
 
 
 def _check_names(folder: Path, config: DecoderConfig, names: Collection[str]) -> None:

@@ -36,6 +36,7 @@ It imports no service and no torch.
     byte_cache.py         caches what was used last, up to a number of bytes
     weight_files.py       reads what the headers of a base model's weights say
     base_shape.py         reads the sizes of a base model from its configuration
+    decoder_families.py   says which base models our decoder computes
     footprint.py          says how much memory training takes, by those sizes
     served_context.py     says how much context of a base model fits in memory
     settings.py           reads the settings that all services share
