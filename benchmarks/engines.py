@@ -62,6 +62,7 @@ def options(dtype: str) -> VllmOptions:
         memory_fraction=0.9,
         kv_bytes=1 << 28,
         enforce_eager=True,
+        idle_adapter_bytes=0,
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import shutil
 import tempfile
 import weakref
@@ -9,17 +10,27 @@ from pathlib import Path
 from typing import IO
 
 LOCK = "lock"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def roomy(num_bytes: int, memory: Path = SHARED_MEMORY) -> Path:
+    """Where files of so many bytes lie best: in shared memory if it has that room twice, since others use it too; else where the
+    system keeps temporary files."""
+    has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= 2 * num_bytes
+    return memory if has_room else Path(tempfile.gettempdir())
 
 
 class OwnFolder:
     """Gone with `remove`, with this object, or else with the next process that makes one with the same prefix."""
 
-    def __init__(self, prefix: str) -> None:
-        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        """`parent`: the folder around it; without one, where the system keeps temporary files."""
+        parent = parent or Path(tempfile.gettempdir())
+        for left in parent.glob(f"{prefix}*/{LOCK}"):
             with contextlib.suppress(OSError), left.open() as lock:  # it is locked, or somebody else's, or gone
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left.parent, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         fresh = self.path / f"{LOCK}.new"
         lock = fresh.open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -75,6 +75,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
         memory_fraction=settings.vllm_memory_fraction,
         kv_bytes=settings.rollout_kv_bytes,
         enforce_eager=settings.vllm_enforce_eager,
+        idle_adapter_bytes=settings.rollout_idle_adapter_bytes,
     )
     return vllm_engine(options, ChatTokenizer.load(folder, settings.max_context))
 

@@ -47,6 +47,7 @@ class AdapterFiles:
     shapes: Mapping[str, tuple[int, int]]  # of the base's linear layers: (out, in)
     max_rank: int
     max_norm: float = MAX_NORM
+    parent: Path | None = None  # the folder around them
     _root: "OwnFolder | None" = None  # made with the first adapter
     _stored: dict[AdapterRef, Stored] = field(default_factory=dict[AdapterRef, Stored])
     _last_number: int = 0
@@ -100,7 +101,7 @@ class AdapterFiles:
 
     def _write(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
         self._last_number += 1
-        self._root = self._root or OwnFolder(PREFIX)
+        self._root = self._root or OwnFolder(PREFIX, self.parent)
         folder = self._root.path / str(self._last_number)
         folder.mkdir(parents=True)
         for name, data in files.items():

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput, Unavailable
+from common.own_folder import roomy
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
@@ -52,6 +53,7 @@ class VllmOptions:
     memory_fraction: float
     kv_bytes: int  # on the CPU
     enforce_eager: bool
+    idle_adapter_bytes: int  # for which their files need room
 
     @property
     def is_cpu(self) -> bool:
@@ -68,7 +70,8 @@ class BaseTokenizer(Tokenizer, Protocol):
 def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine:
     """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
     check_installed(options)
-    files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank)
+    parent = roomy(options.idle_adapter_bytes)
+    files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank, parent=parent)
     shape = Shape(
         tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, options.max_known, MAX_TEMPERATURE
     )

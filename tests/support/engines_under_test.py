@@ -128,6 +128,7 @@ def vllm_core() -> Core:
         memory_fraction=0.9,
         kv_bytes=1 << 28,
         enforce_eager=True,
+        idle_adapter_bytes=0,
     )
     check_installed(options)
     return VllmCore(options, tokenizer().context)
