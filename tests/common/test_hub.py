@@ -66,6 +66,18 @@ def test_what_was_downloaded_once_needs_no_hub(hub: tuple[str, type[Hub]], tmp_p
     )
 
 
+@pytest.mark.parametrize("call", ["resolve_model", "resolve_config"])
+def test_workers_without_a_hub_read_the_cache_and_write_nothing(
+    hub: tuple[str, type[Hub]], tmp_path: Path, call: str
+) -> None:
+    url, _ = hub
+    home = tmp_path / "home"
+    first = asked("resolve_model", "org/open", url, home)
+    before = {file: file.lstat().st_mtime_ns for file in home.rglob("*")}
+    assert asked(call, "org/open", "http://127.0.0.1:9", home, HF_HUB_OFFLINE="1") == first
+    assert {file: file.lstat().st_mtime_ns for file in home.rglob("*")} == before
+
+
 def test_a_gated_model_asks_for_a_token(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
     url, _ = hub
     refused = asked("resolve_config", "org/gated", url, tmp_path / "home")

@@ -16,12 +16,16 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from common.settings import KNOWN, PREFIX
+from common.own_folder import SHARED_MEMORY
+from common.settings import KNOWN, PREFIX, TINY
 from common.streams import Cell
+from rollout_service.settings import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
+KUBERNETES_RANKS = ROOT / "deploy" / "kubernetes-gpu-ranks"
+KUBERNETES_DOWNLOAD = ROOT / "deploy" / "kubernetes-download"
 VERSIONS = ("1.32", "1.37")
 """Of Kubernetes: the oldest that is promised, and the newest."""
 
@@ -73,11 +77,19 @@ def check(document: dict[str, Any]) -> None:
         jsonschema.validate(trigger["metadata"], TRIGGER_METADATA)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the folders")
-@pytest.mark.parametrize("folder", [KUBERNETES, KUBERNETES_GPU])
+with_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the folders")
+
+
+def rendered(folder: Path) -> list[dict[str, Any]]:
+    """What kubectl would send."""
+    text = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
+    return list(yaml.safe_load_all(text))
+
+
+@with_kubectl
+@pytest.mark.parametrize("folder", [KUBERNETES, KUBERNETES_GPU, KUBERNETES_RANKS, KUBERNETES_DOWNLOAD])
 def test_what_kubectl_would_send_is_valid_and_whole(folder: Path) -> None:
-    rendered = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
-    sent: list[dict[str, Any]] = list(yaml.safe_load_all(rendered))
+    sent = rendered(folder)
     for document in sent:
         check(document)
     assert references(sent) <= TOLD | {d["metadata"]["name"] for d in sent if d["kind"] in ("ConfigMap", "Secret")}
@@ -159,7 +171,90 @@ def test_the_patches_for_gpus_give_valid_manifests_alike_compose(name: str) -> N
     assert (container["image"], container["resources"]["limits"]["nvidia.com/gpu"]) == (in_compose["image"], "1")
     assert {"tmp"} <= {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
     listed = yaml.safe_load((KUBERNETES_GPU / "kustomization.yaml").read_text())
-    assert {"path": f"{name}.yaml"} in listed["patches"] and listed["resources"] == ["../kubernetes"]
+    assert {"path": f"{name}.yaml"} in listed["patches"] and "../kubernetes" in listed["resources"]
+
+
+@with_kubectl
+@pytest.mark.parametrize(("folder", "devices"), [(KUBERNETES_GPU, 1), (KUBERNETES_RANKS, 2)])
+def test_on_gpus_workers_have_room_for_a_real_base_and_its_adapters(folder: Path, devices: int) -> None:
+    sent = rendered(folder)
+    pods = {d["metadata"]["name"]: d["spec"]["template"]["spec"] for d in sent if d["kind"] == "Deployment"}
+    (settings,) = (d["data"] for d in sent if d["kind"] == "ConfigMap" and d["metadata"]["name"].startswith("marlaas-"))
+    (claim,) = (
+        d["metadata"]["name"]
+        for d in sent
+        if d["kind"] == "PersistentVolumeClaim" and "models" in d["metadata"]["name"]
+    )
+    for name in ("manager", "env", "rollout", "trainer"):
+        [mount] = [row for row in pods[name]["containers"][0]["volumeMounts"] if row["name"] == "models"]
+        assert Path(settings["HF_HOME"]).is_relative_to(mount["mountPath"]) and mount["readOnly"]
+        assert volumes(pods[name])["models"] == {"claimName": claim, "readOnly": True}
+    assert settings["HF_HUB_OFFLINE"] == "1", "no policy lets workers out to the hub"
+    memory = volumes(pods["rollout"])["shared-memory"]
+    assert memory["medium"] == "Memory" and num_bytes(memory["sizeLimit"]) >= 2 * ON_GPU["rollout_idle_adapter_bytes"]
+    assert {"name": "shared-memory", "mountPath": str(SHARED_MEMORY)} in pods["rollout"]["containers"][0][
+        "volumeMounts"
+    ]
+    assert num_bytes(memory["sizeLimit"]) < num_bytes(limits(pods["rollout"])["memory"]) / 2, (
+        "it counts as the container's"
+    )
+    for name in ("rollout", "trainer"):
+        probe = pods[name]["containers"][0]["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= 3600 and probe["exec"]
+    ranks = {row["name"]: row.get("value") for row in pods["trainer"]["containers"][0]["env"]}.get(
+        "MARLAAS_TRAINER_RANKS", "1"
+    )
+    assert (ranks, limits(pods["trainer"])["nvidia.com/gpu"]) == (str(devices), str(devices))
+    assert ("shared-memory" in volumes(pods["trainer"])) == (devices > 1)
+
+
+def volumes(pod: dict[str, Any]) -> dict[str, Any]:
+    """What each volume is, by its name."""
+    return {v["name"]: next(value for key, value in v.items() if key != "name") for v in pod["volumes"]}
+
+
+def limits(pod: dict[str, Any]) -> dict[str, str]:
+    return pod["containers"][0]["resources"]["limits"]
+
+
+def num_bytes(quantity: str) -> int:
+    """Of a quantity such as `8Gi`, or `8g` in the compose file."""
+    number, unit = re.fullmatch(r"(\d+)([KMGkmg])[ib]?", quantity).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return int(number) << {"k": 10, "m": 20, "g": 30}[unit.lower()]
+
+
+def test_the_download_alone_reaches_the_hub_and_has_its_token() -> None:
+    job, policy = yaml.safe_load_all((KUBERNETES_DOWNLOAD / "download.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == job["spec"]["template"]["metadata"]["labels"]
+    assert [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]] == [443]
+    assert {row["name"] for row in container["env"]} == {"MARLAAS_BASE_MODELS", "HF_HOME", "HF_TOKEN"}
+    listed = yaml.safe_load((KUBERNETES_GPU / "kustomization.yaml").read_text())["configMapGenerator"][0]["literals"]
+    assert f"HF_HOME={container['env'][1]['value']}" in listed, "where workers look"
+    assert volumes(pod)["models"]["claimName"] == "models" and pod["securityContext"]["runAsNonRoot"]
+    others = [*KUBERNETES.glob("*.yaml"), *KUBERNETES_GPU.glob("*.yaml"), ROOT / "docker-compose.yml"]
+    assert not [file for file in others if "HF_TOKEN" in file.read_text()]
+
+
+def test_the_download_is_of_what_its_base_models_name(tmp_path: Path) -> None:
+    job = next(yaml.safe_load_all((KUBERNETES_DOWNLOAD / "download.yaml").read_text()))
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MARLAAS_BASE_MODELS": f"tiny,q={tmp_path}"}
+    done = subprocess.run([sys.executable, *command[1:]], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(TINY), str(tmp_path)]
+    assert subprocess.run(
+        [sys.executable, *command[1:]], env=environment | {"MARLAAS_BASE_MODELS": "q=none"}
+    ).returncode
+
+
+def test_compose_has_room_for_adapters_and_the_hubs_cache() -> None:
+    services = COMPOSE["services"]
+    assert num_bytes(services["rollout-gpu"]["shm_size"]) >= 2 * ON_GPU["rollout_idle_adapter_bytes"]
+    for name in ("manager", "env", "rollout", "trainer", "rollout-gpu", "trainer-gpu"):
+        environment = services[name]["environment"]
+        assert (environment["HF_HOME"], environment["HF_HUB_OFFLINE"]) == ("/models/huggingface", "1")
+        assert any(":/models:ro" in volume for volume in services[name]["volumes"])
 
 
 def test_the_manifests_and_compose_configure_redis_alike() -> None:
