@@ -1,4 +1,4 @@
-"""The sizes of a dense base model, from its `config.json`, and how many weights they make."""
+"""The sizes of a base model, dense or a mixture of experts, from its `config.json`, and how many weights they make."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +6,51 @@ from typing import Any
 
 from common.text.model_folder import positive
 
-HEAD_NORMS = ("qwen3", "gemma3_text")
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
 """Families that normalise queries and keys by head."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_WIDTH = {
+    "qwen3_moe": "moe_intermediate_size",
+    "qwen2_moe": "moe_intermediate_size",
+    "mixtral": "intermediate_size",
+}
+"""Families of mixtures of experts whose sizes are known here, and their field for the width of an expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, each a feed-forward layer."""
+
+    num: int
+    active: int  # of a token
+    ffn: int  # width of one
+    shared_ffn: int  # width of the one that all tokens take; 0: there is none
+
+    def num_weights(self, hidden: int, num: int) -> int:
+        """Of the router, the shared expert with its gate, and `num` others."""
+        shared = 3 * hidden * self.shared_ffn + hidden if self.shared_ffn else 0
+        return hidden * self.num + shared + num * 3 * hidden * self.ffn
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Experts | None":
+        """None for a dense model. Raises ValueError, naming the field, for experts whose sizes are not known here."""
+        fields = [name for name in EXPERTS if config.get(name)]
+        if not fields:
+            return None
+        kind = config.get("model_type", "")
+        if kind not in EXPERT_WIDTH:
+            raise ValueError(
+                f"config.json has {fields[0]}: the sizes of experts of model_type {kind!r} are not known here"
+                f" (only {', '.join(EXPERT_WIDTH)})"
+            )
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ValueError("config.json has mlp_only_layers or decoder_sparse_step: not every layer has experts")
+        return cls(
+            num=positive(config, fields[0]),
+            active=positive(config, "num_experts_per_tok"),
+            ffn=positive(config, EXPERT_WIDTH[kind]),
+            shared_ffn=config.get("shared_expert_intermediate_size") or 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +59,7 @@ class BaseShape:
 
     num_layers: int
     hidden: int
-    ffn: int
+    ffn: int  # in a mixture of experts, of all that a token takes
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -25,18 +67,18 @@ class BaseShape:
     context: int  # the model's own, in tokens
     tied: bool
     head_norms: bool
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """Raises ValueError, naming the field, for a configuration that does not say it, and for a mixture of experts."""
+        """Raises ValueError, naming the field, for a configuration that does not say it, or experts that are not known here."""
         config = config.get("text_config", config)
-        if experts := [name for name in EXPERTS if config.get(name)]:
-            raise ValueError(f"config.json has {experts[0]}: the sizes of a mixture of experts are not known here")
         hidden, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+        experts = Experts.of(config)
         return cls(
             num_layers=positive(config, "num_hidden_layers"),
             hidden=hidden,
-            ffn=positive(config, "intermediate_size"),
+            ffn=experts.active * experts.ffn + experts.shared_ffn if experts else positive(config, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or hidden // num_heads,
@@ -44,26 +86,45 @@ class BaseShape:
             context=positive(config, "max_position_embeddings"),
             tied=config.get("tie_word_embeddings", False),
             head_norms=config.get("model_type") in HEAD_NORMS,
+            experts=experts,
         )
 
     @property
     def linear_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of a layer's linear layers, all of which have adapters unless a job names some."""
+        """(in, out) of a layer's linear layers that have adapters unless a job names some: all, but for experts."""
         e, f, queries, keys = self.hidden, self.ffn, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return (e, queries), (e, keys), (e, keys), (queries, e), (e, f), (e, f), (f, e)
+        attention = ((e, queries), (e, keys), (e, keys), (queries, e))
+        return attention if self.experts else (*attention, (e, f), (e, f), (f, e))
 
     @property
     def num_weights(self) -> int:
         """Biases, of which there are few, do not count."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
-        layer = sum(before * after for before, after in self.linear_sizes) + norms
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.num_layers * layer + self.hidden
+        return self.weights_with(self.experts.num if self.experts else 0)
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """Of a token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    @property
+    def num_active(self) -> int:
+        """Weights that a token is multiplied with."""
+        return self.weights_with(self.experts.active if self.experts else 0)
+
+    def weights_with(self, num_experts: int) -> int:
+        """Weights, with so many experts of each layer."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.num_layers * self._of_layer(num_experts) + self.hidden
+
+    @property
+    def largest_unit(self) -> int:
+        """Weights of a layer, or of a table of input or output, whatever has more."""
+        return max(self.vocab * self.hidden, self._of_layer(self.experts.num if self.experts else 0))
+
+    def _of_layer(self, num_experts: int) -> int:
+        norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
+        experts = self.experts.num_weights(self.hidden, num_experts) if self.experts else 0
+        return sum(before * after for before, after in self.linear_sizes) + experts + norms
+
+    def kv_bytes(self, itemsize: int, num_parts: int = 1) -> int:
+        """Of a token's keys and values in all layers, on each of the devices that share the heads."""
+        return 2 * self.num_layers * -(-self.num_kv_heads // num_parts) * self.head_dim * itemsize
 
     def adapter_weights(self, rank: int) -> int:
-        """Of an adapter on every linear layer."""
+        """Of an adapter on every linear layer that may have one."""
         return rank * self.num_layers * sum(before + after for before, after in self.linear_sizes)

@@ -1,6 +1,7 @@
 """Computes the memory that training takes from a base model's sizes: arithmetic, no measurement.
 
-    weights | adapters with their optimiser states | what a pass keeps for its backward | what passes in it | scores | holes | the process
+    weights | adapters with their optimiser states | what a pass keeps for its backward | masks of attention | what passes in it | scores |
+    holes | the process
 
 A trainer measures at its start what its base model keeps (`trainer_service/memory.py`), and a test holds this arithmetic to that
 measurement; `python -m benchmarks.planned_memory` holds all of it to the memory of a process.
@@ -25,6 +26,10 @@ CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
 CPU_HOLES, GPU_HOLES = 0.8, 0.1
 """Holes beside each byte that torch holds of a pass: glibc's heap keeps them between aligned blocks (measured on a CPU); on a GPU
 torch's own allocator keeps few (not measured here)."""
+BYTES_OF_TRUTH = 1
+"""Of whether a position sees another, of which the numbers are made that attention adds to scores."""
+BYTES_OF_CHOICE = 32
+"""Of an expert that a token takes: places in orders of the tokens by expert, four integers."""
 FILE_ITEMSIZE = 2
 """Bytes of a weight in its file. On a CPU the file's weights are freed once they are converted, and the first holes lie there."""
 
@@ -36,6 +41,7 @@ class TrainingBytes:
     weights: float
     adapters: float
     kept: float
+    masks: float
     passing: float
     scores: float
     holes: float
@@ -47,25 +53,40 @@ class TrainingBytes:
 
 
 def training_bytes(
-    shape: BaseShape, *, tokens: int, itemsize: int, rank: int, gpu: bool, num_checkpointed: int = 0
+    shape: BaseShape,
+    *,
+    tokens: int,
+    itemsize: int,
+    rank: int,
+    gpu: bool,
+    longest: int | None = None,
+    modules: bool | None = None,
+    num_checkpointed: int = 0,
+    num_ranks: int = 1,
 ) -> TrainingBytes:
-    """Of a micro-batch of so many tokens, all of which are learned. `num_checkpointed`: layers that keep their input alone.
+    """Of a micro-batch of so many tokens, all of which are learned; of several ranks, of the tokens on one.
 
-    On a GPU transformers' modules compute the base model, elsewhere our decoder, whose tables of positions are as long as the
-    model's own context.
+    `longest`: tokens of a sequence, all of which have branches; without it there is one sequence. `modules`: transformers' own compute
+    the base model, as on a GPU; else our decoder, whose tables of positions are as long as the model's own context.
+    `num_checkpointed`: layers that keep their input alone.
     """
-    keeping_all = kept_per_token(shape, itemsize=itemsize, rank=rank, modules=gpu)
+    modules = gpu if modules is None else modules
+    keeping_all = kept_per_token(shape, itemsize=itemsize, rank=rank, modules=modules)
     input_bytes = shape.hidden * itemsize
     kept = kept_with_checkpoints(keeping_all, shape.num_layers, num_checkpointed, input_bytes=input_bytes)
     kept += 2 * input_bytes  # the last hidden states, and their slopes
     passing = passing_per_token(shape, itemsize=itemsize)
     freed = shape.num_weights * FILE_ITEMSIZE
     holes = GPU_HOLES * tokens * (kept + passing) if gpu else max(0, CPU_HOLES * tokens * (kept + passing) - freed)
-    tables = 0 if gpu else 2 * shape.context * shape.head_dim * itemsize
+    tables = 0 if modules else 2 * shape.context * shape.head_dim * itemsize
+    num_keeping = shape.num_layers - num_checkpointed + 1 if num_checkpointed else shape.num_layers
     return TrainingBytes(
-        weights=shape.num_weights * itemsize + tables,
+        weights=weights_of_rank(shape, num_ranks) * itemsize + tables,
         adapters=STATES * FLOAT32 * shape.adapter_weights(rank),
         kept=tokens * kept,
+        masks=tokens
+        * (longest or tokens)
+        * (mask_per_pair(num_keeping, itemsize=itemsize, modules=modules) + BYTES_OF_TRUTH),
         passing=tokens * passing,
         scores=max(MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
         holes=holes,
@@ -73,18 +94,34 @@ def training_bytes(
     )
 
 
+def weights_of_rank(shape: BaseShape, num_ranks: int) -> float:
+    """Weights of the base on each rank at most: its part, and what is gathered for a while, a layer or a table, while it is copied."""
+    return shape.num_weights / num_ranks + (2 * shape.largest_unit if num_ranks > 1 else 0)
+
+
+def mask_per_pair(num_layers: int, *, itemsize: int, modules: bool) -> float:
+    """Bytes that attention keeps of each pair of positions of a sequence with branches: of who sees whom, as a number that is added
+    to scores. Our decoder has it once for all layers; for transformers' modules each of the `num_layers` that keep it makes its own.
+    """
+    return itemsize * (num_layers if modules else 1)
+
+
 def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool) -> float:
     """Bytes that a token keeps for the backward if all is kept. `modules`: transformers' own compute the base model.
 
     Of a layer: the inputs of its norms, in float32, and of its linear layers; queries, keys, values and what attention makes of
-    them; gate, activation, up and their product; and what adapters make of all seven inputs.
+    them; gate, activation, up and their product; and what adapters make of their inputs. Experts have no adapters: they keep gate, up,
+    activation and output of each that a token takes, and the router its shares, in float32.
     """
     heads = shape.num_heads + shape.num_kv_heads
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    linear = 2 * shape.hidden + (3 if modules else 2) * queries + 2 * keys + 4 * shape.ffn + 7 * rank
+    linear = shape.hidden + (3 if modules else 2) * queries + 2 * keys + len(shape.linear_sizes) * rank
+    experts = shape.experts
+    linear += 3 * shape.ffn + experts.active * shape.hidden if experts else shape.hidden + 4 * shape.ffn
     norms = 2 * (shape.hidden + 1) + (queries + keys + heads if shape.head_norms else 0)
-    sums = shape.num_heads  # attention's, one a head
-    return shape.num_layers * (itemsize * linear + FLOAT32 * (norms + sums))
+    sums = shape.num_heads + (experts.num if experts else 0)  # attention's, one a head
+    choices = BYTES_OF_CHOICE * experts.active if experts else 0
+    return shape.num_layers * (itemsize * linear + FLOAT32 * (norms + sums) + choices)
 
 
 def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed: int, *, input_bytes: float) -> float:
@@ -97,4 +134,5 @@ def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed:
 
 def passing_per_token(shape: BaseShape, *, itemsize: int) -> float:
     """Bytes of a token beside what is kept, where the backward has most: in the last feed-forward layer, or in its norm."""
-    return max(2 * itemsize * shape.ffn, 5 * FLOAT32 * shape.hidden)
+    outputs = shape.experts.active * shape.hidden if shape.experts else 0
+    return max(2 * itemsize * max(shape.ffn, outputs), 5 * FLOAT32 * shape.hidden)

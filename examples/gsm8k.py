@@ -1,6 +1,7 @@
 """Grade-school maths on a real base model: prepares GSM8K, submits a job, and prints its rewards until it has ended.
 
     python -m examples.gsm8k --base Qwen/Qwen3-0.6B --gpu 24GB      starts MARLaaS with what `marlaas plan` chooses, then does all that
+    python -m examples.gsm8k --base BASE --engine vllm --gpu h100 --gpus 8      the same on vLLM and eight GPUs
     python -m examples.gsm8k --file train.jsonl                     on a running cluster (`marlaas up`), with a local file
     python -m examples.gsm8k --file train.jsonl --prepare items.jsonl     writes the items for `marlaas submit`, and does no more
 
@@ -18,12 +19,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from common.base_shape import BaseShape
 from common.errors import InvalidInput, MarlaasError
-from common.settings import resolve_config
-from common.text.model_folder import read_json
-from manager_service.cli.plan import settings_of
-from manager_service.local.plan import make_plan, parse_gpu
+from manager_service.cli.plan import plan_for, settings_of
 from manager_service.local.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 from marlaas_client.cluster_file import read_cluster_file
@@ -97,17 +94,20 @@ async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Ro
     return job.fine_tuned_model
 
 
-def settings_for(base: str, gpu: str | None) -> dict[str, str]:
-    """The settings that start the base model; on a GPU those that `marlaas plan` chooses. Raises InvalidInput if nothing fits."""
-    settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
-    if gpu is None:
-        return settings
-    shape = BaseShape.of(read_json(resolve_config(base) / "config.json"))
-    device = parse_gpu(gpu)
-    chosen = make_plan(shape, device, itemsize=2, rank=16).chosen
-    if chosen is None:
-        raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
-    return settings | settings_of(chosen, device)
+def settings_for(given: argparse.Namespace) -> tuple[dict[str, str], int]:
+    """What starts the base model, on GPUs with what `marlaas plan` chooses; and how many rollout workers.
+
+    Raises InvalidInput if nothing fits.
+    """
+    settings = {"MARLAAS_BASE_MODELS": f"{NAME}={given.base}"}
+    if given.gpu is None:
+        return settings | ({"MARLAAS_ENGINE": "vllm"} if given.engine == "vllm" else {}), 1
+    found = plan_for(given.base, gpu=given.gpu, gpus=given.gpus, engine=given.engine)
+    if found.chosen is None:
+        raise InvalidInput(
+            f"{given.base} does not fit on {given.gpu}: `marlaas plan {given.base} --gpu {given.gpu}` says why"
+        )
+    return settings | settings_of(found, found.chosen), found.chosen.split.workers
 
 
 async def run(given: argparse.Namespace, items: Sequence[Row]) -> None:
@@ -121,9 +121,9 @@ async def run(given: argparse.Namespace, items: Sequence[Row]) -> None:
         client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key=(given.data / "api_key").read_text().strip())
         await train(client, items, given.model, hyper)
         return
-    environment = settings_for(given.base, given.gpu)
+    environment, rollout = settings_for(given)
     async with LocalCluster(
-        data_dir=given.data, environment=environment, notify=lambda line: say(line, keep="\n")
+        data_dir=given.data, rollout=rollout, environment=environment, notify=lambda line: say(line, keep="\n")
     ) as cluster:
         client = AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
         await train(client, items, NAME, hyper)
@@ -133,6 +133,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", help="a folder, or a name of the hub; starts MARLaaS with it")
     parser.add_argument("--gpu", help="as for `marlaas plan`, with --base; none: the CPU")
+    parser.add_argument("--gpus", type=int, default=1, help="as for `marlaas plan`; default 1")
+    parser.add_argument(
+        "--engine", choices=("torch", "vllm"), default="torch", help="as for `marlaas plan`; default torch"
+    )
     parser.add_argument("--file", type=Path, help="GSM8K's JSONL; none: from the hub")
     parser.add_argument("--prepare", type=Path, metavar="OUT", help="write the items there, and do no more")
     parser.add_argument("--data", type=Path, default=Path(".marlaas"), help="of `marlaas up`; default .marlaas")

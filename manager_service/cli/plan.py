@@ -3,18 +3,22 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from common.base_shape import BaseShape
+from common.decoder_families import unsupported
 from common.errors import InvalidInput
 from common.settings import Settings, resolve_config
-from manager_service.local.plan import CORE, MICRO_BATCH_TOKENS, Device, Fit, Plan, make_plan, parse_gpu
+from manager_service.local.engines import CORE, MAX_LORA_RANK, Engine, max_lora_rank, parse_gpu
+from manager_service.local.plan import Fit, Plan, Split, make_plan
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
 COLUMNS = ("context", "trainer GB", "layers again", "keys and values GB", "rows at once", "tokens/s at most")
+OF_SEVERAL = ("rollout GPUs", "trainer GPUs", "trained/s at most")
+EngineName = Literal["torch", "vllm"]
 
 
 def plan(
@@ -23,26 +27,52 @@ def plan(
         str | None,
         typer.Option("--gpu", help="24GB, 80GiB, or a name such as l4 or h100. Default: this machine's CPU."),
     ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="How many of them, in one machine.")] = 1,
+    engine: Annotated[
+        EngineName, typer.Option("--engine", envvar="MARLAAS_ENGINE", help="That samples: the embedded one, or vLLM.")
+    ] = "torch",
     context: Annotated[int | None, typer.Option("--context", min=64, help="This one alone.")] = None,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapters.")] = 16,
     as_json: Json = False,
 ) -> None:
-    """Say what of a base model fits on one device: context, rows at once, and the most tokens a second."""
+    """Say what of a base model fits on one device or several: context, rows at once, and the most tokens a second."""
     where = Settings().models.get(model, model)
-    shape = read_shape(resolve_config(where))
-    if context and context > shape.context:
-        raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
-    device = parse_gpu(gpu) if gpu else CORE._replace(memory=_own_memory())
-    found = make_plan(shape, device, itemsize=2 if device.gpu else 4, rank=rank, context=context)
+    found = plan_for(where, gpu=gpu, gpus=gpus, engine=engine, context=context, rank=rank)
     print_json(as_record(found)) if as_json else show(found, model, where)
     if found.chosen is None:
         raise typer.Exit(1)
 
 
-def read_shape(folder: Path) -> BaseShape:
-    """Raises InvalidInput for a model whose sizes are not known here."""
+def plan_for(
+    where: str,
+    *,
+    gpu: str | None,
+    gpus: int = 1,
+    engine: EngineName = "torch",
+    context: int | None = None,
+    rank: int = 16,
+) -> Plan:
+    """Raises InvalidInput for a model that the engine does not compute, or of which the sizes are not known here."""
+    config, shape = read_shape(resolve_config(where))
+    refused = list(unsupported(config))
+    if refused and engine == "torch":
+        raise InvalidInput(
+            f"{where}: the embedded engine does not compute {', nor '.join(refused)}; `--engine vllm` plans for vLLM, which has"
+            " other families, and trainers compute those with transformers' modules"
+        )
+    if context and context > shape.context:
+        raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
+    device = parse_gpu(gpu) if gpu else CORE._replace(memory=_own_memory())
+    modules = device.gpu or bool(refused)
+    chosen = Engine.of(engine, device)
+    return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
+
+
+def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
+    """A model's configuration and its sizes. Raises InvalidInput for one whose sizes are not known here."""
     try:
-        return BaseShape.of(json.loads((folder / "config.json").read_text()))
+        config = json.loads((folder / "config.json").read_text())
+        return config, BaseShape.of(config)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{folder}: {error}") from error
 
@@ -51,66 +81,122 @@ def as_record(found: Plan) -> dict[str, Any]:
     contexts = [
         {
             "context": fit.context,
+            "rollout_workers": fit.split.workers,
+            "tensor_parallel": fit.split.parallel,
+            "trainer_ranks": fit.split.ranks,
             "trainer_bytes": round(fit.training.total),
             "checkpointed_layers": fit.num_checkpointed,
             "kv_bytes": fit.kv,
             "rows": fit.rows,
             "max_tokens_per_s": round(fit.most_tokens_per_s),
+            "max_trained_tokens_per_s": round(fit.most_trained_per_s),
         }
         for fit in found.fits
     ]
     chosen = found.chosen
     return {
-        "num_weights": found.shape.num_weights,
+        "num_weights": found.case.shape.num_weights,
         "weights_bytes": found.weights,
-        "memory_bytes": found.device.memory,
+        "memory_bytes": found.case.device.memory,
         "contexts": contexts,
-        "settings": settings_of(chosen, found.device) if chosen else None,
+        "settings": settings_of(found, chosen) if chosen else None,
     }
 
 
 def show(found: Plan, model: str, where: str) -> None:
-    device = found.device
+    shape, device = found.case.shape, found.case.device
     kind, dtype = ("GPU", "bfloat16") if device.gpu else ("CPU", "float32")
+    active = f", {shape.num_active / 1e6:,.0f} M of them for a token" if shape.experts else ""
     say(
-        f"{model}: {found.shape.num_weights / 1e6:,.0f} M weights, {found.weights / 1e9:.2f} GB in {dtype}, once for rollouts and once"
+        f"{model}: {shape.num_weights / 1e6:,.0f} M weights{active}, {found.weights / 1e9:.2f} GB in {dtype}, once for rollouts and once"
         f" for training; {kind} of {device.memory / 1e9:.0f} GB"
     )
-    shown = table(*COLUMNS, right=COLUMNS)
+    several = not found.fits[0].split.shared
+    columns = COLUMNS + (OF_SEVERAL if several else ())
+    shown = table(*columns, right=columns)
     for fit in found.fits:
-        speed = f"{fit.most_tokens_per_s:,.0f}" if fit.fits else "does not fit"
-        figures = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows, speed)
-        shown.add_row(*cells(f"{fit.context:,}", *figures))
+        shown.add_row(*cells(f"{fit.context:,}", *_figures(fit, several=several)))
     print_table(shown)
     if found.chosen is None:
         return say(advice(found))
-    say("tokens/s: what memory and arithmetic allow; an engine reaches a part of it. Start it with:")
-    settings = settings_of(found.chosen, device) | {"MARLAAS_BASE_MODELS": f"q={where}"}
-    say(f"  {' '.join(f'{name}={value}' for name, value in settings.items())} marlaas up")
+    say(_assumed(found) + " Start it with:")
+    settings = settings_of(found, found.chosen) | {"MARLAAS_BASE_MODELS": f"q={where}"}
+    workers = found.chosen.split.workers
+    command = "marlaas up" + (f" --rollout {workers}" if workers > 1 else "")
+    say(f"  {' '.join(f'{name}={value}' for name, value in settings.items())} {command}")
 
 
-def settings_of(fit: Fit, device: Device) -> dict[str, str]:
-    """The settings with which services follow the plan."""
-    found = {"MARLAAS_MAX_CONTEXT": str(fit.context), "MARLAAS_ROLLOUT_KV_BYTES": str(fit.kv)}
-    if not device.gpu:
-        return found | ({"MARLAAS_TRAINER_CHECKPOINTING": "true"} if fit.num_checkpointed else {})
+def _figures(fit: Fit, *, several: bool) -> tuple[object, ...]:
+    speed = f"{fit.most_tokens_per_s:,.0f}" if fit.fits else "does not fit"
+    figures = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows, speed)
+    split = fit.split
+    return (
+        (*figures, f"{split.workers} x {split.parallel}", split.ranks, f"{fit.most_trained_per_s:,.0f}")
+        if several
+        else figures
+    )
+
+
+def _assumed(found: Plan) -> str:
+    lines = ["tokens/s: what memory and arithmetic allow; an engine reaches a part of it."]
+    if found.case.engine.name == "vllm":
+        lines.append("What vLLM takes beside weights, keys and values is assumed.")
+    if not found.fits[0].split.shared:
+        lines.append("Each GPU is used as that of the figures; what GPUs tell each other takes no time here.")
+    return " ".join(lines)
+
+
+def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
+    """What makes services take what the plan says."""
+    case, vllm = found.case, found.case.engine.name == "vllm"
+    settings = {"MARLAAS_ENGINE": "vllm"} if vllm else {}
+    settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
+    if not (vllm and case.device.gpu):
+        settings["MARLAAS_ROLLOUT_KV_BYTES"] = str(fit.kv)
+    if vllm and case.rank > MAX_LORA_RANK:
+        settings["MARLAAS_VLLM_MAX_LORA_RANK"] = str(max_lora_rank(case.rank))
+    if not case.device.gpu:
+        return settings | ({"MARLAAS_TRAINER_CHECKPOINTING": "true"} if fit.num_checkpointed else {})
     return {
         "MARLAAS_ROLLOUT_DEVICE": "cuda",
         "MARLAAS_TRAINER_DEVICE": "cuda",
-        **found,
-        "MARLAAS_TRAINER_MICRO_BATCH_TOKENS": str(max(MICRO_BATCH_TOKENS, fit.context)),
-        "MARLAAS_TRAINER_MEMORY_BYTES": str(int(fit.training.kept)),
+        **settings,
+        **({"MARLAAS_VLLM_MEMORY_FRACTION": f"{fit.fraction:.3g}"} if vllm else {}),
+        **({} if fit.split.shared else _of_split(fit.split)),
+        "MARLAAS_TRAINER_MICRO_BATCH_TOKENS": str(fit.micro_batch_tokens),
+        "MARLAAS_TRAINER_MEMORY_BYTES": str(fit.micro_batch_bytes),
     }
 
 
+def _of_split(split: Split) -> dict[str, str]:
+    """Which devices are whose, and over how many each part is spread."""
+    settings = {
+        "MARLAAS_DEVICES": f"rollout:{_devices(0, split.for_rollouts)},trainer:{_devices(split.for_rollouts, split.ranks)}"
+    }
+    if split.parallel > 1:
+        settings["MARLAAS_VLLM_TENSOR_PARALLEL"] = str(split.parallel)
+    if split.ranks > 1:
+        settings["MARLAAS_TRAINER_RANKS"] = str(split.ranks)
+    return settings
+
+
+def _devices(first: int, number: int) -> str:
+    return f"{first}-{first + number - 1}" if number > 1 else str(first)
+
+
 def advice(found: Plan) -> str:
-    """Advice where nothing fits."""
+    """What helps where nothing fits."""
+    case, several = found.case, not found.fits[0].split.shared
     least = min(found.fits, key=lambda fit: fit.training.total)
-    if 2 * found.weights > found.device.memory:
+    if not several and 2 * found.weights > case.device.memory:
         cause = "two copies of the weights are more than the memory"
     else:
         cause = f"beside the weights a context of {least.context:,} does not fit"
-    other = "a device of its own for the trainer (MARLAAS_TRAINER_DEVICE=cuda:1)" if found.device.gpu else "a GPU"
+    other = (
+        f"more GPUs (--gpus {2 * (least.split.for_rollouts + least.split.ranks) if several else 2})"
+        if case.device.gpu
+        else "a GPU"
+    )
     return f"nothing fits: {cause}. A smaller base model helps, a shorter --context, or {other}."
 
 

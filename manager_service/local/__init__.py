@@ -7,7 +7,8 @@ Its files:
     supervisor.py       starts every service, restarts those that end, stops all of them
     processes.py        keeps one child process running
     devices.py          says which workers compute on the processor although there is a GPU
-    plan.py             says what of a base model fits on one device
+    plan.py             says what of a base model fits on one device or several
+    engines.py          says what each engine of rollouts takes of a device
     context.py          chooses the context that is served where memory is short
     child.py            runs a command that dies with the process that started it
     embedded_redis.py   finds the Redis server, and starts it on a data folder

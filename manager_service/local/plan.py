@@ -1,30 +1,33 @@
-"""Plans a base model for one device: memory by context, rows at once, and a bound on their speed. Arithmetic alone.
+"""What of a base model fits on one device or several: memory by context, rows at once, bounds on speed. Arithmetic alone.
 
-One rollout worker with the embedded engine and one trainer share the device, each with its own copy of the weights:
+On one device a rollout worker and a trainer share it, each with its own copy of the weights:
 
     rollout: process, weights, scores, a prefill, adapters, keys and values | trainer: process, weights, adapters, a micro-batch
 
 The keys and values get what the trainer leaves. Where that is little, the trainer computes layers again instead of keeping them.
+On several devices each belongs to rollouts or to the trainer, whose ranks have a part of the base model each:
+
+    worker 0 | worker 1 | worker 2, over two devices | rank 0 of the trainer | rank 1
 """
 
-import re
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS, SCORES_SHARE, TrainingBytes, training_bytes
-from common.served_context import GRAIN, ROWS_PART, cache_room
+from common.footprint import SCORES_SHARE, TrainingBytes, training_bytes
+from manager_service.local.engines import Device, Engine, Load
 
 USABLE = 0.95
 """Of a device's memory."""
+VLLM_FRACTION = 0.9
+"""Of a device of its own, what vLLM takes by default."""
 OTHERS = 650_000_000
 """Bytes of Redis, the manager, the env worker and the supervisor, beside which a CPU's workers live."""
-IDLE_ADAPTERS = 64 << 20
 TRAINER_CACHE = 2 * (512 << 20)
 """Adapters with their optimiser states, and gradients of runs: at most."""
-SLOTS = 64
-"""Turns at once, by default."""
 WANTED_ROWS = 16
 """Rows of a whole context at once, of which a plan is content."""
 MICRO_BATCH_TOKENS = 2048
@@ -32,28 +35,28 @@ MICRO_BATCH_TOKENS = 2048
 FIRST_CONTEXT = 1024
 
 
-class Device(NamedTuple):
-    """Memory in bytes, and what bounds speed: bytes and floating-point operations a second."""
+class Split(NamedTuple):
+    """Who has which devices: rollout workers, each on `parallel` of them, then the trainer's ranks."""
 
-    memory: float
-    bandwidth: float
-    flops: float
-    gpu: bool = True
+    workers: int = 1
+    parallel: int = 1
+    ranks: int = 1
+    shared: bool = True  # all of them on the one device
+
+    @property
+    def for_rollouts(self) -> int:
+        return self.workers * self.parallel
 
 
-GPUS = {
-    "l4": Device(24e9, 300e9, 121e12),
-    "a10": Device(24e9, 600e9, 125e12),
-    "rtx3090": Device(24e9, 936e9, 71e12),
-    "rtx4090": Device(24e9, 1008e9, 165e12),
-    "l40s": Device(48e9, 864e9, 362e12),
-    "a100": Device(80e9, 2039e9, 312e12),
-    "h100": Device(80e9, 3350e9, 989e12),
-    "h200": Device(141e9, 4800e9, 989e12),
-}
-"""Figures of their makers' data sheets: dense bfloat16."""
-CORE = Device(0, 10e9, 60e9, gpu=False)
-"""One core of a server's processor in float32, as measured here."""
+class Case(NamedTuple):
+    """What is planned for."""
+
+    shape: BaseShape
+    device: Device
+    engine: Engine
+    itemsize: int
+    rank: int  # of the adapters
+    modules: bool  # transformers' own compute the base model in the trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +64,31 @@ class Fit:
     """One context with the memory that it takes and leaves, in bytes."""
 
     context: int
-    training: TrainingBytes
+    split: Split
+    training: TrainingBytes  # of a device
+    micro_batch_tokens: int  # on each rank, and the bytes that they keep for the backward
+    micro_batch_bytes: int
     num_checkpointed: int  # layers that are computed again in the backward
-    kv: int  # for MARLAAS_ROLLOUT_KV_BYTES; 0: nothing is left
-    rows: int  # of the whole context at once
+    fraction: float  # of a device's memory that rollouts take
+    kv: int  # of a device; 0: nothing is left
+    rows: int  # of the whole context at once, in all workers
     most_tokens_per_s: float  # sampled, no matter how good the engine is
+    most_trained_per_s: float
 
     @property
     def fits(self) -> bool:
         return self.rows > 0
 
+    @property
+    def merit(self) -> tuple[bool, float, float]:
+        """Of several splits the one with the largest is the best: enough rows, the slower of sampling and training as fast as can be."""
+        slower = min(self.most_tokens_per_s, self.most_trained_per_s)
+        return self.rows >= WANTED_ROWS, slower, self.most_tokens_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    shape: BaseShape
-    device: Device
-    itemsize: int
+    case: Case
     fits: list[Fit]  # by context, ascending
 
     @property
@@ -88,31 +100,38 @@ class Plan:
     @property
     def weights(self) -> float:
         """Bytes of one copy."""
-        return self.shape.num_weights * self.itemsize
+        return self.case.shape.num_weights * self.case.itemsize
 
 
-def parse_gpu(text: str) -> Device:
-    """`24GB`, `80GiB`, or a name in GPUS. A size has the speed of the slowest GPU known with so much memory. Raises InvalidInput."""
-    if text.lower() in GPUS:
-        return GPUS[text.lower()]
-    memory = parse_bytes(text)
-    if memory is None:
-        raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
-    known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
-    slowest = min(known, key=lambda gpu: gpu.bandwidth)
-    return slowest._replace(memory=memory)
+def make_plan(
+    shape: BaseShape,
+    device: Device,
+    *,
+    rank: int,
+    engine: Engine | None = None,
+    num_devices: int = 1,
+    context: int | None = None,
+    modules: bool | None = None,
+) -> Plan:
+    """`context`: that one alone; else powers of two up to the model's own. `engine`: the embedded one, if it is left out.
 
-
-def parse_bytes(text: str) -> float | None:
-    """`24GB` (of a thousand million bytes), `24GiB` (2^30); None for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
-    return float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else None
-
-
-def make_plan(shape: BaseShape, device: Device, *, itemsize: int, rank: int, context: int | None = None) -> Plan:
-    """`context`: that one alone; else powers of two up to the model's own."""
+    Raises InvalidInput for several devices of a CPU.
+    """
+    if num_devices > 1 and not device.gpu:
+        raise InvalidInput("--gpus: a CPU is one device; name the GPUs with --gpu")
+    case = Case(
+        shape,
+        device,
+        engine or Engine.of("torch", device),
+        itemsize=2 if device.gpu else 4,
+        rank=rank,
+        modules=device.gpu if modules is None else modules,
+    )
     contexts = [context] if context else _contexts(shape.context)
-    return Plan(shape, device, itemsize, [_fit(shape, device, each, itemsize=itemsize, rank=rank) for each in contexts])
+    splits = list(_splits(case, num_devices))
+    return Plan(
+        case, [max((_fit(case, each, split) for split in splits), key=lambda fit: fit.merit) for each in contexts]
+    )
 
 
 def _contexts(own: int) -> list[int]:
@@ -121,44 +140,70 @@ def _contexts(own: int) -> list[int]:
     return [*(each for each in doubled if each < own), own]
 
 
-def _fit(shape: BaseShape, device: Device, context: int, *, itemsize: int, rank: int) -> Fit:
+def _splits(case: Case, num_devices: int) -> Iterator[Split]:
+    """All ways to use the devices. The embedded engine has a device for each worker; vLLM may spread the heads of one over several."""
+    if num_devices == 1:
+        yield Split()
+        return
+    shape = case.shape
+    for ranks, parallel in itertools.product(range(1, num_devices), range(1, num_devices)):
+        spreads = not shape.num_heads % parallel and (
+            not shape.num_kv_heads % parallel or not parallel % shape.num_kv_heads
+        )
+        if (parallel == 1 or case.engine.name == "vllm") and spreads and parallel <= num_devices - ranks:
+            yield Split((num_devices - ranks) // parallel, parallel, ranks, shared=False)
+
+
+def _fit(case: Case, context: int, split: Split) -> Fit:
     """Keeps all activations if enough rows fit beside them, else only the inputs of layers."""
-    tried = [
-        _with_checkpoints(shape, device, context, number, itemsize=itemsize, rank=rank)
-        for number in (0, shape.num_layers)
-    ]
+    tried = [_with_checkpoints(case, context, split, number) for number in (0, case.shape.num_layers)]
     return next(
         (fit for fit in tried if fit.rows >= WANTED_ROWS), max(tried, key=lambda fit: (fit.rows, fit.num_checkpointed))
     )
 
 
-def _with_checkpoints(shape: BaseShape, device: Device, context: int, number: int, *, itemsize: int, rank: int) -> Fit:
-    tokens = max(MICRO_BATCH_TOKENS, context)
+def _with_checkpoints(case: Case, context: int, split: Split, number: int) -> Fit:
+    shape, device = case.shape, case.device
+    micro_batch = max(MICRO_BATCH_TOKENS, context)
+    tokens = micro_batch if split.ranks == 1 else micro_batch + context  # the fullest rank may have a row more
     training = training_bytes(
-        shape, tokens=tokens, itemsize=itemsize, rank=rank, gpu=device.gpu, num_checkpointed=number
+        shape,
+        tokens=tokens,
+        longest=micro_batch,
+        itemsize=case.itemsize,
+        rank=case.rank,
+        gpu=device.gpu,
+        modules=case.modules,
+        num_checkpointed=number,
+        num_ranks=split.ranks,
     )
-    left = USABLE * device.memory - training.total - _beside(shape, device, context, itemsize=itemsize)
-    kv = max(0, int(left)) // (1 << 20) * (1 << 20)
-    rows = _rows(shape, kv, context, itemsize=itemsize)
-    return Fit(context, training, number, kv, rows, _tokens_per_s(shape, device, context, min(rows, SLOTS), itemsize))
+    load = Load(shape, device, case.engine, case.itemsize, case.rank, context, split.parallel)
+    fraction = _fraction(case, training.total, split)
+    kv = max(0, int(fraction * device.memory - load.beside_kv)) // (1 << 20) * (1 << 20)
+    rows = load.rows(kv)
+    work = 2 * shape.num_active * (2 + number / shape.num_layers)  # forward, slopes, and layers again
+    return Fit(
+        context,
+        split,
+        training,
+        micro_batch,
+        int(training.kept * micro_batch / tokens),
+        number,
+        fraction,
+        kv,
+        split.workers * rows,
+        split.workers * load.tokens_per_s(rows),
+        split.ranks * device.flops / work,
+    )
 
 
-def _beside(shape: BaseShape, device: Device, context: int, *, itemsize: int) -> float:
-    """Bytes beside the trainer's pass, and beside keys and values."""
-    process = GPU_PROCESS + device.memory / SCORES_SHARE if device.gpu else CPU_PROCESS + OTHERS
-    scores = SLOTS * shape.vocab * BYTES_OF_SCORE
-    prefill = 4 * context * (shape.hidden + shape.ffn) * itemsize
-    return shape.num_weights * itemsize + process + scores + prefill + IDLE_ADAPTERS + TRAINER_CACHE
-
-
-def _rows(shape: BaseShape, kv: int, context: int, *, itemsize: int) -> int:
-    whole = -(-context // GRAIN) * GRAIN
-    return cache_room(int(ROWS_PART * kv), shape.num_layers) // (shape.kv_bytes(itemsize) * whole)
-
-
-def _tokens_per_s(shape: BaseShape, device: Device, context: int, rows: int, itemsize: int) -> float:
-    """A step reads the weights and the rows' keys and values once, half of the context on average, and multiplies all weights."""
-    if not rows:
+def _fraction(case: Case, trainer: float, split: Split) -> float:
+    """Of a device's memory, what rollouts may take: 0 if the trainer does not fit. `trainer`: bytes that it takes of a device in a pass."""
+    memory = case.device.memory
+    others = memory / SCORES_SHARE if case.device.gpu else OTHERS
+    left = USABLE * memory - trainer - TRAINER_CACHE - others
+    if left <= 0:
         return 0.0
-    read = shape.num_weights * itemsize + rows * context / 2 * shape.kv_bytes(itemsize)
-    return rows / max(read / device.bandwidth, 2 * shape.num_weights * rows / device.flops)
+    if split.shared:
+        return int(1000 * left / memory) / 1000
+    return VLLM_FRACTION if case.engine.name == "vllm" else USABLE

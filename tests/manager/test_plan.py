@@ -12,28 +12,25 @@ from typer.testing import CliRunner
 from base_model.decoder import Decoder, DecoderConfig
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.footprint import kept_per_token, training_bytes
-from common.settings import TINY
+from common.footprint import kept_per_token, mask_per_pair, training_bytes, weights_of_rank
+from common.settings import KNOWN, TINY
 from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
-from manager_service.local.plan import (
-    CORE,
-    GPUS,
-    IDLE_ADAPTERS,
-    MICRO_BATCH_TOKENS,
-    SLOTS,
-    TRAINER_CACHE,
-    Fit,
-    make_plan,
-    parse_gpu,
-)
+from manager_service.cli.plan import plan_for
+from manager_service.local import engines
+from manager_service.local.engines import CORE, GPUS, Engine, Load, max_lora_rank, parse_gpu
+from manager_service.local.plan import MICRO_BATCH_TOKENS, TRAINER_CACHE, VLLM_FRACTION, Fit, Plan, Split, make_plan
 from rollout_service.embedded.pools import EngineLimits, Pools
-from rollout_service.settings import RolloutSettings
+from rollout_service.process import vllm_engine
+from rollout_service.settings import LORA_RANKS, RolloutSettings
+from tests.support.families import save_family
+from trainer_service import memory
 from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import measured
+from trainer_service.packing import Budget
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -66,14 +63,43 @@ def test_what_a_pass_keeps_is_what_trainers_measure(tmp_path: Path, modules: boo
         if modules
         else DecoderBackbone(Decoder.load(folder, dtype=dtype))
     )
-    found = measured(Trainer(backbone), 1 << 30).bytes_per_token
+    found = probe(backbone).bytes_per_token
     assert kept_per_token(shape_of(folder), itemsize=dtype.itemsize, rank=3, modules=modules) == pytest.approx(
         found, rel=0.03
     )
 
 
+def probe(backbone: Backbone) -> Budget:
+    return measured(Trainer(backbone), 1 << 30)
+
+
+@pytest.mark.parametrize("experts", [(8, 2, 128), (64, 4, 64)])
+def test_what_a_token_keeps_in_a_mixture_of_experts_is_what_trainers_measure(
+    tmp_path: Path, experts: tuple[int, int, int]
+) -> None:
+    num, active, width = experts
+    more = {"num_experts": num, "num_experts_per_tok": active, "moe_intermediate_size": width}
+    folder = save_family("qwen3_moe", tmp_path, **SIZES, **more)
+    shape = shape_of(folder)
+    assert shape.num_weights == read_weights(folder).num and shape.num_active < shape.num_weights
+    found = probe(load_modules(folder))
+    assert kept_per_token(shape, itemsize=4, rank=3, modules=True) == pytest.approx(found.bytes_per_token, rel=0.03)
+
+
+@pytest.mark.parametrize("modules", [False, True], ids=["decoder", "transformers"])
+def test_what_masks_keep_is_what_trainers_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: bool
+) -> None:
+    monkeypatch.setattr(memory, "WIDTH", 512)  # at the few positions of a probe, more than masks grows with pairs
+    folder = make_random_base(tmp_path / "base", last_word=300, **SIZES | {"max_position_embeddings": 1024})
+    backbone = load_modules(folder) if modules else DecoderBackbone(Decoder.load(folder))
+    found = probe(backbone).bytes_per_pair
+    expected = mask_per_pair(shape_of(folder).num_layers, itemsize=4, modules=modules)
+    assert expected == pytest.approx(found, rel=0.05)
+
+
 def plan_of(folder: Path, gpu: str, **changes: Any) -> list[Fit]:
-    return make_plan(shape_of(folder), parse_gpu(gpu), itemsize=2, rank=16, **changes).fits
+    return make_plan(shape_of(folder), parse_gpu(gpu), rank=16, **changes).fits
 
 
 def test_the_engine_takes_the_rows_that_are_planned(qwen: Path) -> None:
@@ -101,7 +127,8 @@ def test_layers_are_computed_again_where_memory_is_short(qwen: Path) -> None:
         training_bytes(shape_of(qwen), tokens=4096, itemsize=2, rank=16, gpu=True, num_checkpointed=number)
         for number in (0, 28)
     )
-    assert again.kept < whole.kept / 10 and replace(again, kept=0, holes=0) == replace(whole, kept=0, holes=0)
+    assert again.kept < whole.kept / 10 and again.masks < whole.masks / 10
+    assert replace(again, kept=0, holes=0, masks=0) == replace(whole, kept=0, holes=0, masks=0)
 
 
 @pytest.mark.parametrize(("text", "memory"), [("24GB", 24e9), ("40 GiB", 40 * 2**30), ("H100", 80e9)])
@@ -116,12 +143,127 @@ def test_a_gpu_of_a_size_is_as_slow_as_the_slowest_known(qwen: Path) -> None:
         parse_gpu("big")
 
 
-def test_a_mixture_of_experts_is_refused_by_name(qwen: Path) -> None:
+def test_experts_whose_sizes_are_not_known_are_refused_by_name(qwen: Path) -> None:
     config = json.loads((qwen / "config.json").read_text())
-    with pytest.raises(ValueError, match="num_experts"):
-        BaseShape.of(config | {"num_experts": 8})
+    with pytest.raises(ValueError, match=r"n_routed_experts.*'deepseek_v3'.*only qwen3_moe"):
+        BaseShape.of(config | {"model_type": "deepseek_v3", "n_routed_experts": 8})
+    moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    with pytest.raises(ValueError, match="mlp_only_layers"):
+        BaseShape.of(config | moe | {"mlp_only_layers": [0]})
     with pytest.raises(ValueError, match="hidden_size"):
         BaseShape.of({"num_attention_heads": 1})
+
+
+QWEN3_32B = {
+    "hidden_size": 5120,
+    "intermediate_size": 25_600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+
+
+def larger(qwen: Path, sizes: dict[str, Any]) -> BaseShape:
+    """The sizes of another base model."""
+    file = qwen / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    return shape_of(qwen)
+
+
+def vllm_plan(shape: BaseShape, gpu: str, num_devices: int, **changes: Any) -> Plan:
+    device = parse_gpu(gpu)
+    return make_plan(shape, device, rank=16, engine=Engine.of("vllm", device), num_devices=num_devices, **changes)
+
+
+def test_experts_that_a_token_does_not_take_are_held_but_not_computed(qwen: Path) -> None:
+    shape = larger(qwen, QWEN3_30B_A3B)
+    assert (shape.num_weights, shape.num_active) == (
+        30_532_122_624,
+        3_353_032_704,
+    )  # as its card has them: 30.5 B and 3.3 B
+    assert shape.adapter_weights(1) == 48 * (2 * (2048 + 4096) + 2 * (2048 + 512)), "on attention alone"
+
+    def speed(rows: int) -> float:
+        return Load(shape, GPUS["h200"], Engine.of("vllm", GPUS["h200"]), 2, 16, 1024).tokens_per_s(rows)
+
+    dense = replace(shape, experts=None, ffn=128 * 768)
+    beside = Load(dense, GPUS["h200"], Engine.of("vllm", GPUS["h200"]), 2, 16, 1024)
+    assert speed(1) == pytest.approx(4800e9 / (2 * shape.num_active), rel=0.1), (
+        "one row reads the experts that it takes"
+    )
+    assert speed(256) == pytest.approx(beside.tokens_per_s(256), rel=0.05), "many rows read all"
+
+
+def test_a_rank_holds_its_part_and_what_is_gathered(qwen: Path) -> None:
+    shape = larger(qwen, QWEN3_32B)
+    assert weights_of_rank(shape, 1) == shape.num_weights == pytest.approx(32.8e9, rel=0.01)
+    table = shape.vocab * shape.hidden
+    assert weights_of_rank(shape, 4) == shape.num_weights / 4 + 2 * table
+
+    def of(num_ranks: int) -> float:
+        known: dict[str, Any] = {"itemsize": 2, "rank": 16, "gpu": True, "num_checkpointed": 64}
+        return training_bytes(shape, tokens=4096, num_ranks=num_ranks, **known).total
+
+    assert of(1) - of(4) == pytest.approx(2 * (shape.num_weights * 3 / 4 - 2 * table))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 256 * 1024), (4, 64 * 1024), (8, 32 * 1024), (16, 32 * 1024)])
+def test_devices_that_share_the_heads_share_keys_and_values(qwen: Path, number: int, expected: int) -> None:
+    assert larger(qwen, QWEN3_32B).kv_bytes(2, number) == expected, "and where heads are fewer, each has one"
+
+
+def test_a_base_that_one_gpu_holds_but_once_is_split_over_two(qwen: Path) -> None:
+    shape = larger(qwen, QWEN3_32B)
+    assert vllm_plan(shape, "h100", 1).chosen is None
+    fit = vllm_plan(shape, "h200", 2).chosen
+    assert fit is not None and fit.split == Split(workers=1, parallel=1, ranks=1, shared=False)
+
+
+def test_on_many_gpus_heads_are_spread_and_the_trainer_has_ranks(qwen: Path) -> None:
+    shape = larger(qwen, QWEN3_32B)
+    plan = vllm_plan(shape, "80GB", 8)
+    fit = plan.chosen
+    assert fit is not None and fit.split.parallel > 1 and fit.split.ranks > 1 and fit.rows >= 16
+    assert fit.split.for_rollouts + fit.split.ranks <= 8
+    load = Load(shape, plan.case.device, plan.case.engine, 2, 16, fit.context, fit.split.parallel)
+    assert fit.training.total < 80e9 and load.beside_kv + fit.kv <= 0.9 * 80e9
+    assert load.rows(fit.kv) * fit.split.workers == fit.rows
+    others = [other for other in plan.fits if other.context == fit.context]
+    assert others == [fit], "one split a context"
+
+
+def test_the_best_split_has_the_fastest_slower_half(qwen: Path) -> None:
+    def slower(num_devices: int) -> float:
+        (fit,) = vllm_plan(shape_of(qwen), "h100", num_devices, context=4096).fits
+        return min(fit.most_tokens_per_s, fit.most_trained_per_s)
+
+    assert slower(2) < slower(4) < slower(8)
+    (fit,) = vllm_plan(shape_of(qwen), "h100", 8, context=4096).fits
+    assert fit.split.workers > fit.split.ranks, "sampling is the slower one, so it has more devices"
+
+
+def test_one_gpu_for_both_gives_vllm_what_the_trainer_leaves(qwen: Path) -> None:
+    for fit in vllm_plan(shape_of(qwen), "24GB", 1).fits:
+        assert fit.training.total + fit.fraction * 24e9 <= 0.95 * 24e9
+    (fit,) = vllm_plan(shape_of(qwen), "24GB", 1, context=2048).fits
+    load = Load(shape_of(qwen), GPUS["l4"], Engine.of("vllm", GPUS["l4"]), 2, 16, 2048)
+    assert fit.rows and load.beside_kv + fit.kv <= fit.fraction * 24e9 < load.beside_kv + fit.kv + (1 << 20)
+
+
+def test_vllm_is_started_for_ranks_that_it_takes() -> None:
+    assert [max_lora_rank(rank) for rank in (1, 32, 33, 300, 512)] == [32, 32, 64, 320, 512]
 
 
 def run(*argv: str) -> tuple[int, str]:
@@ -142,12 +284,44 @@ def test_the_command_says_what_helps_where_nothing_fits(qwen: Path) -> None:
     status, printed = run(str(qwen), "--gpu", "2GB")
     assert status == 1 and "two copies of the weights are more than the memory" in printed
     status, printed = run(str(qwen), "--gpu", "6GB", "--context", "40960")
-    assert status == 1 and "a context of 40,960 does not fit" in printed and "cuda:1" in printed
+    assert status == 1 and "a context of 40,960 does not fit" in printed and "--gpus 2" in printed
+
+
+def test_the_command_prints_how_several_gpus_are_split(qwen: Path) -> None:
+    larger(qwen, QWEN3_32B)
+    status, printed = run(str(qwen), "--gpu", "h100", "--gpus", "8", "--engine", "vllm", "--json")
+    found = json.loads(printed)
+    settings = found["settings"]
+    chosen = next(fit for fit in found["contexts"] if str(fit["context"]) == settings["MARLAAS_MAX_CONTEXT"])
+    for_rollouts = chosen["rollout_workers"] * chosen["tensor_parallel"]
+    last = for_rollouts + chosen["trainer_ranks"] - 1
+    assert status == 0
+    assert settings["MARLAAS_DEVICES"] == f"rollout:0-{for_rollouts - 1},trainer:{for_rollouts}-{last}"
+    assert settings["MARLAAS_TRAINER_RANKS"] == str(chosen["trainer_ranks"])
+    assert settings["MARLAAS_VLLM_TENSOR_PARALLEL"] == str(chosen["tensor_parallel"])
+    assert (settings["MARLAAS_ENGINE"], settings["MARLAAS_VLLM_MEMORY_FRACTION"]) == ("vllm", "0.9")
+    assert {name.removeprefix("MARLAAS_").lower() for name in settings} <= KNOWN
+    status, printed = run(str(qwen), "--gpu", "h100", "--gpus", "8", "--engine", "vllm")
+    assert status == 0 and "is assumed" in " ".join(printed.split())
+    assert f"--rollout {chosen['rollout_workers']}" in printed or chosen["rollout_workers"] == 1
+
+
+def test_the_command_names_what_the_embedded_engine_refuses_and_plans_it_for_vllm(qwen: Path) -> None:
+    larger(qwen, QWEN3_30B_A3B)
+    with pytest.raises(InvalidInput, match=r"embedded engine does not compute model_type 'qwen3_moe'.*--engine vllm"):
+        plan_for(str(qwen), gpu="80GB")
+    status, printed = run(str(qwen), "--gpu", "h200", "--gpus", "2", "--engine", "vllm")
+    assert status == 0 and "3,353 M of them for a token" in printed
+
+
+def test_several_cpus_are_one_device(qwen: Path) -> None:
+    with pytest.raises(InvalidInput, match="--gpus"):
+        plan_for(str(qwen), gpu=None, gpus=2)
 
 
 def test_a_cpu_is_planned_in_float32(qwen: Path) -> None:
     cpu = CORE._replace(memory=24e9)
-    whole = make_plan(shape_of(qwen), cpu, itemsize=4, rank=16)
+    whole = make_plan(shape_of(qwen), cpu, rank=16)
     assert whole.chosen is not None and whole.weights == pytest.approx(2.38e9, rel=0.01)
 
 
@@ -155,5 +329,9 @@ def test_its_constants_are_the_workers_defaults() -> None:
     trainer, rollout = TrainerSettings.model_fields, RolloutSettings.model_fields
     assert trainer["trainer_micro_batch_tokens"].default == MICRO_BATCH_TOKENS
     assert 2 * trainer["trainer_cache_bytes"].default == TRAINER_CACHE
-    assert rollout["rollout_slots"].default == SLOTS
-    assert rollout["rollout_idle_adapter_bytes"].default == IDLE_ADAPTERS
+    assert rollout["rollout_slots"].default == Engine.of("torch", GPUS["l4"]).slots
+    assert rollout["rollout_idle_adapter_bytes"].default == engines.IDLE_ADAPTERS
+    assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == Engine.of("vllm", GPUS["l4"]).slots
+    assert rollout["vllm_max_loras"].default == engines.MAX_LORAS
+    assert rollout["vllm_max_lora_rank"].default == engines.MAX_LORA_RANK and engines.LORA_RANKS == LORA_RANKS
+    assert rollout["vllm_memory_fraction"].default == VLLM_FRACTION and vllm_engine.CHUNK_TOKENS == engines.STEP_TOKENS
