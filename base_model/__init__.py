@@ -9,5 +9,5 @@ Its files:
     adapter.py   loads, checks and saves the weights of one adapter version
     kernels.py   chooses how this machine multiplies, so that no bits depend on what is computed beside them
     free_memory.py   finds how much memory this process may still take
-    device.py    finds a device, prepares a processor, and measures computing time
+    device.py    finds a device and its free memory, prepares a processor, and measures computing time
 """

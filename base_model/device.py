@@ -1,4 +1,4 @@
-"""Finds a device by name, prepares a processor's threads and memory, and measures the time of a computing thread."""
+"""Finds a device by name and its free memory, prepares a processor's threads and memory, and measures a computing thread's time."""
 
 import ctypes
 import time
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from common.errors import InvalidInput
+from common.host_memory import host_bytes
 
 
 def find_device(name: str, setting: str) -> torch.device:
@@ -18,6 +19,11 @@ def find_device(name: str, setting: str) -> torch.device:
         raise InvalidInput(f"{setting}={name}: torch finds no such device here ({reason})") from error
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that nobody uses now. Others may take them in the next moment."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_bytes()
+
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """From glibc's malloc.h."""
 KEPT_BYTES = 1 << 30
@@ -25,12 +31,21 @@ _C = ctypes.CDLL(None)
 
 
 def prepare_cpu(num_threads: int) -> None:
-    """Sets the threads, and lets the process keep freed memory for its next tensors, until `give_back_memory`. Call it first.
+    """Sets the threads of torch, and keeps freed memory. Call it first.
+
+    Of its two libraries MKL has one number of threads; OpenMP has one for each thread, which threads that have computed before keep.
+    """
+    torch.set_num_threads(num_threads)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Lets the process keep freed memory for its next tensors, until `give_back_memory`, and all threads that start from now on share
+    it.
 
     glibc gives large blocks back at once and asks for them again in the next forward, page by page, which takes a
     tenth of the processor time of a training step. With another C library, or one older than 2.35, nothing changes.
     """
-    torch.set_num_threads(num_threads)
     mallopt = getattr(_C, "mallopt", None)
     if mallopt is not None and mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

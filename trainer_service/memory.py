@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from base_model.device import give_back_memory
-from base_model.free_memory import free_bytes
+from base_model.device import free_bytes, give_back_memory
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows

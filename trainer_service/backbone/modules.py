@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import LINEAR_MODULES
-from base_model.free_memory import free_bytes
+from base_model.device import free_bytes
 from common.footprint import BYTES_OF_SCORE, MAX_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of

@@ -1,4 +1,4 @@
-"""Measures the memory that this process may still take: of a GPU, or of the machine and the control groups that it runs in.
+"""How much memory this process may still take of the machine, and of the control groups that it runs in.
 
 A container sees the whole machine's memory; what ends it is its control group's limit. Pages of files that the kernel can drop are
 free in both, though neither counts them as such.
@@ -7,8 +7,6 @@ free in both, though neither counts them as such.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -24,13 +22,6 @@ class GroupFiles:
 
 V1 = GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = GroupFiles("memory.max", "memory.current", "inactive_file")
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that nobody uses now. Others may take them in the next moment."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return host_bytes()
 
 
 def host_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
