@@ -91,6 +91,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def kill_children() -> None:
+    """Kills the processes that this one has started, where the kernel tells which they are."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        for pid in file.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
 def serve(answer: Callable[[bytes], bytes], *, memory_bytes: int | None = None) -> None:
     """Runs a helper: answers questions until standard input ends. The kernel kills it with its parent, and where memory runs out
     before its parent. A Ctrl-C in the terminal is for the parent."""

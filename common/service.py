@@ -6,9 +6,9 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,6 +18,7 @@ from common.bus import Bus
 from common.downloads import Download
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.handlers import Handler
+from common.helpers import kill_children
 from common.membership import Membership
 from common.messages import AdapterNew, Outside
 from common.objects import Objects, patiently
@@ -28,9 +29,11 @@ from common.telemetry import KEEP_S, Reporter
 from common.worker import Inbox, Worker, worker_id
 
 S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
 HEARTBEAT_S = 1.0
 PROGRESS_S = 1.0
-"""Between two words of a download."""
+"""Between two words of a download, or of what is loaded."""
+LOADING_S = 10
 NEED_WEIGHTS = ("rollout", "trainer")
 
 
@@ -78,8 +81,11 @@ class BuiltService:
     close: Sequence[Callable[[], Awaitable[None]]] = ()
 
 
-def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Awaitable[BuiltService]]) -> None:
-    """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do."""
+def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+    """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
+
+    `build` loads what takes long in a thread: the event loop beats, says that the worker starts, and hears SIGTERM meanwhile.
+    """
     run_with(name, settings_type, lambda settings: _run(name, settings, build))
 
 
@@ -128,7 +134,7 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[BuiltService]]) -> None:
+async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
     async with heartbeat(settings.heartbeat_file):
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
@@ -136,7 +142,7 @@ async def _run(name: str, settings: S, build: Callable[[S, Parts], Awaitable[Bui
 
 
 async def _serve(
-    name: str, settings: S, build: Callable[[S, Parts], Awaitable[BuiltService]], objects: Objects
+    name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]], objects: Objects
 ) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,9 +150,9 @@ async def _serve(
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
     parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
-    starting = Reporter(parts.worker, name, cell.base_model, slots=0)
-    await _fetch_base(settings.models[settings.model_name], starting, bus, stop)
-    service = await build(settings, parts)
+    start = _Start(Reporter(parts.worker, name, cell.base_model, slots=0), bus, stop)
+    await _fetch_base(settings.models[settings.model_name], start)
+    service = await start.during(build(settings, parts), _loading(cell.base_model))
     fingerprint, fingerprints = service.fingerprint, parts.fingerprints
     membership = Membership(
         bus, name, deterministic=settings.deterministic, fingerprint=fingerprint, fingerprints=fingerprints
@@ -163,23 +169,51 @@ async def _serve(
         await bus.close()
 
 
-async def _fetch_base(where: str, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> None:
-    """Downloads a base model of the hub with what this service needs of it, and says meanwhile how far it is; ends the process on `stop`.
-    What is there of a file by then is kept for the next start. Raises InvalidInput.
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a worker does before it is built: it says what that is, and ends when it is told to."""
+
+    reporter: Reporter
+    bus: Bus
+    stop: asyncio.Event
+
+    async def during(self, work: Coroutine[Any, Any, T], told: Callable[[], str]) -> T:
+        """The result of `work`. Says meanwhile, by `told`, how far it is; ends the process on `stop`, for nothing ends a thread."""
+        working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        telling = asyncio.create_task(self._tell(told))
+        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            kill_children()
+            leave()
+        await cancel_all([stopped, telling])
+        return working.result()
+
+    async def _tell(self, told: Callable[[], str]) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            report = self.reporter.report("starting", 0, reason=await asyncio.to_thread(told))
+            await self.bus.broadcast(self.bus.cell.telemetry, report, keep_s=KEEP_S)
+
+
+def _loading(base: str) -> Callable[[], str]:
+    """`loading q, for 20 s`: it changes every LOADING_S, so whoever waits sees that it goes on."""
+    since = time.monotonic()
+
+    def told() -> str:
+        seconds = int((time.monotonic() - since) / LOADING_S) * LOADING_S
+        return f"loading {base}" + (f", for {seconds} s" if seconds else "")
+
+    return told
+
+
+async def _fetch_base(where: str, start: _Start) -> None:
+    """Downloads a base model of the hub with what this service needs of it. What is there of a file when the process ends is kept for
+    the next start. Raises InvalidInput.
     """
     if Path(where).is_dir():
         return
-    resolve = resolve_model if reporter.service in NEED_WEIGHTS else resolve_config
-    fetching = asyncio.create_task(asyncio.to_thread(resolve, where))
-    stopped, download = asyncio.create_task(stop.wait()), Download(where)
-    either = partial(asyncio.wait, [fetching, stopped], timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
-    while not (await either())[0]:
-        reason = await asyncio.to_thread(download.progress)
-        await bus.broadcast(bus.cell.telemetry, reporter.report("starting", 0, reason=reason), keep_s=KEEP_S)
-    if not fetching.done():
-        leave()  # nothing ends the thread that downloads
-    await cancel_all([stopped])
-    fetching.result()
+    resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
+    await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
 
 
 def _reporter(worker: str, name: str, cell: Cell, service: BuiltService) -> Reporter:

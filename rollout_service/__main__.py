@@ -1,11 +1,12 @@
 """Starts one rollout worker. Wiring only."""
 
+import asyncio
 from pathlib import Path
 
 import torch
 
 from base_model.decoder import Decoder
-from base_model.device import find_device, prepare_cpu
+from base_model.device import find_device, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.errors import InvalidInput
 from common.messages import TurnDelta
@@ -81,7 +82,10 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
 
 
 async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
-    engine, bits = load_engine(settings)
+    keep_freed_memory()  # before the thread that loads has a heap of its own
+    engine, bits = await asyncio.to_thread(load_engine, settings)
+    if settings.engine == "torch":
+        prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
 
     async def send_delta(reply_to: str, delta: TurnDelta) -> None:

@@ -1,8 +1,9 @@
 """Starts one trainer worker. Wiring only."""
 
+import asyncio
 from pathlib import Path
 
-from base_model.device import prepare_cpu
+from base_model.device import keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
 from common.errors import InvalidInput
 from common.service import BuiltService, Parts, run
@@ -58,7 +59,9 @@ def _load(settings: TrainerSettings, folder: Path) -> Backbone:
 
 
 async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
-    trainer, bits = load_trainer(settings)
+    keep_freed_memory()  # before the thread that loads has a heap of its own
+    trainer, bits = await asyncio.to_thread(load_trainer, settings)
+    prepare_cpu(settings.trainer_threads)  # for this thread
     base, cached = parts.cell.base_model, settings.trainer_cache_bytes
     handler = TrainHandler(
         trainer, parts.store, base, worker=parts.worker, cache_bytes=cached, fingerprints=parts.fingerprints

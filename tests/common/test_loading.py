@@ -1,0 +1,81 @@
+"""A worker that loads its base model is alive all the while, says that it loads, and ends when it is told to."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.bus import Bus
+from common.messages import WorkerReport
+from tests.common.test_hub import ROOT
+from tests.manager.test_supervisor import gone
+
+NUM_BEATS = 3
+
+
+@asynccontextmanager
+async def slow_worker(
+    service: str, tmp_path: Path, bus: Bus, redis_url: str
+) -> AsyncGenerator["subprocess.Popen[bytes]"]:
+    own = {
+        "MARLAAS_BASE_MODELS": f"{bus.cell.base_model}={ROOT / 'models' / 'tiny'}",
+        "MARLAAS_DATA_DIR": str(tmp_path),
+        "MARLAAS_REDIS_URL": redis_url,
+        "MARLAAS_HEARTBEAT_FILE": str(tmp_path / "heartbeat"),
+        "MARLAAS_TRAINER_THREADS": "2",
+        "MARLAAS_ROLLOUT_THREADS": "2",
+    }
+    argv = [sys.executable, "-m", "tests.support.slow_worker", service, str(tmp_path / "go on")]
+    worker = subprocess.Popen(argv, cwd=ROOT, env=os.environ | own)
+    try:
+        async with asyncio.timeout(120):
+            yield worker
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+async def heard(bus: Bus, is_it: Callable[[WorkerReport], bool]) -> WorkerReport:
+    """Waits for a report."""
+    while True:
+        for _, report in await bus.follow(bus.cell.telemetry, "0", block_ms=None):
+            if isinstance(report, WorkerReport) and is_it(report):
+                return report
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("service", ["rollout", "trainer"])
+async def test_a_worker_that_loads_beats_and_says_so_until_it_has_joined(
+    service: str, tmp_path: Path, bus: Bus, redis_url: str
+) -> None:
+    async with slow_worker(service, tmp_path, bus, redis_url):
+        # Given a worker whose base model takes long to load
+        report = await heard(bus, lambda report: report.state == "starting")
+        assert (report.service, report.reason) == (service, f"loading {bus.cell.base_model}")
+        # Then its event loop turns all the while
+        times = {(tmp_path / "heartbeat").stat().st_mtime_ns}
+        while len(times) <= NUM_BEATS:
+            times.add((tmp_path / "heartbeat").stat().st_mtime_ns)
+            await asyncio.sleep(0.05)
+        # And once it has loaded it joins
+        (tmp_path / "go on").touch()
+        await heard(bus, lambda report: report.state == "idle")
+
+
+@pytest.mark.parametrize("service", ["rollout", "trainer"])
+async def test_a_worker_that_loads_ends_when_it_is_told_to(
+    service: str, tmp_path: Path, bus: Bus, redis_url: str
+) -> None:
+    async with slow_worker(service, tmp_path, bus, redis_url) as worker:
+        await heard(bus, lambda report: report.reason.startswith("loading"))
+        worker.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait) == 0
+        assert not (tmp_path / "go on").exists()
+        helper = int((tmp_path / "helper").read_text())
+        assert await gone([helper]), "what it had started to load with it"

@@ -1,0 +1,34 @@
+"""A worker whose base model is not loaded before a file is there: `python -m tests.support.slow_worker SERVICE FILE`."""
+
+import importlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common.service import run
+from rollout_service.settings import RolloutSettings
+from trainer_service.settings import TrainerSettings
+
+LOADERS = {"rollout": "load_engine", "trainer": "load_trainer"}
+
+
+def main(service: str, file: Path) -> None:
+    module: Any = importlib.import_module(f"{service}_service.__main__")
+    load = getattr(module, LOADERS[service])
+
+    def waiting(settings: Any) -> Any:
+        helper = subprocess.Popen(["sleep", "600"])  # as an engine's process, or a self-test's
+        file.with_name("helper").write_text(str(helper.pid))
+        while not file.exists():
+            time.sleep(0.05)  # as a thread that reads weights, which nothing ends
+        helper.kill()
+        return load(settings)
+
+    setattr(module, LOADERS[service], waiting)
+    run(service, RolloutSettings if service == "rollout" else TrainerSettings, module.build)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
