@@ -8,6 +8,6 @@ Its files:
     stacked.py   computes adapter products for rows of different adapters
     adapter.py   loads, checks and saves the weights of one adapter version
     kernels.py   chooses how this machine multiplies, so that no bits depend on what is computed beside them
-    free_memory.py   finds how much memory this process may still take
+    loading_turn.py   lets workers load to a GPU one after the other
     device.py    finds a device and its free memory, prepares a processor, and measures computing time
 """

@@ -1,6 +1,7 @@
 """Starts one rollout worker. Wiring only."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from base_model.decoder import Decoder
 from base_model.device import find_device, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
+from base_model.loading_turn import alone_on
 from common.errors import InvalidInput
 from common.messages import TurnDelta
 from common.service import BuiltService, Parts, run
@@ -83,7 +85,10 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
 
 async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     keep_freed_memory()  # before the thread that loads has a heap of its own
-    engine, bits = await asyncio.to_thread(load_engine, settings)
+    with contextlib.ExitStack() as turn:
+        await asyncio.to_thread(turn.enter_context, alone_on(settings.rollout_device, settings.vllm_tensor_parallel))
+        engine, bits = await asyncio.to_thread(load_engine, settings)
+        await engine.start()
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
@@ -91,7 +96,6 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     async def send_delta(reply_to: str, delta: TurnDelta) -> None:
         await parts.bus.publish([(reply_to, delta)])
 
-    await engine.start()
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
     return BuiltService(
         handler,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from base_model.device import keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
+from base_model.loading_turn import alone_on
 from common.errors import InvalidInput
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
@@ -44,9 +45,10 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
     prepare_cpu(settings.trainer_threads)
-    backbone = _load(settings, folder)
-    trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens * backbone.num_ranks), deterministic)
-    fit(trainer, settings.trainer_memory_bytes)
+    with alone_on(settings.trainer_device, settings.trainer_ranks):
+        backbone = _load(settings, folder)
+        trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens * backbone.num_ranks), deterministic)
+        fit(trainer, settings.trainer_memory_bytes)
     return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
 
 
@@ -60,7 +62,7 @@ def _load(settings: TrainerSettings, folder: Path) -> Backbone:
 
 async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     keep_freed_memory()  # before the thread that loads has a heap of its own
-    trainer, bits = await asyncio.to_thread(load_trainer, settings)
+    trainer, bits = await asyncio.to_thread(load_trainer, settings)  # in a thread that stays, for ranks end with it
     prepare_cpu(settings.trainer_threads)  # for this thread
     base, cached = parts.cell.base_model, settings.trainer_cache_bytes
     handler = TrainHandler(
