@@ -14,7 +14,7 @@ from common.worker import Inbox
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.interface import Backbone
 from trainer_service.handler import TrainHandler
-from trainer_service.memory import fit
+from trainer_service.memory import cache_bytes, fit
 from trainer_service.packing import Budget
 from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
@@ -64,7 +64,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     keep_freed_memory()  # before the thread that loads has a heap of its own
     trainer, bits = await asyncio.to_thread(load_trainer, settings)  # in a thread that stays, for ranks end with it
     prepare_cpu(settings.trainer_threads)  # for this thread
-    base, cached = parts.cell.base_model, settings.trainer_cache_bytes
+    base, cached = parts.cell.base_model, settings.trainer_cache_bytes or cache_bytes(trainer)
     handler = TrainHandler(
         trainer, parts.store, base, worker=parts.worker, cache_bytes=cached, fingerprints=parts.fingerprints
     )

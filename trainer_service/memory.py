@@ -1,6 +1,6 @@
 """Measures at a trainer's start how much memory a micro-batch takes on its base model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,11 +10,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from base_model.device import free_bytes, give_back_memory
+from common.footprint import FLOAT32
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer
 
+LEAST_CACHE = 512 << 20
+CACHED_STATES, CACHED_RANK, CACHE_SHARE = 4, 32, 8
+"""States of adapters of that rank, on every linear layer, for which there is room by default; at most one part in so many of what is
+free."""
 WIDTH = 32  # positions of a probe's sequence: few, for each costs a large base a tenth of a second on a CPU
 GROUP_SIZE = 2
 NUM_WRITTEN = 5
@@ -32,6 +37,17 @@ def fit(trainer: Trainer, num_bytes: int) -> None:
 def measured(trainer: Trainer, num_bytes: int) -> Budget:
     """Measures the trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now."""
     return _bounded(trainer, _probe(trainer), num_bytes)
+
+
+def cache_bytes(trainer: Trainer) -> int:
+    """Bytes for adapters with optimiser states, where nobody has said how many."""
+    return cache_for(trainer.backbone.linear_shapes(), free_bytes(trainer.backbone.device))
+
+
+def cache_for(shapes: Mapping[str, tuple[int, int]], free: int) -> int:
+    """`shapes`: (out, in) of the linear layers. `free`: bytes."""
+    state = 3 * FLOAT32 * CACHED_RANK * sum(out + width for out, width in shapes.values())  # values and two moments
+    return max(LEAST_CACHE, min(CACHED_STATES * state, free // CACHE_SHARE))
 
 
 class Probed(NamedTuple):

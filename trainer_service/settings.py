@@ -37,9 +37,10 @@ class TrainerSettings(Settings):
     trainer_compile: bool = False
     """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
     for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode and the transformers backbone do without."""
-    trainer_cache_bytes: int = Field(default=512 << 20, ge=0)
+    trainer_cache_bytes: int = Field(default=0, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
-    recently used are dropped first."""
+    recently used are dropped first. 0: for four adapters of rank 32, at most an eighth of what is free at the start, at
+    least 512 MiB."""
 
     @property
     def dtype(self) -> str:

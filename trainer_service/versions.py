@@ -40,6 +40,7 @@ class Versions:
         self._retry_delays_s = retry_delays_s
         self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
         """Each of a committed version."""
+        self._told = False
 
     def resident(self) -> list[AdapterRef]:
         """Those in memory."""
@@ -54,7 +55,7 @@ class Versions:
         state = self._cache.get(adapter)
         if state is None:
             state = await self.read(adapter, beat)
-            self._cache.put(adapter, state)
+            self._keep(adapter, state)
         return state
 
     async def read(self, adapter: AdapterRef, beat: Beat, *, with_optimizer: bool = True) -> TrainState:
@@ -80,12 +81,20 @@ class Versions:
             if winner is None:
                 raise Unavailable(f"the manifest of {manifest.adapter} exists but cannot be read") from None
             return winner, False
-        self._cache.put(manifest.adapter, state)
+        self._keep(manifest.adapter, state)
         return committed, True
 
     def forget(self, adapter: AdapterRef) -> None:
         """Makes room in memory: nothing is computed from this version any more."""
         self._cache.pop(adapter)
+
+    def _keep(self, adapter: AdapterRef, state: TrainState) -> None:
+        """Keeps a state in memory, unless it alone is more than all may take, which the log says once."""
+        budget = self._cache.budget_bytes
+        if state.num_bytes > budget and not self._told:
+            self._told = True
+            log.warning("state_not_kept", adapter=str(adapter), state_bytes=state.num_bytes, trainer_cache_bytes=budget)
+        self._cache.put(adapter, state)
 
     def _save(self, state: TrainState) -> dict[str, bytes]:
         return {**save_adapter(state.adapter, self._base_model), OPTIMIZER_FILE: save_moments(state.moments)}
