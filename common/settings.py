@@ -34,6 +34,8 @@ _KNOWN = (
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_slots trainer_micro_batch_tokens "
     "trainer_memory_bytes trainer_checkpointing trainer_compile trainer_cache_bytes "
+    # `marlaas up`
+    "devices rollout_share "
     # the command line
     "url api_key"
 )

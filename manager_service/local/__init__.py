@@ -6,10 +6,13 @@ Its files:
 
     supervisor.py       starts every service, restarts those that end, stops all of them
     processes.py        keeps one child process running
-    devices.py          says which workers compute on the processor although there is a GPU
+    devices.py          says which worker computes on which device
+    gpus.py             finds the GPUs, and gives workers theirs
+    settings.py         reads the settings of `marlaas up` alone
     plan.py             says what of a base model fits on one device or several
     engines.py          says what each engine of rollouts takes of a device
-    context.py          chooses the context that is served where memory is short
+    context.py          chooses the context that is served, and the memory of workers
+    sharing.py          shares a memory between copies of base models
     child.py            runs a command that dies with the process that started it
     embedded_redis.py   finds the Redis server, and starts it on a data folder
 """

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
@@ -29,9 +29,9 @@ from redis.exceptions import RedisError
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
 from common.settings import parse_base_models, pinned
-from manager_service.local.context import default_context
-from manager_service.local.devices import idle_gpu
+from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
+from manager_service.local.gpus import SERVICES, Worker
 from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
@@ -201,13 +201,14 @@ class LocalCluster:
             self.redis_url = server.url
             self._redis = self._kept("redis", server.argv, {})
         self._pin_bases()
-        if line := idle_gpu(self._environment):
+        commands = self._commands(self._counts, self._environment)
+        arranged = arrange(self._environment, list(_workers(commands)))
+        self._environment |= arranged.settings
+        for line in filter(None, [idle_gpu(self._environment), *arranged.lines]):
             self._notify(line)
-        if chosen := default_context(self._environment):
-            self._environment["MARLAAS_MAX_CONTEXT"] = str(chosen[0])
-            self._notify(chosen[1])
-        for service in self._commands(self._counts, self._environment):
-            self._services[service.name] = self._kept(service.name, service.argv, service.environment)
+        for service in commands:
+            own = {**service.environment, **arranged.of_workers.get(service.name, {})}
+            self._services[service.name] = self._kept(service.name, service.argv, own)
 
     def _pin_bases(self) -> None:
         """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
@@ -343,6 +344,13 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
             argv = (sys.executable, "-m", f"{service}_service")
             services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
     return services
+
+
+def _workers(commands: Sequence[ServiceCommand]) -> Iterator[Worker]:
+    """Those that hold a base model."""
+    for command in commands:
+        if (service := command.name.partition("-")[0]) in SERVICES:
+            yield Worker(command.name, service, command.environment.get("MARLAAS_BASE_MODEL", ""))
 
 
 def lock_folder(data_dir: Path) -> TextIO:

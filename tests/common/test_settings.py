@@ -13,13 +13,14 @@ import pytest
 from common.errors import REFUSED, InvalidInput
 from common.settings import KNOWN, Settings, explained, parse_base_models, refuse_unknown
 from env_service.settings import EnvSettings
+from manager_service.local.settings import LocalSettings
 from manager_service.settings import ManagerSettings
 from marlaas_client.place import ClientSettings
 from rollout_service.settings import RolloutSettings
 from trainer_service.settings import TrainerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (Settings, ManagerSettings, EnvSettings, RolloutSettings, TrainerSettings, ClientSettings)
+ALL = (Settings, ManagerSettings, EnvSettings, RolloutSettings, TrainerSettings, LocalSettings, ClientSettings)
 
 
 def docstrings(settings: type) -> dict[str, str]:

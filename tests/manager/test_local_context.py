@@ -9,7 +9,9 @@ import torch
 from base_model.decoder import DecoderConfig
 from common.errors import InvalidInput
 from common.settings import TINY
-from manager_service.local.context import default_context
+from harness.bases import QWEN3_06B
+from manager_service.local.context import Chosen, by_default, choose
+from manager_service.local.gpus import Gpu, Worker
 from rollout_service.embedded.pools import EngineLimits, Pools
 
 GIB = 1 << 30
@@ -18,18 +20,7 @@ GIB = 1 << 30
 @pytest.fixture
 def qwen(tmp_path: Path) -> Path:
     """A configuration with the sizes of Qwen3-0.6B."""
-    sizes = {
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-    }
-    config = (
-        json.loads((TINY / "config.json").read_text())
-        | sizes
-        | {"max_position_embeddings": 40_960, "layer_types": None}
-    )
+    config = json.loads((TINY / "config.json").read_text()) | QWEN3_06B | {"layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -48,30 +39,118 @@ def test_what_fits_is_what_the_engine_takes(qwen: Path, kv_bytes: int, dtype: st
         "MARLAAS_ROLLOUT_KV_BYTES": str(kv_bytes),
         "MARLAAS_ROLLOUT_DTYPE": dtype,
     }
-    chosen = default_context(bases)
-    assert chosen is not None and chosen[0] == fits
-    assert f"context {fits:,} of the 40,960 tokens of 'qwen'" in chosen[1] and "MARLAAS_MAX_CONTEXT" in chosen[1]
+    chosen = by_default(bases)
+    assert chosen.settings == {"MARLAAS_MAX_CONTEXT": str(fits)}
+    assert (
+        f"context {fits:,} of the 40,960 tokens of 'qwen'" in chosen.lines[0]
+        and "MARLAAS_MAX_CONTEXT" in chosen.lines[0]
+    )
     assert pools(qwen, kv_bytes, fits, getattr(torch, dtype)).tokens >= fits
 
 
-def test_on_a_gpu_keys_and_values_take_half(qwen: Path) -> None:
-    gpu = {"MARLAAS_BASE_MODELS": f"qwen={qwen}", "MARLAAS_ROLLOUT_DEVICE": "cuda"}
-    assert (default_context(gpu) or (0,))[0] == 6144
-    assert (default_context(gpu | {"MARLAAS_ROLLOUT_DTYPE": "float32"}) or (0,))[0] == 3072
+def test_on_a_gpu_whose_memory_is_not_known_keys_and_values_take_half(qwen: Path) -> None:
+    gpu = {"MARLAAS_BASE_MODELS": f"qwen={qwen}", "MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"}
+    assert choose(gpu, WORKERS, {}, []).settings == {"MARLAAS_MAX_CONTEXT": "6144"}
+    assert choose(gpu | {"MARLAAS_ROLLOUT_DTYPE": "float32"}, WORKERS, {}, []).settings == {
+        "MARLAAS_MAX_CONTEXT": "3072"
+    }
 
 
-def test_nothing_is_chosen_where_all_fits_or_somebody_has_chosen(qwen: Path) -> None:
+def test_nothing_is_chosen_where_all_fits_or_something_is_wrong(qwen: Path) -> None:
+    tiny = [Worker("rollout-0", "rollout", "tiny"), Worker("trainer-0", "trainer", "tiny")]
+    assert choose({}, tiny, {}, [], free=lambda: 1) == Chosen()
     large = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"}
-    assert default_context({}) is None
-    assert default_context(large | {"MARLAAS_MAX_CONTEXT": "1024"}) is None
-    assert default_context(large | {"MARLAAS_ENGINE": "vllm"}) is None
-    assert default_context(large | {"MARLAAS_ROLLOUT_KV_BYTES": str(16 * GIB)}) is None
+    assert by_default(large | {"MARLAAS_MAX_CONTEXT": "1024"}) == Chosen()
+    assert by_default(large | {"MARLAAS_ROLLOUT_KV_BYTES": str(16 * GIB)}) == Chosen()
     for wrong in (
         {"MARLAAS_BASE_MODELS": "x"},
         {"MARLAAS_ROLLOUT_KV_BYTES": "much"},
         {"MARLAAS_BASE_MODELS": "x=/nowhere"},
+        {"MARLAAS_ROLLOUT_SHARE": "2"},
     ):
-        assert default_context(large | wrong) is None, "the service that it is for says what is wrong"
+        assert "MARLAAS_ROLLOUT_KV_BYTES" not in choose(large | wrong, WORKERS, {}, []).settings, (
+            "its service says what is wrong"
+        )
+
+
+# ---- by the memory at hand ------------------------------------------------------------------------------------------
+
+GB = 1_000_000_000
+WORKERS = [Worker("rollout-0", "rollout", "qwen"), Worker("trainer-0", "trainer", "qwen")]
+ON_GPU = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"}
+BOTH_ON_0 = {"rollout-0": (0,), "trainer-0": (0,)}
+
+
+def chosen(qwen: Path, free_gb: float, **settings: str) -> Chosen:
+    environment = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"} | {
+        f"MARLAAS_{name}": value for name, value in settings.items()
+    }
+    return choose(environment, WORKERS, {}, [], free=lambda: int(free_gb * GB))
+
+
+def test_more_memory_serves_a_longer_context_which_the_engine_takes(qwen: Path) -> None:
+    served = list[int]()
+    for free_gb in (24, 64, 512):
+        found = chosen(qwen, free_gb)
+        served.append(int(found.settings.get("MARLAAS_MAX_CONTEXT", "40960")))
+        assert pools(qwen, int(found.settings["MARLAAS_ROLLOUT_KV_BYTES"]), served[-1]).tokens >= served[-1]
+        (line,) = found.lines
+        assert f"{served[-1]:,}" in line and "MARLAAS_MAX_CONTEXT" in line and "this machine" in line
+    assert served == sorted(served) and len(set(served)) > 2 and served[-1] == 40_960
+
+
+def test_on_a_cpu_vllm_gets_keys_and_values_for_the_context_that_is_served(qwen: Path) -> None:
+    found = chosen(qwen, 32, ENGINE="vllm")
+    context, kv = (int(found.settings[f"MARLAAS_{name}"]) for name in ("MAX_CONTEXT", "ROLLOUT_KV_BYTES"))
+    assert 1024 <= context < 40_960 and kv > context * 2 * 28 * 8 * 128 * 4
+
+
+def test_what_somebody_has_chosen_stays(qwen: Path) -> None:
+    assert chosen(qwen, 64, MAX_CONTEXT="2048").settings.keys() == {
+        "MARLAAS_ROLLOUT_KV_BYTES",
+        "MARLAAS_TRAINER_MEMORY_BYTES",
+        "MARLAAS_TRAINER_CACHE_BYTES",
+    }
+    given = chosen(qwen, 64, ROLLOUT_KV_BYTES=str(GIB), TRAINER_MEMORY_BYTES="1000", TRAINER_CACHE_BYTES="1000")
+    assert given.settings == {"MARLAAS_MAX_CONTEXT": "3072"}
+
+
+def test_two_copies_that_do_not_fit_are_refused_with_both_numbers(qwen: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"this machine: 2 copies take 5\.\d GB, and it has 4\.0 GB"):
+        chosen(qwen, 4)
+    with pytest.raises(
+        InvalidInput, match=r"2 copies take 5\.\d GB of its 5\.8 GB.*no context of 1,024 tokens.*MARLAAS_ROLLOUT_SHARE"
+    ):
+        chosen(qwen, 5.8)
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_gpu_is_split_between_rollouts_and_training_and_a_share_moves_the_split(qwen: Path, engine: str) -> None:
+    environment = {"MARLAAS_BASE_MODELS": f"qwen={qwen}", "MARLAAS_ENGINE": engine} | ON_GPU
+    gpus = [Gpu("0", 24 * GB)]
+    even = choose(environment, WORKERS, BOTH_ON_0, gpus)
+    less = choose(environment | {"MARLAAS_ROLLOUT_SHARE": "0.4"}, WORKERS, BOTH_ON_0, gpus)
+    name = {"torch": "MARLAAS_ROLLOUT_KV_BYTES", "vllm": "MARLAAS_VLLM_MEMORY_FRACTION"}[engine]
+    assert float(less.settings[name]) < float(even.settings[name])
+    assert all(int(found.settings["MARLAAS_TRAINER_MEMORY_BYTES"]) > 0 for found in (even, less))
+    assert "24.0 GB of GPU 0" in even.lines[0]
+    if engine == "vllm":
+        assert 0.3 < float(less.settings[name]) <= 0.4 and float(even.settings[name]) < 0.9
+    with pytest.raises(InvalidInput, match=r"GPU 0: 2 copies take \d\.\d GB, and it has 3\.0 GB"):
+        choose(environment, WORKERS, BOTH_ON_0, [Gpu("0", 3 * GB)])
+
+
+def test_rollouts_that_have_a_gpu_alone_serve_more_than_beside_a_trainer(qwen: Path) -> None:
+    environment = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"} | ON_GPU
+    beside, alone = (
+        int(
+            choose(environment, WORKERS, seats, [Gpu("0", 16 * GB), Gpu("1", 16 * GB)]).settings[
+                "MARLAAS_ROLLOUT_KV_BYTES"
+            ]
+        )
+        for seats in (BOTH_ON_0, {"rollout-0": (0,), "trainer-0": (1,)})
+    )
+    assert beside < alone
 
 
 def test_a_worker_that_cannot_hold_the_context_says_what_it_can(qwen: Path) -> None:

@@ -18,7 +18,7 @@ from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
 from manager_service.cli.plan import plan_for
-from manager_service.local import engines
+from manager_service.local import engines, sharing
 from manager_service.local.engines import CORE, GPUS, Engine, Load, max_lora_rank, parse_gpu
 from manager_service.local.plan import MICRO_BATCH_TOKENS, TRAINER_CACHE, VLLM_FRACTION, Fit, Plan, Split, make_plan
 from rollout_service.embedded.pools import EngineLimits, Pools
@@ -328,7 +328,7 @@ def test_a_cpu_is_planned_in_float32(qwen: Path) -> None:
 def test_its_constants_are_the_workers_defaults() -> None:
     trainer, rollout = TrainerSettings.model_fields, RolloutSettings.model_fields
     assert trainer["trainer_micro_batch_tokens"].default == MICRO_BATCH_TOKENS
-    assert 2 * trainer["trainer_cache_bytes"].default == TRAINER_CACHE
+    assert 2 * memory.LEAST_CACHE == sharing.LEAST_CACHE * 2 == TRAINER_CACHE
     assert rollout["rollout_slots"].default == Engine.of("torch", GPUS["l4"]).slots
     assert rollout["rollout_idle_adapter_bytes"].default == engines.IDLE_ADAPTERS
     assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == Engine.of("vllm", GPUS["l4"]).slots

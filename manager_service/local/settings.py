@@ -1,0 +1,30 @@
+"""Settings of `marlaas up` alone."""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from common.settings import PREFIX
+
+
+class LocalSettings(BaseSettings):
+    """Environment variables `MARLAAS_<NAME>`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
+
+    devices: str = ""
+    """The GPUs of each kind of worker, by nvidia-smi's numbers: rollout:0-3,trainer:4-7. Empty: rollouts have the first, trainers the
+    next."""
+    rollout_share: float | None = Field(default=None, gt=0, lt=1)
+    """The part of a memory that rollouts have beside a trainer's. None: by what both take of the base model."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "LocalSettings":
+        """Raises ValueError."""
+        given = {
+            name: environment[PREFIX + name.upper()]
+            for name in cls.model_fields
+            if PREFIX + name.upper() in environment
+        }
+        return cls.model_validate(given)
