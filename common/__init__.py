@@ -39,7 +39,7 @@ It imports no service and no torch.
     decoder_families.py   says which base models our decoder computes
     footprint.py          says how much memory training takes, by those sizes
     served_context.py     says how much context of a base model fits in memory
-    host_memory.py        finds how much memory this process may still take
+    host_memory.py        finds how much memory this process may have
     settings.py           reads the settings that all services share
     downloads.py          says how far the download of a base model is
     errors.py             declares the error tree

@@ -1,4 +1,4 @@
-"""How much memory this process may still take of the machine, and of the control groups that it runs in.
+"""How much memory this process may have of the machine, and of the control groups that it runs in, in all and still.
 
 A container sees the whole machine's memory; what ends it is its control group's limit. Pages of files that the kernel can drop are
 free in both, though neither counts them as such.
@@ -26,15 +26,20 @@ V2 = GroupFiles("memory.max", "memory.current", "inactive_file")
 
 def host_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """Bytes that the machine has without swapping, and the control groups allow."""
-    return min([_of_machine(proc), *_of_groups(proc, groups)])
+    return min([_of_machine(proc, "MemAvailable:"), *(left for _, left in _of_groups(proc, groups))])
 
 
-def _of_machine(proc: Path) -> int:
-    return 1024 * _counts(proc / "meminfo")["MemAvailable:"]
+def host_limit(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Bytes that there would be if nobody else took any."""
+    return min([_of_machine(proc, "MemTotal:"), *(limit for limit, _ in _of_groups(proc, groups))])
 
 
-def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """Bytes that each limit leaves. A group's lines are `hierarchy:controllers:path`, those of version 2 `0::path`."""
+def _of_machine(proc: Path, line: str) -> int:
+    return 1024 * _counts(proc / "meminfo")[line]
+
+
+def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
+    """Each limit, and what it leaves. A group's lines are `hierarchy:controllers:path`, those of version 2 `0::path`."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:  # a kernel without control groups
@@ -47,8 +52,8 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
             yield from _left(root if root.is_dir() else groups, path, V2)
 
 
-def _left(root: Path, path: str, names: GroupFiles) -> Iterator[int]:
-    """Bytes that the limits of a group and of those around it leave. A container may see its own group as the root."""
+def _left(root: Path, path: str, names: GroupFiles) -> Iterator[tuple[int, int]]:
+    """The limits of a group and of those around it, and what they leave. A container may see its own group as the root."""
     inside = Path(*(part for part in path.split("/") if part not in ("", "..")))
     for folder in (root / inside, *(root / parent for parent in inside.parents)):
         try:
@@ -56,7 +61,7 @@ def _left(root: Path, path: str, names: GroupFiles) -> Iterator[int]:
             if limit != "max":
                 used = int((folder / names.used).read_text())
                 droppable = _counts(folder / "memory.stat").get(names.droppable, 0)
-                yield max(0, int(limit) - max(0, used - droppable))
+                yield int(limit), max(0, int(limit) - max(0, used - droppable))
         except OSError:  # it is not mounted here, or the root, which has no limit
             continue
 

@@ -1,7 +1,6 @@
 """`plan`: says what of a base model fits, before anything is started or downloaded but its configuration."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ import typer
 from common.base_shape import BaseShape
 from common.decoder_families import unsupported
 from common.errors import InvalidInput
+from common.host_memory import host_limit
 from common.settings import Settings, resolve_config
 from manager_service.local.engines import CORE, MAX_LORA_RANK, Engine, max_lora_rank, parse_gpu
 from manager_service.local.plan import Fit, Plan, Split, make_plan
@@ -62,7 +62,7 @@ def plan_for(
         )
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
-    device = parse_gpu(gpu) if gpu else CORE._replace(memory=_own_memory())
+    device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
     modules = device.gpu or bool(refused)
     chosen = Engine.of(engine, device)
     return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
@@ -198,7 +198,3 @@ def advice(found: Plan) -> str:
         else "a GPU"
     )
     return f"nothing fits: {cause}. A smaller base model helps, a shorter --context, or {other}."
-
-
-def _own_memory() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -22,6 +22,8 @@ BLOCK = 16
 """Tokens of a block of vLLM's keys and values."""
 CUDA_GRAPHS = 1e9
 """Bytes that vLLM's CUDA graphs take: assumed."""
+VLLM_PROCESSES = 3e9
+"""Bytes of vLLM's processes on a CPU, code and buffers, as `benchmarks.real_shape` has them."""
 
 
 class Device(NamedTuple):
@@ -108,7 +110,7 @@ class Load(NamedTuple):
         tokens = STEP_TOKENS if self.device.gpu else max(self.context, 2048)
         step = 4 * tokens * (self.shape.hidden + self.shape.ffn / self.parallel) * self.itemsize
         adapters = (MAX_LORAS + 1) * self.shape.adapter_weights(max_lora_rank(self.rank)) * self.itemsize
-        return step + adapters + (GPU_PROCESS + CUDA_GRAPHS if self.device.gpu else CPU_PROCESS)
+        return step + adapters + (GPU_PROCESS + CUDA_GRAPHS if self.device.gpu else CPU_PROCESS + VLLM_PROCESSES)
 
     def rows(self, kv: int) -> int:
         """Rows of the whole context at once, with so many bytes of a device for keys and values."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.host_memory import host_bytes
+from common.host_memory import host_bytes, host_limit
 
 GB = 1_000_000_000
 
@@ -45,6 +45,14 @@ def test_the_limits_of_a_group_and_of_those_around_it_count_without_pages_that_m
     assert host_bytes(proc, root) == GB
     write(root / "pod", memory__current=f"{5 * GB}")
     assert host_bytes(proc, root) == 0, "a group that was given less than it has"
+
+
+def test_what_others_have_taken_does_not_change_the_limit(tmp_path: Path, proc: Path) -> None:
+    assert host_limit(proc, tmp_path / "none") == 16_000_000 * 1024, "of the machine"
+    root = groups(tmp_path, proc, "0::/pod/worker\n")
+    write(root / "pod" / "worker", memory__max="max\n")
+    write(root / "pod", memory__max=f"{6 * GB}\n", memory__current=f"{5 * GB}\n", memory__stat="inactive_file 0\n")
+    assert (host_limit(proc, root), host_bytes(proc, root)) == (6 * GB, GB)
 
 
 def test_version_1_and_both_beside_each_other(tmp_path: Path, proc: Path) -> None:

@@ -314,6 +314,15 @@ def test_the_command_names_what_the_embedded_engine_refuses_and_plans_it_for_vll
     assert status == 0 and "3,353 M of them for a token" in printed
 
 
+def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit() -> int:
+        return 24 << 30
+
+    monkeypatch.setattr("manager_service.cli.plan.host_limit", limit)
+    status, printed = run(str(qwen), "--json")
+    assert status == 0 and json.loads(printed)["memory_bytes"] == 24 << 30
+
+
 def test_several_cpus_are_one_device(qwen: Path) -> None:
     with pytest.raises(InvalidInput, match="--gpus"):
         plan_for(str(qwen), gpu=None, gpus=2)
