@@ -20,7 +20,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from common.errors import InvalidInput, MarlaasError
-from manager_service.cli.plan import plan_for, settings_of
+from manager_service.cli.plan import EngineName, plan_for, settings_of
 from manager_service.local.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 from marlaas_client.cluster_file import read_cluster_file
@@ -94,19 +94,19 @@ async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Ro
     return job.fine_tuned_model
 
 
-def settings_for(given: argparse.Namespace) -> tuple[dict[str, str], int]:
+def settings_for(
+    base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName = "torch"
+) -> tuple[dict[str, str], int]:
     """What starts the base model, on GPUs with what `marlaas plan` chooses; and how many rollout workers.
 
     Raises InvalidInput if nothing fits.
     """
-    settings = {"MARLAAS_BASE_MODELS": f"{NAME}={given.base}"}
-    if given.gpu is None:
-        return settings | ({"MARLAAS_ENGINE": "vllm"} if given.engine == "vllm" else {}), 1
-    found = plan_for(given.base, gpu=given.gpu, gpus=given.gpus, engine=given.engine)
+    settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
+    if gpu is None:
+        return settings | ({"MARLAAS_ENGINE": engine} if engine != "torch" else {}), 1
+    found = plan_for(base, gpu=gpu, gpus=gpus, engine=engine)
     if found.chosen is None:
-        raise InvalidInput(
-            f"{given.base} does not fit on {given.gpu}: `marlaas plan {given.base} --gpu {given.gpu}` says why"
-        )
+        raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
     return settings | settings_of(found, found.chosen), found.chosen.split.workers
 
 
@@ -121,7 +121,7 @@ async def run(given: argparse.Namespace, items: Sequence[Row]) -> None:
         client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key=(given.data / "api_key").read_text().strip())
         await train(client, items, given.model, hyper)
         return
-    environment, rollout = settings_for(given)
+    environment, rollout = settings_for(given.base, given.gpu, gpus=given.gpus, engine=given.engine)
     async with LocalCluster(
         data_dir=given.data, rollout=rollout, environment=environment, notify=lambda line: say(line, keep="\n")
     ) as cluster:

@@ -1,11 +1,11 @@
 """A base model with random weights, of any size: what a real one takes, without a download.
 
-python -m harness.bases FOLDER      makes one of the shape of Qwen3-0.6B
+python -m harness.bases FOLDER      makes one of the shape of Qwen3-0.6B; --small: one of its family that takes seconds
 """
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,17 @@ QWEN3_06B: dict[str, Any] = {
     "max_position_embeddings": 40_960,
 }
 """The sizes of Qwen3-0.6B: 596 M weights, with tied embeddings."""
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+}
+"""The same family, with few layers and small width."""
 FIRST_WORD, LAST_WORD = 300, 100_000
 """The tokenizer of `tiny` has fewer ids."""
 
@@ -46,7 +57,14 @@ def make_random_base(folder: Path, *, last_word: int, **sizes: Any) -> Path:
     return folder
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes a base model of the shape of Qwen3-0.6B, with random weights.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--small", action="store_true", help="of its family, with two layers of width 64")
+    given = parser.parse_args()
+    sizes, last_word = (SMALL, FIRST_WORD) if given.small else (QWEN3_06B, LAST_WORD)
+    make_random_base(given.folder, last_word=last_word, **sizes)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("python -m harness.bases FOLDER")
-    make_random_base(Path(sys.argv[1]), last_word=LAST_WORD, **QWEN3_06B)
+    main()

@@ -80,10 +80,10 @@ class Fit:
         return self.rows > 0
 
     @property
-    def merit(self) -> tuple[bool, float, float]:
-        """Of several splits the one with the largest is the best: enough rows, the slower of sampling and training as fast as can be."""
-        slower = min(self.most_tokens_per_s, self.most_trained_per_s)
-        return self.rows >= WANTED_ROWS, slower, self.most_tokens_per_s
+    def merit(self) -> tuple[bool, float, float, float, float]:
+        """The best of several splits has the largest: enough rows, then the slower of sampling and training as fast as can be."""
+        sampled, trained = self.most_tokens_per_s, self.most_trained_per_s
+        return self.rows >= WANTED_ROWS, min(sampled, trained), sampled, trained * self.fits, -self.training.total
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,18 @@ def test_what_is_no_row_is_named(tmp_path: Path) -> None:
 
 
 def test_a_gpu_gets_what_the_plan_chooses() -> None:
-    assert settings_for(str(TINY), None) == {"MARLAAS_BASE_MODELS": f"q={TINY}"}
-    planned = settings_for(str(TINY), "24GB")
-    assert planned["MARLAAS_MAX_CONTEXT"] == "2048" and planned["MARLAAS_TRAINER_DEVICE"] == "cuda"
+    assert settings_for(str(TINY), None) == ({"MARLAAS_BASE_MODELS": f"q={TINY}"}, 1)
+    planned, workers = settings_for(str(TINY), "24GB")
+    assert planned["MARLAAS_MAX_CONTEXT"] == "2048" and planned["MARLAAS_TRAINER_DEVICE"] == "cuda" and workers == 1
     with pytest.raises(InvalidInput, match="does not fit on 1GB"):
         settings_for(str(TINY), "1GB")
+
+
+def test_eight_gpus_get_as_many_workers_as_the_plan_has() -> None:
+    planned, workers = settings_for(str(TINY), "24GB", gpus=8, engine="vllm")
+    first, last = planned["MARLAAS_DEVICES"].partition(",")[0].removeprefix("rollout:").split("-")
+    assert planned["MARLAAS_ENGINE"] == "vllm" and workers == int(last) - int(first) + 1 > 1
+    assert settings_for(str(TINY), None, engine="vllm")[0]["MARLAAS_ENGINE"] == "vllm"
 
 
 def test_items_are_written_for_the_command_line(tmp_path: Path) -> None:
