@@ -1,6 +1,7 @@
 """`marlaas plan`: its arithmetic is held to what trainers measure and engines take."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from common.settings import KNOWN, TINY
 from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
-from manager_service.cli.plan import plan_for
+from manager_service.cli.plan import plan_for, settings_of
 from manager_service.local import engines, sharing
 from manager_service.local.engines import CORE, GPUS, Engine, Load, max_lora_rank, parse_gpu
+from manager_service.local.gpus import Needs, chosen_seats, parse_devices
 from manager_service.local.plan import MICRO_BATCH_TOKENS, TRAINER_CACHE, VLLM_FRACTION, Fit, Plan, Split, make_plan
 from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
@@ -34,6 +36,7 @@ from trainer_service.packing import Budget
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "real-models.md").read_text()
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -287,6 +290,43 @@ def test_the_command_says_what_helps_where_nothing_fits(qwen: Path) -> None:
     assert status == 1 and "a context of 40,960 does not fit" in printed and "--gpus 2" in printed
 
 
+def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    """Runs what follows in a container of so much memory."""
+
+    def limit() -> float:
+        return num_bytes
+
+    monkeypatch.setattr("manager_service.cli.plan.host_limit", limit)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({}, "--gpu 24GB"), ({}, ""), (QWEN3_32B, "--gpu h100 --gpus 8 --engine vllm")],
+)
+def test_the_guide_has_what_the_command_prints(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], options: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    limited(monkeypatch, 24e9)
+    larger(qwen, sizes)
+    rows = [line for line in run(str(qwen), *options.split())[1].splitlines() if re.match(r" *[0-9]+,[0-9]{3} ", line)]
+    assert len(rows) == 7
+    assert not [row for row in rows if row.rstrip() not in GUIDE]
+
+
+def test_workers_take_the_gpus_that_the_plan_gives_them(qwen: Path) -> None:
+    shape = larger(qwen, QWEN3_32B)
+    plan = vllm_plan(shape, "80GB", 8)
+    assert plan.chosen is not None
+    split, settings = plan.chosen.split, settings_of(plan, plan.chosen)
+    devices = parse_devices(settings["MARLAAS_DEVICES"], 8)
+    workers = [f"rollout-{number}" for number in range(split.workers)]
+    needs = {"rollout": Needs(workers, split.parallel), "trainer": Needs(["trainer-0"], split.ranks)}
+    seats = chosen_seats(needs, devices)
+    taken = [number for seat in seats.values() for number in seat]
+    assert len(taken) == len(set(taken)) == split.for_rollouts + split.ranks
+
+
 def test_the_command_prints_how_several_gpus_are_split(qwen: Path) -> None:
     larger(qwen, QWEN3_32B)
     status, printed = run(str(qwen), "--gpu", "h100", "--gpus", "8", "--engine", "vllm", "--json")
@@ -315,10 +355,7 @@ def test_the_command_names_what_the_embedded_engine_refuses_and_plans_it_for_vll
 
 
 def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def limit() -> int:
-        return 24 << 30
-
-    monkeypatch.setattr("manager_service.cli.plan.host_limit", limit)
+    limited(monkeypatch, 24 << 30)
     status, printed = run(str(qwen), "--json")
     assert status == 0 and json.loads(printed)["memory_bytes"] == 24 << 30
 
