@@ -22,8 +22,8 @@ with locked(sys.argv[1]):
 
 def holding(name: str) -> "subprocess.Popen[str]":
     argv, path = [sys.executable, "-c", HOLDS, name], os.pathsep.join(sys.path)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(argv, text=True, env={**os.environ, "PYTHONPATH": path}, **pipes)
+    own = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(argv, text=True, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def until_it_waits(process: "subprocess.Popen[str]") -> None:

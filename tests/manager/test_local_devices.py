@@ -133,7 +133,7 @@ async def test_each_child_sees_its_own_gpus_alone(tmp_path: Path) -> None:
     heard: list[str] = []
     environment = {**with_gpus(tmp_path, 8), "PYTHONPATH": os.pathsep.join(sys.path)}
     cluster = LocalCluster(
-        data_dir=tmp_path / "data", services=lambda *_: services, environment=environment, notify=heard.append
+        data_dir=tmp_path / "data", services=lambda counts, env: services, environment=environment, notify=heard.append
     )
     async with cluster:
         logs = {name: cluster.log_file(name) for name in names}
