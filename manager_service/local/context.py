@@ -16,13 +16,15 @@ from common.host_memory import host_bytes
 from common.served_context import context_that_fits
 from common.settings import dtype_on, parse_base_models, resolve_config
 from manager_service.local.engines import Device, Engine
-from manager_service.local.gpus import Gpu, Seats, Worker
+from manager_service.local.gpus import Gpu, LocalWorker, Seats
 from manager_service.local.plan import FIRST_CONTEXT, MICRO_BATCH_TOKENS
 from manager_service.local.settings import LocalSettings
-from manager_service.local.sharing import LEAST_KV, Copies, Fit, Setup, fit, least_bytes
+from manager_service.local.sharing import LEAST_KV, Copies, Setup, WorkerBytes, fit, least_bytes
 
 SMALL = 1 << 30
 """Bytes of all copies of the base models: less is not reckoned with."""
+SIZES = {"MARLAAS_MAX_CONTEXT", "MARLAAS_ROLLOUT_KV_BYTES", "MARLAAS_VLLM_MEMORY_FRACTION"}
+"""Settings by which somebody answers for what fits."""
 CHOOSE = "MARLAAS_MAX_CONTEXT, MARLAAS_ROLLOUT_KV_BYTES and MARLAAS_ROLLOUT_SHARE choose"
 
 
@@ -35,7 +37,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SharedMemory:
     """A memory, and what is in it."""
 
     name: str  # "GPU 0", "this machine"
@@ -59,7 +61,7 @@ class Place:
 
 def choose(
     environment: Mapping[str, str],
-    workers: Sequence[Worker],
+    workers: Sequence[LocalWorker],
     seats: Seats,
     gpus: Sequence[Gpu],
     free: Callable[[], int] = host_bytes,
@@ -80,11 +82,12 @@ def choose(
     places = [place for place in places if not small or place.weights > SMALL]
     own_context = max(base.shape.context for base in bases.values())
     contexts = [given] if given else [*_contexts(own_context), own_context]
-    fits = [_fitted(place, contexts) for place in places]
-    if not fits:
+    chosen = not SIZES.isdisjoint(environment)
+    fits = {place.name: _fitted(place, contexts, chosen=chosen) for place in places}
+    served = min((each.context for each in fits.values() if each), default=0)
+    if not served:
         return by_default(environment)
-    served = min(each.context for each in fits)
-    together = [(place, _fitted(place, [served])) for place in places]
+    together = [(place, each) for place in places if (each := fit(place.copies, place.setup, [served]))]
     settings = {name: value for name, value in _settings(together, own_context).items() if name not in environment}
     return Chosen(settings, [_line(place, each, own_context) for place, each in together])
 
@@ -127,22 +130,24 @@ def _short(folder: Path, kv_bytes: int, itemsize: int) -> tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class LocalBase:
+    """What counts of a base model for memory."""
+
     shape: BaseShape
     modules: bool  # transformers' own compute it in the trainer
     short: bool  # the default memory for keys and values does not hold its context
 
 
-def _read(environment: Mapping[str, str]) -> dict[str, Base]:
+def _read(environment: Mapping[str, str]) -> dict[str, LocalBase]:
     """By name. Raises OSError, ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
-    found: dict[str, Base] = {}
+    found: dict[str, LocalBase] = {}
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
         folder = resolve_config(where)
         config = json.loads((folder / "config.json").read_text())
         backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
         modules = backbone == "transformers" or (backbone != "decoder" and any(unsupported(config)))
         short = context_that_fits(folder, LEAST_KV, _itemsize(environment, "ROLLOUT")) is not None
-        found[name] = Base(BaseShape.of(config), modules, short)
+        found[name] = LocalBase(BaseShape.of(config), modules, short)
     return found
 
 
@@ -173,22 +178,22 @@ def _itemsize(environment: Mapping[str, str], service: str) -> int:
 
 def _places(
     environment: Mapping[str, str],
-    workers: Sequence[Worker],
+    workers: Sequence[LocalWorker],
     seats: Seats,
     gpus: Sequence[Gpu],
-    bases: Mapping[str, Base],
+    bases: Mapping[str, LocalBase],
     free: Callable[[], int],
-) -> Iterator[Place]:
+) -> Iterator[SharedMemory]:
     """The GPUs that are taken, each with its workers, and the machine with those that compute on the processor."""
     for number, gpu in enumerate(gpus):
         if copies := _copies([worker for worker in workers if number in seats.get(worker.name, ())], bases, gpu=True):
-            yield Place(f"GPU {number}", copies, _setup(environment, Device(gpu.memory, 0, 0)))
+            yield SharedMemory(f"GPU {number}", copies, _setup(environment, Device(gpu.memory, 0, 0)))
     on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
     if copies := _copies(on_cpu, bases, gpu=False):
-        yield Place("this machine", copies, _setup(environment, Device(free(), 0, 0, gpu=False)))
+        yield SharedMemory("this machine", copies, _setup(environment, Device(free(), 0, 0, gpu=False)))
 
 
-def _copies(workers: Sequence[Worker], bases: Mapping[str, Base], *, gpu: bool) -> list[Copies]:
+def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, LocalBase], *, gpu: bool) -> list[Copies]:
     counts = Counter((worker.base, worker.service) for worker in workers)
     found = [
         Copies(base.shape, gpu or base.modules, counts[name, "rollout"], counts[name, "trainer"])
@@ -197,12 +202,15 @@ def _copies(workers: Sequence[Worker], bases: Mapping[str, Base], *, gpu: bool) 
     return [copies for copies in found if copies.rollouts or copies.trainers]
 
 
-def _fitted(place: Place, contexts: Sequence[int]) -> Fit:
-    """Raises InvalidInput."""
-    memory, found = place.memory, fit(place.copies, place.setup, contexts)
-    if found is not None:
+def _fitted(place: SharedMemory, contexts: Sequence[int], *, chosen: bool) -> WorkerBytes | None:
+    """None where sizes that somebody has chosen do not fit by the arithmetic here. Raises InvalidInput."""
+    memory, found, least = (
+        place.memory,
+        fit(place.copies, place.setup, contexts),
+        least_bytes(place.copies, place.setup),
+    )
+    if found is not None or (chosen and least <= memory):
         return found
-    least = least_bytes(place.copies, place.setup)
     number = sum(copy.rollouts + copy.trainers for copy in place.copies)
     what = f"the base models do not fit in the memory of {place.name}: {number} copies take {least / 1e9:.1f} GB"
     if least > memory:
@@ -215,7 +223,7 @@ def _fitted(place: Place, contexts: Sequence[int]) -> Fit:
     )
 
 
-def _settings(fits: Sequence[tuple[Place, Fit]], own_context: int) -> dict[str, str]:
+def _settings(fits: Sequence[tuple[SharedMemory, WorkerBytes]], own_context: int) -> dict[str, str]:
     """For all services, so what every place holds."""
     served = min(each.context for _, each in fits)
     found = {"MARLAAS_MAX_CONTEXT": str(served)} if served < own_context else {}
@@ -239,7 +247,7 @@ def _settings(fits: Sequence[tuple[Place, Fit]], own_context: int) -> dict[str, 
     return found
 
 
-def _line(place: Place, each: Fit, own_context: int) -> str:
+def _line(place: SharedMemory, each: WorkerBytes, own_context: int) -> str:
     parts = [f"{each.rollout / 1e9:.1f} GB a rollout worker ({each.kv / 1e9:.1f} of keys and values)"] * place.has(
         "rollout"
     )

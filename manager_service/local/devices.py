@@ -10,9 +10,9 @@ from manager_service.local.context import choose
 from manager_service.local.gpus import (
     SERVICES,
     Gpu,
+    LocalWorker,
     Needs,
     Seats,
-    Worker,
     chosen_seats,
     default_seats,
     described,
@@ -37,7 +37,7 @@ class Arrangement:
     """What is said of them."""
 
 
-def arrange(environment: Mapping[str, str], workers: Sequence[Worker]) -> Arrangement:
+def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> Arrangement:
     """Raises InvalidInput for MARLAAS_DEVICES that make no sense here, and where the base models do not fit."""
     try:
         own = LocalSettings.of(environment)
@@ -78,7 +78,7 @@ def _numbered(environment: Mapping[str, str]) -> bool:
 
 def _seats(
     environment: Mapping[str, str],
-    workers: Sequence[Worker],
+    workers: Sequence[LocalWorker],
     devices: Mapping[str, Sequence[int]],
     gpus: Sequence[Gpu],
 ) -> Seats:

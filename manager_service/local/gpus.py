@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 EXAMPLE = "write rollout:0-3,trainer:4-7"
 
 
-class Worker(NamedTuple):
+class LocalWorker(NamedTuple):
     name: str
     service: str  # rollout or trainer
     base: str
@@ -41,7 +41,7 @@ class Needs:
 
 
 Seats = dict[str, tuple[int, ...]]
-"""Worker -> the numbers of its GPUs."""
+"""LocalWorker -> the numbers of its GPUs."""
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:

@@ -70,7 +70,7 @@ class Copies(NamedTuple):
     trainers: int
 
 
-class Fit(NamedTuple):
+class WorkerBytes(NamedTuple):
     """What each worker has. Bytes."""
 
     context: int
@@ -93,7 +93,7 @@ def least_bytes(copies: Sequence[Copies], setup: Setup) -> float:
     )
 
 
-def fit(copies: Sequence[Copies], setup: Setup, contexts: Sequence[int]) -> Fit | None:
+def fit(copies: Sequence[Copies], setup: Setup, contexts: Sequence[int]) -> WorkerBytes | None:
     """The longest context of which enough rows fit at once, else the shortest that fits at all; None if none does.
 
     On a processor layers are computed again only where no context would do without: there it is all of them in each step, or none.
@@ -107,7 +107,7 @@ def fit(copies: Sequence[Copies], setup: Setup, contexts: Sequence[int]) -> Fit 
     return min((each for each in tried if each.rows), key=lambda each: (each.context, -each.rows), default=None)
 
 
-def _fit(copies: Sequence[Copies], setup: Setup, context: int, *, checkpointed: bool) -> Fit:
+def _fit(copies: Sequence[Copies], setup: Setup, context: int, *, checkpointed: bool) -> WorkerBytes:
     training = [_training(copy, setup, context, checkpointed=checkpointed) for copy in copies]
     caches = [_cache(copy.shape) for copy in copies]
     scores = setup.device.memory / SCORES_SHARE if setup.device.gpu else 0
@@ -116,15 +116,16 @@ def _fit(copies: Sequence[Copies], setup: Setup, context: int, *, checkpointed: 
     of_trainers = sum(copy.trainers * each for copy, each in zip(copies, trainers, strict=True))
     beside_kv = sum(copy.rollouts * load.beside_kv for copy, load in zip(copies, loads, strict=True))
     usable = USABLE * setup.device.memory - (0 if setup.device.gpu else OTHERS)
-    left = (usable - of_trainers if setup.share is None else setup.share * usable) - beside_kv
+    of_rollouts = usable - of_trainers if setup.share is None else setup.share * setup.device.memory
+    left = of_rollouts - beside_kv
     number = sum(copy.rollouts for copy in copies)
     most = max(_most_kv(load, setup) for load in loads)
     kv = (int(min(left / number, most) if setup.kv is None else setup.kv) >> 20 << 20) if number else 0
-    holds = left >= number * kv >= 0 and (setup.share is None or (1 - setup.share) * usable >= of_trainers)
+    holds = left >= number * kv >= 0 and (setup.share is None or usable - of_rollouts >= of_trainers)
     rows = min(
         (load.rows(kv) for copy, load in zip(copies, loads, strict=True) if copy.rollouts), default=setup.wanted_rows
     )
-    return Fit(
+    return WorkerBytes(
         context=context,
         checkpointed=checkpointed,
         rollout=max(load.beside_kv for load in loads) + kv,

@@ -31,7 +31,7 @@ from common.redis_connection import make_client
 from common.settings import parse_base_models, pinned
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
-from manager_service.local.gpus import SERVICES, Worker
+from manager_service.local.gpus import SERVICES, LocalWorker
 from manager_service.local.processes import Command, KeptProcess, Notify, rotate
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
@@ -346,11 +346,11 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
     return services
 
 
-def _workers(commands: Sequence[ServiceCommand]) -> Iterator[Worker]:
+def _workers(commands: Sequence[ServiceCommand]) -> Iterator[LocalWorker]:
     """Those that hold a base model."""
     for command in commands:
         if (service := command.name.partition("-")[0]) in SERVICES:
-            yield Worker(command.name, service, command.environment.get("MARLAAS_BASE_MODEL", ""))
+            yield LocalWorker(command.name, service, command.environment.get("MARLAAS_BASE_MODEL", ""))
 
 
 def lock_folder(data_dir: Path) -> TextIO:

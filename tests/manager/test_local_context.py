@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from base_model.decoder import DecoderConfig
 from common.errors import InvalidInput
 from common.settings import TINY
 from harness.bases import QWEN3_06B
+from manager_service.cli.plan import plan_for, settings_of
 from manager_service.local.context import Chosen, by_default, choose
-from manager_service.local.gpus import Gpu, Worker
+from manager_service.local.engines import parse_gpu
+from manager_service.local.gpus import Gpu, LocalWorker
 from rollout_service.embedded.pools import EngineLimits, Pools
 
 GIB = 1 << 30
@@ -57,7 +60,7 @@ def test_on_a_gpu_whose_memory_is_not_known_keys_and_values_take_half(qwen: Path
 
 
 def test_nothing_is_chosen_where_all_fits_or_something_is_wrong(qwen: Path) -> None:
-    tiny = [Worker("rollout-0", "rollout", "tiny"), Worker("trainer-0", "trainer", "tiny")]
+    tiny = [LocalWorker("rollout-0", "rollout", "tiny"), LocalWorker("trainer-0", "trainer", "tiny")]
     assert choose({}, tiny, {}, [], free=lambda: 1) == Chosen()
     large = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"}
     assert by_default(large | {"MARLAAS_MAX_CONTEXT": "1024"}) == Chosen()
@@ -76,7 +79,7 @@ def test_nothing_is_chosen_where_all_fits_or_something_is_wrong(qwen: Path) -> N
 # ---- by the memory at hand ------------------------------------------------------------------------------------------
 
 GB = 1_000_000_000
-WORKERS = [Worker("rollout-0", "rollout", "qwen"), Worker("trainer-0", "trainer", "qwen")]
+WORKERS = [LocalWorker("rollout-0", "rollout", "qwen"), LocalWorker("trainer-0", "trainer", "qwen")]
 ON_GPU = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"}
 BOTH_ON_0 = {"rollout-0": (0,), "trainer-0": (0,)}
 
@@ -122,6 +125,9 @@ def test_two_copies_that_do_not_fit_are_refused_with_both_numbers(qwen: Path) ->
         InvalidInput, match=r"2 copies take 5\.\d GB of its 5\.8 GB.*no context of 1,024 tokens.*MARLAAS_ROLLOUT_SHARE"
     ):
         chosen(qwen, 5.8)
+    assert chosen(qwen, 5.8, MAX_CONTEXT="512") == Chosen(), "somebody answers for it"
+    with pytest.raises(InvalidInput, match="no context of 1,024 tokens"):
+        chosen(qwen, 24, ROLLOUT_SHARE="0.9")
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
@@ -138,6 +144,16 @@ def test_a_gpu_is_split_between_rollouts_and_training_and_a_share_moves_the_spli
         assert 0.3 < float(less.settings[name]) <= 0.4 and float(even.settings[name]) < 0.9
     with pytest.raises(InvalidInput, match=r"GPU 0: 2 copies take \d\.\d GB, and it has 3\.0 GB"):
         choose(environment, WORKERS, BOTH_ON_0, [Gpu("0", 3 * GB)])
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("gpu", ["12GB", "24GB", "h200"])
+def test_what_plan_prints_is_taken_as_it_is(qwen: Path, gpu: str, engine: Literal["torch", "vllm"]) -> None:
+    plan = plan_for(str(qwen), gpu=gpu, engine=engine)
+    assert plan.chosen is not None
+    printed = settings_of(plan, plan.chosen) | {"MARLAAS_BASE_MODELS": f"qwen={qwen}"}
+    found = choose(printed, WORKERS, BOTH_ON_0, [Gpu("0", parse_gpu(gpu).memory)])
+    assert found.settings.keys().isdisjoint(printed)
 
 
 def test_rollouts_that_have_a_gpu_alone_serve_more_than_beside_a_trainer(qwen: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import InvalidInput
 from manager_service.local.devices import arrange, idle_gpu
-from manager_service.local.gpus import Worker
+from manager_service.local.gpus import LocalWorker
 from manager_service.local.supervisor import LocalCluster, ServiceCommand
 from tests.manager.test_supervisor import API, python
 
@@ -30,9 +30,9 @@ def with_gpus(tmp_path: Path, number: int, **settings: str) -> dict[str, str]:
     return {"PATH": path, **ON_GPU, **{f"MARLAAS_{name}": value for name, value in settings.items()}}
 
 
-def workers(rollout: int, trainer: int) -> list[Worker]:
+def workers(rollout: int, trainer: int) -> list[LocalWorker]:
     counts = {"rollout": rollout, "trainer": trainer}
-    return [Worker(f"{service}-{i}", service, "tiny") for service, count in counts.items() for i in range(count)]
+    return [LocalWorker(f"{service}-{i}", service, "tiny") for service, count in counts.items() for i in range(count)]
 
 
 def seen(environment: dict[str, str], rollout: int = 1, trainer: int = 1) -> dict[str, str]:
