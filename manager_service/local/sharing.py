@@ -29,6 +29,8 @@ STATES = 3
 """States of such adapters that a trainer keeps, and as many gradients of runs."""
 LEAST_CACHE, LEAST_KV = 512 << 20, 1 << 30
 """The services' own defaults."""
+ENOUGH = 4096
+"""Tokens of a context that most tasks need."""
 CPU_ROWS = 4
 """Rows of the whole context at once of which a choice is content on a processor."""
 
@@ -96,12 +98,14 @@ def least_bytes(copies: Sequence[Copies], setup: Setup) -> float:
 def fit(copies: Sequence[Copies], setup: Setup, contexts: Sequence[int]) -> WorkerBytes | None:
     """The longest context of which enough rows fit at once, else the shortest that fits at all; None if none does.
 
-    On a processor layers are computed again only where no context would do without: there it is all of them in each step, or none.
+    On a processor layers are computed again only where ENOUGH tokens would not fit without: there it is all of them in each step, or
+    none.
     """
     tried = [_fit(copies, setup, context, checkpointed=again) for again in (False, True) for context in contexts]
     enough = [each for each in tried if each.rows >= setup.wanted_rows]
     if not setup.device.gpu:
-        enough = [each for each in enough if not each.checkpointed] or enough
+        without = [each for each in enough if not each.checkpointed]
+        enough = without if any(each.context >= min(ENOUGH, contexts[-1]) for each in without) else enough
     if enough:
         return max(enough, key=lambda each: (each.context, not each.checkpointed))
     return min((each for each in tried if each.rows), key=lambda each: (each.context, -each.rows), default=None)
@@ -138,9 +142,9 @@ def _fit(copies: Sequence[Copies], setup: Setup, context: int, *, checkpointed: 
 
 
 def _training(copy: Copies, setup: Setup, context: int, *, checkpointed: bool) -> TrainingBytes:
-    """Of one rank, whose fullest micro-batch may have a row more than the first one's."""
+    """Of one rank, whose fullest micro-batch may have a row more than the first one's. On a processor one row is as good as more."""
     longest = min(context, copy.shape.context)
-    tokens = max(MICRO_BATCH_TOKENS, longest)
+    tokens = max(MICRO_BATCH_TOKENS, longest) if setup.device.gpu else longest
     return training_bytes(
         copy.shape,
         tokens=tokens + (longest if setup.ranks > 1 else 0),
