@@ -352,4 +352,4 @@ class Readiness(BaseModel):
     status: Literal["ready", "not_ready"]
     waiting_for: list[str]
     refused: list[str]  # workers that do not join their cell, each with the reason
-    starting: list[str] = []  # workers that download their base model, each with how far it is
+    starting: list[str] = []  # workers that download or load their base model, each with how far it is
