@@ -71,27 +71,34 @@ def training_bytes(
     `num_checkpointed`: layers that keep their input alone.
     """
     modules = gpu if modules is None else modules
-    keeping_all = kept_per_token(shape, itemsize=itemsize, rank=rank, modules=modules)
-    input_bytes = shape.hidden * itemsize
-    kept = kept_with_checkpoints(keeping_all, shape.num_layers, num_checkpointed, input_bytes=input_bytes)
-    kept += 2 * input_bytes  # the last hidden states, and their slopes
+    kept = _kept_per_token(shape, num_checkpointed, itemsize=itemsize, rank=rank, modules=modules)
     passing = passing_per_token(shape, itemsize=itemsize)
-    freed = shape.num_weights * FILE_ITEMSIZE
-    holes = GPU_HOLES * tokens * (kept + passing) if gpu else max(0, CPU_HOLES * tokens * (kept + passing) - freed)
     tables = 0 if modules else 2 * shape.context * shape.head_dim * itemsize
     num_keeping = shape.num_layers - num_checkpointed + 1 if num_checkpointed else shape.num_layers
+    per_pair = mask_per_pair(num_keeping, itemsize=itemsize, modules=modules) + BYTES_OF_TRUTH
     return TrainingBytes(
         weights=weights_of_rank(shape, num_ranks) * itemsize + tables,
         adapters=STATES * FLOAT32 * shape.adapter_weights(rank),
         kept=tokens * kept,
-        masks=tokens
-        * (longest or tokens)
-        * (mask_per_pair(num_keeping, itemsize=itemsize, modules=modules) + BYTES_OF_TRUTH),
+        masks=tokens * (longest or tokens) * per_pair,
         passing=tokens * passing,
         scores=max(MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
-        holes=holes,
+        holes=_holes(shape, tokens * (kept + passing), gpu=gpu),
         process=GPU_PROCESS if gpu else CPU_PROCESS,
     )
+
+
+def _kept_per_token(shape: BaseShape, num_checkpointed: int, *, itemsize: int, rank: int, modules: bool) -> float:
+    """With the last hidden states, and their slopes."""
+    keeping_all = kept_per_token(shape, itemsize=itemsize, rank=rank, modules=modules)
+    input_bytes = shape.hidden * itemsize
+    kept = kept_with_checkpoints(keeping_all, shape.num_layers, num_checkpointed, input_bytes=input_bytes)
+    return kept + 2 * input_bytes
+
+
+def _holes(shape: BaseShape, of_pass: float, *, gpu: bool) -> float:
+    """Beside so many bytes of a pass."""
+    return GPU_HOLES * of_pass if gpu else max(0, CPU_HOLES * of_pass - shape.num_weights * FILE_ITEMSIZE)
 
 
 def weights_of_rank(shape: BaseShape, num_ranks: int) -> float:

@@ -11,8 +11,8 @@ from common.decoder_families import unsupported
 from common.errors import InvalidInput
 from common.host_memory import host_limit
 from common.settings import Settings, resolve_config
-from manager_service.local.engines import CORE, MAX_LORA_RANK, Engine, max_lora_rank, parse_gpu
-from manager_service.local.plan import Fit, Plan, Split, make_plan
+from manager_service.local.engines import CORE, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.plan import DeviceSplit, Fit, Plan, make_plan
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
@@ -64,7 +64,7 @@ def plan_for(
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
     modules = device.gpu or bool(refused)
-    chosen = Engine.of(engine, device)
+    chosen = PlannedEngine.of(engine, device)
     return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
 
 
@@ -168,7 +168,7 @@ def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
     }
 
 
-def _of_split(split: Split) -> dict[str, str]:
+def _of_split(split: DeviceSplit) -> dict[str, str]:
     """Which devices are whose, and over how many each part is spread."""
     settings = {
         "MARLAAS_DEVICES": f"rollout:{_devices(0, split.for_rollouts)},trainer:{_devices(split.for_rollouts, split.ranks)}"

@@ -15,7 +15,7 @@ from common.errors import InvalidInput
 from common.host_memory import host_bytes
 from common.served_context import context_that_fits
 from common.settings import dtype_on, parse_base_models, resolve_config
-from manager_service.local.engines import Device, Engine
+from manager_service.local.engines import Device, PlannedEngine
 from manager_service.local.gpus import Gpu, LocalWorker, Seats
 from manager_service.local.plan import FIRST_CONTEXT, MICRO_BATCH_TOKENS
 from manager_service.local.settings import LocalSettings
@@ -159,7 +159,7 @@ def _setup(environment: Mapping[str, str], device: Device) -> Setup:
         share = share or float(environment.get("MARLAAS_VLLM_MEMORY_FRACTION", 0)) or None
     return Setup(
         device=device,
-        engine=Engine.of("vllm" if vllm else "torch", device),
+        engine=PlannedEngine.of("vllm" if vllm else "torch", device),
         rollout_itemsize=_itemsize(environment, "ROLLOUT"),
         trainer_itemsize=_itemsize(environment, "TRAINER"),
         parallel=int(environment.get("MARLAAS_VLLM_TENSOR_PARALLEL", 1)) if vllm and device.gpu else 1,

@@ -68,14 +68,14 @@ def parse_bytes(text: str) -> float | None:
     return float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else None
 
 
-class Engine(NamedTuple):
+class PlannedEngine(NamedTuple):
     """An engine's name, and how many turns it makes at once by default."""
 
     name: Literal["torch", "vllm"]
     slots: int
 
     @classmethod
-    def of(cls, name: Literal["torch", "vllm"], device: Device) -> "Engine":
+    def of(cls, name: Literal["torch", "vllm"], device: Device) -> "PlannedEngine":
         return cls(name, 256 if name == "vllm" and device.gpu else 64)
 
 
@@ -84,7 +84,7 @@ class Load(NamedTuple):
 
     shape: BaseShape
     device: Device
-    engine: Engine
+    engine: PlannedEngine
     itemsize: int
     rank: int  # of the adapters
     context: int

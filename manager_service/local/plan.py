@@ -18,7 +18,7 @@ from typing import NamedTuple
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
 from common.footprint import SCORES_SHARE, TrainingBytes, training_bytes
-from manager_service.local.engines import Device, Engine, Load
+from manager_service.local.engines import Device, Load, PlannedEngine
 
 USABLE = 0.95
 """Of a device's memory."""
@@ -35,7 +35,7 @@ MICRO_BATCH_TOKENS = 2048
 FIRST_CONTEXT = 1024
 
 
-class Split(NamedTuple):
+class DeviceSplit(NamedTuple):
     """Who has which devices: rollout workers, each on `parallel` of them, then the trainer's ranks."""
 
     workers: int = 1
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     shape: BaseShape
     device: Device
-    engine: Engine
+    engine: PlannedEngine
     itemsize: int
     rank: int  # of the adapters
     modules: bool  # transformers' own compute the base model in the trainer
@@ -64,7 +64,7 @@ class Fit:
     """One context with the memory that it takes and leaves, in bytes."""
 
     context: int
-    split: Split
+    split: DeviceSplit
     training: TrainingBytes  # of a device
     micro_batch_tokens: int  # on each rank, and the bytes that they keep for the backward
     micro_batch_bytes: int
@@ -108,7 +108,7 @@ def make_plan(
     device: Device,
     *,
     rank: int,
-    engine: Engine | None = None,
+    engine: PlannedEngine | None = None,
     num_devices: int = 1,
     context: int | None = None,
     modules: bool | None = None,
@@ -122,7 +122,7 @@ def make_plan(
     case = Case(
         shape,
         device,
-        engine or Engine.of("torch", device),
+        engine or PlannedEngine.of("torch", device),
         itemsize=2 if device.gpu else 4,
         rank=rank,
         modules=device.gpu if modules is None else modules,
@@ -140,10 +140,10 @@ def _contexts(own: int) -> list[int]:
     return [*(each for each in doubled if each < own), own]
 
 
-def _splits(case: Case, num_devices: int) -> Iterator[Split]:
+def _splits(case: Case, num_devices: int) -> Iterator[DeviceSplit]:
     """All ways to use the devices. The embedded engine has a device for each worker; vLLM may spread the heads of one over several."""
     if num_devices == 1:
-        yield Split()
+        yield DeviceSplit()
         return
     shape = case.shape
     for ranks, parallel in itertools.product(range(1, num_devices), range(1, num_devices)):
@@ -151,10 +151,10 @@ def _splits(case: Case, num_devices: int) -> Iterator[Split]:
             not shape.num_kv_heads % parallel or not parallel % shape.num_kv_heads
         )
         if (parallel == 1 or case.engine.name == "vllm") and spreads and parallel <= num_devices - ranks:
-            yield Split((num_devices - ranks) // parallel, parallel, ranks, shared=False)
+            yield DeviceSplit((num_devices - ranks) // parallel, parallel, ranks, shared=False)
 
 
-def _fit(case: Case, context: int, split: Split) -> Fit:
+def _fit(case: Case, context: int, split: DeviceSplit) -> Fit:
     """Keeps all activations if enough rows fit beside them, else only the inputs of layers."""
     tried = [_with_checkpoints(case, context, split, number) for number in (0, case.shape.num_layers)]
     return next(
@@ -162,7 +162,7 @@ def _fit(case: Case, context: int, split: Split) -> Fit:
     )
 
 
-def _with_checkpoints(case: Case, context: int, split: Split, number: int) -> Fit:
+def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int) -> Fit:
     shape, device = case.shape, case.device
     micro_batch = max(MICRO_BATCH_TOKENS, context)
     tokens = micro_batch if split.ranks == 1 else micro_batch + context  # the fullest rank may have a row more
@@ -197,7 +197,7 @@ def _with_checkpoints(case: Case, context: int, split: Split, number: int) -> Fi
     )
 
 
-def _fraction(case: Case, trainer: float, split: Split) -> float:
+def _fraction(case: Case, trainer: float, split: DeviceSplit) -> float:
     """Of a device's memory, what rollouts may take: 0 if the trainer does not fit. `trainer`: bytes that it takes of a device in a pass."""
     memory = case.device.memory
     others = memory / SCORES_SHARE if case.device.gpu else OTHERS

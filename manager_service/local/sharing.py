@@ -20,7 +20,7 @@ from common.footprint import (
     weights_of_rank,
 )
 from common.served_context import ROWS_PART
-from manager_service.local.engines import Device, Engine, Load
+from manager_service.local.engines import Device, Load, PlannedEngine
 from manager_service.local.plan import MICRO_BATCH_TOKENS, OTHERS, USABLE, WANTED_ROWS
 
 RANK = 16
@@ -40,7 +40,7 @@ class Setup:
     """What the settings say of the workers."""
 
     device: Device
-    engine: Engine
+    engine: PlannedEngine
     rollout_itemsize: int  # bytes of a weight
     trainer_itemsize: int
     parallel: int = 1  # devices of a rollout worker

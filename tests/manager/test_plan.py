@@ -20,9 +20,17 @@ from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
 from manager_service.cli.plan import plan_for, settings_of
 from manager_service.local import engines, sharing
-from manager_service.local.engines import CORE, GPUS, Engine, Load, max_lora_rank, parse_gpu
+from manager_service.local.engines import CORE, GPUS, Load, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.gpus import Needs, chosen_seats, parse_devices
-from manager_service.local.plan import MICRO_BATCH_TOKENS, TRAINER_CACHE, VLLM_FRACTION, Fit, Plan, Split, make_plan
+from manager_service.local.plan import (
+    MICRO_BATCH_TOKENS,
+    TRAINER_CACHE,
+    VLLM_FRACTION,
+    DeviceSplit,
+    Fit,
+    Plan,
+    make_plan,
+)
 from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
 from rollout_service.settings import LORA_RANKS, RolloutSettings
@@ -187,7 +195,9 @@ def larger(qwen: Path, sizes: dict[str, Any]) -> BaseShape:
 
 def vllm_plan(shape: BaseShape, gpu: str, num_devices: int, **changes: Any) -> Plan:
     device = parse_gpu(gpu)
-    return make_plan(shape, device, rank=16, engine=Engine.of("vllm", device), num_devices=num_devices, **changes)
+    return make_plan(
+        shape, device, rank=16, engine=PlannedEngine.of("vllm", device), num_devices=num_devices, **changes
+    )
 
 
 def test_experts_that_a_token_does_not_take_are_held_but_not_computed(qwen: Path) -> None:
@@ -199,10 +209,10 @@ def test_experts_that_a_token_does_not_take_are_held_but_not_computed(qwen: Path
     assert shape.adapter_weights(1) == 48 * (2 * (2048 + 4096) + 2 * (2048 + 512)), "on attention alone"
 
     def speed(rows: int) -> float:
-        return Load(shape, GPUS["h200"], Engine.of("vllm", GPUS["h200"]), 2, 16, 1024).tokens_per_s(rows)
+        return Load(shape, GPUS["h200"], PlannedEngine.of("vllm", GPUS["h200"]), 2, 16, 1024).tokens_per_s(rows)
 
     dense = replace(shape, experts=None, ffn=128 * 768)
-    beside = Load(dense, GPUS["h200"], Engine.of("vllm", GPUS["h200"]), 2, 16, 1024)
+    beside = Load(dense, GPUS["h200"], PlannedEngine.of("vllm", GPUS["h200"]), 2, 16, 1024)
     assert speed(1) == pytest.approx(4800e9 / (2 * shape.num_active), rel=0.1), (
         "one row reads the experts that it takes"
     )
@@ -231,7 +241,7 @@ def test_a_base_that_one_gpu_holds_but_once_is_split_over_two(qwen: Path) -> Non
     shape = larger(qwen, QWEN3_32B)
     assert vllm_plan(shape, "h100", 1).chosen is None
     fit = vllm_plan(shape, "h200", 2).chosen
-    assert fit is not None and fit.split == Split(workers=1, parallel=1, ranks=1, shared=False)
+    assert fit is not None and fit.split == DeviceSplit(workers=1, parallel=1, ranks=1, shared=False)
 
 
 def test_on_many_gpus_heads_are_spread_and_the_trainer_has_ranks(qwen: Path) -> None:
@@ -261,7 +271,7 @@ def test_one_gpu_for_both_gives_vllm_what_the_trainer_leaves(qwen: Path) -> None
     for fit in vllm_plan(shape_of(qwen), "24GB", 1).fits:
         assert fit.training.total + fit.fraction * 24e9 <= 0.95 * 24e9
     (fit,) = vllm_plan(shape_of(qwen), "24GB", 1, context=2048).fits
-    load = Load(shape_of(qwen), GPUS["l4"], Engine.of("vllm", GPUS["l4"]), 2, 16, 2048)
+    load = Load(shape_of(qwen), GPUS["l4"], PlannedEngine.of("vllm", GPUS["l4"]), 2, 16, 2048)
     assert fit.rows and load.beside_kv + fit.kv <= fit.fraction * 24e9 < load.beside_kv + fit.kv + (1 << 20)
 
 
@@ -375,9 +385,12 @@ def test_its_constants_are_the_workers_defaults() -> None:
     trainer, rollout = TrainerSettings.model_fields, RolloutSettings.model_fields
     assert trainer["trainer_micro_batch_tokens"].default == MICRO_BATCH_TOKENS
     assert 2 * memory.LEAST_CACHE == sharing.LEAST_CACHE * 2 == TRAINER_CACHE
-    assert rollout["rollout_slots"].default == Engine.of("torch", GPUS["l4"]).slots
+    assert rollout["rollout_slots"].default == PlannedEngine.of("torch", GPUS["l4"]).slots
     assert rollout["rollout_idle_adapter_bytes"].default == engines.IDLE_ADAPTERS
-    assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == Engine.of("vllm", GPUS["l4"]).slots
+    assert (
+        RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots
+        == PlannedEngine.of("vllm", GPUS["l4"]).slots
+    )
     assert rollout["vllm_max_loras"].default == engines.MAX_LORAS
     assert rollout["vllm_max_lora_rank"].default == engines.MAX_LORA_RANK and engines.LORA_RANKS == LORA_RANKS
     assert rollout["vllm_memory_fraction"].default == VLLM_FRACTION and vllm_engine.CHUNK_TOKENS == engines.STEP_TOKENS
