@@ -344,8 +344,8 @@ def test_the_gpu_profile_runs_vllm_on_reserved_devices() -> None:
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
-NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL"}
-"""Set in services that an operator adds."""
+NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE"}
+"""Set in services that an operator adds, or of `marlaas up` alone."""
 
 
 def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:
