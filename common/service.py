@@ -171,7 +171,7 @@ async def _serve(
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a worker does before it is built: it says what that is, and ends when it is told to."""
+    """Says what a worker does before it is built, and ends it when it is told to."""
 
     reporter: Reporter
     bus: Bus

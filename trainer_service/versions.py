@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
+import structlog
+
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, load_adapter, save_adapter
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.byte_cache import ByteCache
@@ -20,6 +22,7 @@ from trainer_service.optimiser import Moments, load_moments, save_moments
 
 Beat = Callable[[], None]
 T = TypeVar("T")
+log = structlog.get_logger()
 
 
 class Versions:

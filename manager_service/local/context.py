@@ -33,7 +33,7 @@ class Chosen:
     settings: dict[str, str] = field(default_factory=dict[str, str])
     """Variables for all services."""
     lines: list[str] = field(default_factory=list[str])
-    """What is said of them."""
+    """Tell of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def choose(
     gpus: Sequence[Gpu],
     free: Callable[[], int] = host_bytes,
 ) -> Chosen:
-    """What the workers have, each on the GPUs where it is seated, the others on the processor.
+    """Chooses what the workers have, each on the GPUs where it is seated, the others on the processor.
 
     What is wrong with a setting or a base model is left to the service that it is for, whose error says it. Raises InvalidInput where the
     copies of the base models do not fit beside each other.
@@ -131,7 +131,7 @@ def _short(folder: Path, kv_bytes: int, itemsize: int) -> tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class LocalBase:
-    """What counts of a base model for memory."""
+    """The sizes of a base model that count for memory."""
 
     shape: BaseShape
     modules: bool  # transformers' own compute it in the trainer
@@ -139,7 +139,7 @@ class LocalBase:
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, LocalBase]:
-    """By name. Raises OSError, ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
+    """The base models by name. Raises OSError, ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
     found: dict[str, LocalBase] = {}
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
         folder = resolve_config(where)

@@ -24,7 +24,7 @@ from manager_service.local.settings import LocalSettings
 
 DEVICES = Path("/dev")
 SIZES = {"rollout": "MARLAAS_VLLM_TENSOR_PARALLEL", "trainer": "MARLAAS_TRAINER_RANKS"}
-"""How many GPUs a worker takes."""
+"""Numbers of GPUs that a worker takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Arrangement:
     of_workers: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     """More variables, of each worker by its name."""
     lines: list[str] = field(default_factory=list[str])
-    """What is said of them."""
+    """Tell of them."""
 
 
 def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> Arrangement:

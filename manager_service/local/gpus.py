@@ -92,7 +92,7 @@ def _wrong(text: str, reason: str) -> InvalidInput:
 
 
 def chosen_seats(needs: Mapping[str, Needs], devices: Mapping[str, Sequence[int]]) -> Seats:
-    """What MARLAAS_DEVICES says: workers take theirs in order. Raises InvalidInput if they are too few."""
+    """Gives workers the GPUs that MARLAAS_DEVICES names, in order. Raises InvalidInput if they are too few."""
     for service, need in needs.items():
         if need.total > len(devices.get(service, ())):
             raise InvalidInput(

@@ -37,7 +37,7 @@ CPU_ROWS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the settings say of the workers."""
+    """The settings of the workers that count for memory."""
 
     device: Device
     engine: PlannedEngine
@@ -73,7 +73,7 @@ class Copies(NamedTuple):
 
 
 class WorkerBytes(NamedTuple):
-    """What each worker has. Bytes."""
+    """Bytes that each worker has."""
 
     context: int
     checkpointed: bool  # all layers keep their inputs alone
@@ -86,7 +86,7 @@ class WorkerBytes(NamedTuple):
 
 
 def least_bytes(copies: Sequence[Copies], setup: Setup) -> float:
-    """What the processes and the weights take alone."""
+    """Bytes of the processes and the weights alone."""
     process = GPU_PROCESS if setup.device.gpu else CPU_PROCESS
     return sum(
         copy.rollouts * (copy.shape.num_weights * setup.rollout_itemsize / setup.parallel + process)
