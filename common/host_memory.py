@@ -1,4 +1,4 @@
-"""How much memory this process may have of the machine, and of the control groups that it runs in, in all and still.
+"""Finds the memory that this process may have of the machine and of the control groups that it runs in, in all and still.
 
 A container sees the whole machine's memory; what ends it is its control group's limit. Pages of files that the kernel can drop are
 free in both, though neither counts them as such.

@@ -14,7 +14,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def roomy(num_bytes: int, memory: Path = SHARED_MEMORY) -> Path:
-    """Where files of so many bytes lie best: in shared memory if it has that room twice, since others use it too; else where the
+    """Finds the best folder for files of so many bytes: in shared memory if it has that room twice, since others use it too; else where the
     system keeps temporary files."""
     has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= 2 * num_bytes
     return memory if has_room else Path(tempfile.gettempdir())

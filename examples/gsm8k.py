@@ -97,7 +97,7 @@ async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Ro
 def settings_for(
     base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName = "torch"
 ) -> tuple[dict[str, str], int]:
-    """What starts the base model, on GPUs with what `marlaas plan` chooses; and how many rollout workers.
+    """The settings that start the base model, on GPUs those that `marlaas plan` chooses; and the number of rollout workers.
 
     Raises InvalidInput if nothing fits.
     """

@@ -147,7 +147,7 @@ def _assumed(found: Plan) -> str:
 
 
 def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
-    """What makes services take what the plan says."""
+    """The settings with which services follow the plan."""
     case, vllm = found.case, found.case.engine.name == "vllm"
     settings = {"MARLAAS_ENGINE": "vllm"} if vllm else {}
     settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
@@ -169,7 +169,7 @@ def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
 
 
 def _of_split(split: DeviceSplit) -> dict[str, str]:
-    """Which devices are whose, and over how many each part is spread."""
+    """The settings that give each part its devices, and spread it over them."""
     settings = {
         "MARLAAS_DEVICES": f"rollout:{_devices(0, split.for_rollouts)},trainer:{_devices(split.for_rollouts, split.ranks)}"
     }
@@ -185,7 +185,7 @@ def _devices(first: int, number: int) -> str:
 
 
 def advice(found: Plan) -> str:
-    """What helps where nothing fits."""
+    """Advises where nothing fits."""
     case, several = found.case, not found.fits[0].split.shared
     least = min(found.fits, key=lambda fit: fit.training.total)
     if not several and 2 * found.weights > case.device.memory:

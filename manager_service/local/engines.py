@@ -45,7 +45,7 @@ GPUS = {
     "h100": Device(80e9, 3350e9, 989e12),
     "h200": Device(141e9, 4800e9, 989e12),
 }
-"""By their makers' data sheets: dense bfloat16."""
+"""As their makers' data sheets have them: dense bfloat16."""
 CORE = Device(0, 10e9, 60e9, gpu=False)
 """One core of a server's processor in float32, as measured here."""
 
@@ -80,7 +80,7 @@ class PlannedEngine(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What an engine of rollouts is started for. `parallel`: devices over which the base model is spread."""
+    """The work that an engine of rollouts is started for. `parallel`: devices over which the base model is spread."""
 
     shape: BaseShape
     device: Device

@@ -1,4 +1,4 @@
-"""What of a base model fits on one device or several: memory by context, rows at once, bounds on speed. Arithmetic alone.
+"""Says what of a base model fits on one device or several: memory by context, rows at once, bounds on speed. Arithmetic alone.
 
 On one device a rollout worker and a trainer share it, each with its own copy of the weights:
 
@@ -36,7 +36,7 @@ FIRST_CONTEXT = 1024
 
 
 class DeviceSplit(NamedTuple):
-    """Who has which devices: rollout workers, each on `parallel` of them, then the trainer's ranks."""
+    """The owners of the devices: rollout workers, each on `parallel` of them, then the trainer's ranks."""
 
     workers: int = 1
     parallel: int = 1
@@ -49,7 +49,7 @@ class DeviceSplit(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is planned for."""
+    """The case that is planned for."""
 
     shape: BaseShape
     device: Device

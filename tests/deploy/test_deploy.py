@@ -81,7 +81,7 @@ with_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubec
 
 
 def rendered(folder: Path) -> list[dict[str, Any]]:
-    """What kubectl would send."""
+    """The manifests that kubectl would send."""
     text = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
     return list(yaml.safe_load_all(text))
 
@@ -209,7 +209,7 @@ def test_on_gpus_workers_have_room_for_a_real_base_and_its_adapters(folder: Path
 
 
 def volumes(pod: dict[str, Any]) -> dict[str, Any]:
-    """What each volume is, by its name."""
+    """Each volume by its name."""
     return {v["name"]: next(value for key, value in v.items() if key != "name") for v in pod["volumes"]}
 
 
