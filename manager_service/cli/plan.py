@@ -1,6 +1,5 @@
 """`plan`: says what of a base model fits, before anything is started or downloaded but its configuration."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +10,7 @@ from common.decoder_families import unsupported
 from common.errors import InvalidInput
 from common.host_memory import host_limit
 from common.settings import Settings, resolve_config
+from common.text.model_folder import read_json
 from manager_service.local.engines import CORE, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.plan import DeviceSplit, Fit, Plan, make_plan
 from marlaas_client.cli.options import Json
@@ -71,9 +71,9 @@ def plan_for(
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
     """A model's configuration and its sizes. Raises InvalidInput for one whose sizes are not known here."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         return config, BaseShape.of(config)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise InvalidInput(f"{folder}: {error}") from error
 
 
