@@ -15,6 +15,7 @@ It imports no service and no torch.
     wire.py               makes bytes of messages, and messages of bytes
     streams.py            names every key of a cell
     bus.py                publishes, and acknowledges by one script
+    payloads.py           makes fields of messages; large ones travel by way of object storage
     scripts.py            what Redis does for the bus in one go
     redis_connection.py   connects to Redis, packs commands in C, and tells errors that pass
     worker.py             runs a worker: reads messages, works on them, tries again, gives up, hands back

@@ -9,7 +9,7 @@ Guarantees:
 - A full Redis drains: settling begins with a command that needs no memory, after which Redis refuses none of the script's.
 
 Entries carry plain fields (id, job, partition, epoch, kind) beside `payload`, the msgpack of the message. A payload
-above `CLAIM_CHECK_BYTES` goes to object storage and travels as `ref`.
+above `CLAIM_CHECK_BYTES` goes to object storage and travels as `ref` (`payloads.py`).
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
-from uuid import uuid4
 
 import msgspec
 import redis.asyncio as aioredis
@@ -28,24 +27,20 @@ from redis import exceptions as redis_errors
 
 from common.errors import InvalidInput, NotFound
 from common.messages import Message
-from common.objects import Objects, patiently
+from common.objects import Objects
+from common.payloads import PLAIN, Payloads, fields_of
 from common.redis_connection import make_client, passes
 from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 from common.wire import AnyMessage, decode, encode
 
-CLAIM_CHECK_BYTES = 1 << 20
 MAX_BACKOFF_S = 2.0
 DEADLINE_S = 10.0
 """Seconds in which Redis must answer a call that does not wait for anything."""
 NO_GROUP_S = 0.05
 """Before a stream without a group is read again."""
-PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
-"""Fields of an entry that stand beside its payload."""
 
 T = TypeVar("T")
-Aside = Callable[[str, str, Callable[[], Awaitable["Delivery"]]], None]
-"""Takes a claim check that was read: its stream, its entry, and the call that fetches it."""
 Out = tuple[str, Message]  # stream key, message
 log = structlog.get_logger()
 
@@ -58,6 +53,13 @@ class Undecodable:
     payload: bytes
     plain: Mapping[str, str]
     """The entry's plain fields: id, job, partition, epoch, kind; none of a foreign entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfetched(Undecodable):
+    """The content of an entry whose payload is in object storage, for those who do not wait for it."""
+
+    fetch: Callable[[], Awaitable["Delivery"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,10 @@ class Settlement:
     """A delivery with the messages that it led to, which settle it."""
 
     delivery: Delivery
-    outputs: Sequence[Out] = ()
+    outputs: Sequence[Out] | None = ()
+    """None: the entry once more, as it is, for another worker."""
+    fields: Sequence[list[Any]] | None = None
+    """The outputs as XADD takes them, once `Bus.written` made that of them."""
 
 
 class Bus:
@@ -107,7 +112,7 @@ class Bus:
     def __init__(self, client: "aioredis.Redis", cell: Cell, objects: Objects | None = None) -> None:
         self.client = client
         self.cell = cell
-        self._objects = objects
+        self._payloads = Payloads(objects)
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
@@ -138,37 +143,40 @@ class Bus:
         *,
         count: int,
         block_ms: int | None = None,
-        aside: Aside | None = None,
+        fetch: bool = True,
     ) -> list[Delivery]:
         """New entries, at most `count` a stream, in stream order. `block_ms` None: return at once.
 
-        Those whose payload is in object storage go to `aside`, if it is given, so that no other waits for the storage.
+        Without `fetch` those whose payload is in object storage are Unfetched, so that no other waits for the storage.
         """
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
-        return await self._read_group(wanted, group, consumer, count, block_ms, aside)
+        return await self._read_group(wanted, group, consumer, count, block_ms, fetch)
 
-    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
-        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait."""
+    async def read_in_order(
+        self, streams: Sequence[str], group: str, consumer: str, *, count: int, fetch: bool = True
+    ) -> list[Delivery]:
+        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait
+        for any. `fetch`: see `read`."""
 
         async def call() -> Any:
             rows = await self._read_in_order(keys=list(streams), args=[group, consumer, count])
             return [(stream, [(entry, _mapping(fields)) for entry, fields in entries]) for stream, entries in rows]
 
-        return await self._delivered(call, streams, group, consumer)
+        return await self._delivered(call, streams, group, consumer, fetch=fetch)
 
     async def read_pending(
-        self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256
+        self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256, fetch: bool = True
     ) -> list[Delivery]:
-        """Entries that this consumer was given before and has not settled, after an entry id."""
-        return await self._read_group({stream: after}, group, consumer, count, None, None)
+        """Entries that this consumer was given before and has not settled, after an entry id. `fetch`: see `read`."""
+        return await self._read_group({stream: after}, group, consumer, count, None, fetch)
 
     async def _read_group(
-        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, aside: Aside | None
+        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, fetch: bool
     ) -> list[Delivery]:
         async def call() -> Any:
             return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or ()
 
-        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, aside=aside)
+        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, fetch=fetch)
 
     async def _delivered(
         self,
@@ -178,7 +186,7 @@ class Bus:
         consumer: str,
         *,
         block_ms: int | None = None,
-        aside: Aside | None = None,
+        fetch: bool,
     ) -> list[Delivery]:
         found = await self._unless(call, "NOGROUP", block_ms=block_ms)
         if found is None:
@@ -187,19 +195,20 @@ class Bus:
             await asyncio.sleep(NO_GROUP_S)
             return []
         rows = [(_text(stream), entry, fields) for stream, entries in _pairs(found) for entry, fields in entries]
-        return await self._opened(rows, group, consumer, aside)
+        return await self._opened(rows, group, consumer, fetch)
 
     async def _opened(
-        self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, aside: Aside | None
+        self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, fetch: bool
     ) -> list[Delivery]:
         """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out."""
         deliveries: list[Delivery] = []
-        for stream, entry, fields in rows:
+        for stream, entry, fields in (row for row in rows if row[2]):
             opening = partial(self._delivery, stream, group, entry, fields, consumer=consumer)
-            if aside is not None and fields and b"payload" not in fields:
-                aside(stream, _text(entry), opening)
-            elif fields:
+            if fetch or b"payload" in fields:
                 deliveries.append(await opening())
+            else:
+                unfetched = Unfetched("not fetched", b"", _plain(fields), opening)
+                deliveries.append(Delivery(stream, group, _text(entry), unfetched))
         return deliveries
 
     async def find_idle(
@@ -211,23 +220,26 @@ class Bus:
         return [Idle(_text(entry), int(deliveries)) for entry, _, _, deliveries in found or ()]
 
     async def claim(
-        self, stream: str, group: str, consumer: str, found: Sequence[Idle], *, min_idle_ms: int
+        self,
+        stream: str,
+        group: str,
+        consumer: str,
+        found: Sequence[Idle],
+        *,
+        min_idle_ms: int,
+        fetch: bool = True,
     ) -> list[Delivery]:
-        """Takes over what `find_idle` found, with the progress that is kept, unless another was first."""
+        """Takes over what `find_idle` found, with the progress that is kept, unless another was first. `fetch`: see `read`."""
         if not found:
             return []
         known: Any = {idle.entry: idle for idle in found}
         rows = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, min_idle_ms, list(known)))
-        taken = [(_text(entry), fields) for entry, fields in rows if entry is not None and fields]
-        keys = [self.cell.partial(stream, entry) for entry, _ in taken]
+        taken = [(stream, entry, fields) for entry, fields in rows if entry is not None and fields]
+        keys = [self.cell.partial(stream, _text(entry)) for _, entry, _ in taken]
         kept = await self.retrying(lambda: self.client.mget(keys)) if keys else []
         return [
-            replace(
-                await self._delivery(stream, group, entry, fields, consumer=consumer),
-                deliveries=known[entry].deliveries + 1,
-                progress=progress or b"",
-            )
-            for (entry, fields), progress in zip(taken, kept, strict=True)
+            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress or b"")
+            for delivery, progress in zip(await self._opened(taken, group, consumer, fetch), kept, strict=True)
         ]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
@@ -236,13 +248,13 @@ class Bus:
         return [_text(row["message_id"]) for row in await self.retrying(call)]
 
     async def reread(
-        self, stream: str, group: str, consumer: str, entries: Sequence[str], *, aside: Aside | None = None
+        self, stream: str, group: str, consumer: str, entries: Sequence[str], *, fetch: bool = True
     ) -> list[Delivery]:
-        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's. `aside`: see `read`."""
+        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's. `fetch`: see `read`."""
         if not entries:
             return []
         found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
-        return await self._opened([(stream, entry, fields) for entry, fields in found], group, consumer, aside)
+        return await self._opened([(stream, entry, fields) for entry, fields in found], group, consumer, fetch)
 
     async def renew(
         self,
@@ -269,11 +281,12 @@ class Bus:
             return []
         arguments: list[Any] = [len(settlements)]
         for settlement in settlements:
-            delivery = settlement.delivery
+            delivery, outputs = settlement.delivery, settlement.outputs
             progress = self.cell.partial(delivery.stream, delivery.entry)
-            arguments += [delivery.stream, delivery.group, delivery.entry, progress, len(settlement.outputs)]
-            for stream, message in settlement.outputs:
-                fields = await self.fields(message)
+            num_outputs = -1 if outputs is None else len(outputs)
+            arguments += [delivery.stream, delivery.group, delivery.entry, progress, num_outputs]
+            all_fields = (await self.written(settlement)).fields or ()
+            for (stream, _), fields in zip(outputs or (), all_fields, strict=True):
                 arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
         calls: list[Awaitable[Any]] = []
 
@@ -283,6 +296,13 @@ class Bus:
 
         done = await self.retrying(call)
         return [bool(n) or len(calls) > 1 for n in done]
+
+    async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
+        """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""
+        if settlement.outputs is None or settlement.fields is not None:
+            return settlement
+        fields = [await self._payloads.fields(message, beat) for _, message in settlement.outputs]
+        return Settlement(settlement.delivery, settlement.outputs, fields)
 
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
@@ -345,47 +365,28 @@ class Bus:
 
     # ---- encoding ---------------------------------------------------------------------------------------------------
 
-    async def fields(self, message: Message) -> list[Any]:
-        """Names and values, flat, as XADD takes them. Writes a large payload to object storage."""
-        payload = encode(message)
-        path = await self._write(message, payload) if len(payload) > CLAIM_CHECK_BYTES else ""
-        return [*_plain(message), *(["ref", path] if path else ["payload", payload])]
+    async def fields(self, message: Message, beat: Callable[[], None] = lambda: None) -> list[Any]:
+        """Names and values, flat, as XADD takes them. Writes a large payload to object storage, and beats meanwhile."""
+        return await self._payloads.fields(message, beat)
 
     def fields_at(self, message: Message, path: str) -> list[Any]:
         """Does what `fields` does, and waits for nothing. `path`: from `write_payload`; empty: the payload travels itself."""
-        return [*_plain(message), *(["ref", path] if path else ["payload", encode(message)])]
+        return fields_of(message, path, b"" if path else encode(message))
 
     async def write_payload(self, message: Message) -> str:
         """Writes a payload to object storage, however long that takes. Returns its path."""
-        return await self._write(message, encode(message))
-
-    async def _write(self, message: Message, payload: bytes) -> str:
-        if self._objects is None:
-            raise InvalidInput(f"a message of {len(payload)} bytes needs an object store to travel")
-        step = getattr(message, "adapter", None)
-        version = step.version if step is not None else 0
-        path = f"payloads/{message.job}/{version:08d}/{message.id.replace('/', '.')}.{uuid4().hex}"
-        objects = self._objects
-        await patiently(lambda: objects.write(path, payload))
-        return path
+        return await self._payloads.write(message, encode(message))
 
     async def _delivery(self, stream: str, group: str, entry: Any, fields: Any, *, consumer: str = "") -> Delivery:
         payload = fields.get(b"payload")
         try:
             if payload is None:
-                payload = await self._claimed(fields, lambda: self.renew(stream, group, consumer, [_text(entry)]))
+                renew = partial(self.renew, stream, group, consumer, [_text(entry)])
+                payload = await self._payloads.get(_text(fields[b"ref"]), renew)
             message = decode(payload)
         except (msgspec.MsgspecError, NotFound, KeyError, ValueError) as error:
-            plain = {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name in PLAIN}
-            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", plain)
+            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", _plain(fields))
         return Delivery(stream, group, _text(entry), message)
-
-    async def _claimed(self, fields: Any, renew: Callable[[], Awaitable[object]]) -> bytes:
-        """Reads the payload from object storage, waits while that is away, and keeps the entry ours meanwhile."""
-        objects, path = self._objects, _text(fields[b"ref"])
-        if objects is None:
-            raise NotFound("the entry is a claim check, but this process has no object store")
-        return await patiently(lambda: objects.get(path), meanwhile=renew)
 
     async def _unless(self, call: Callable[[], Awaitable[T]], *said: str, block_ms: int | None = None) -> T | None:
         """Like `retrying`; None if Redis answers with an error that says one of these."""
@@ -428,10 +429,9 @@ def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
     return make_client(redis_url, cell.key(""), socket_connect_timeout=5, socket_timeout=None)
 
 
-def _plain(message: Message) -> list[Any]:
-    """Fields that stand beside the payload, as PLAIN names them."""
-    known = [message.id, message.job, message.partition, message.epoch, type(message).__name__]
-    return [part for pair in zip(PLAIN, known, strict=True) for part in pair]
+def _plain(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    """The fields that stand in an entry beside its payload."""
+    return {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name in PLAIN}
 
 
 def _text(value: Any) -> str:

@@ -20,7 +20,7 @@ class Handler(Protocol):
         ...
 
     def hand_back(self, message: Any) -> list[Out] | None:
-        """Returns what another worker goes on with, progress included; None: the message as it was."""
+        """Returns what another worker goes on with, progress included; None: the message's entry, as it is."""
         ...
 
     def failed(self, message: Any, failure: Failure) -> list[Out]:

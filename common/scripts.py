@@ -1,10 +1,10 @@
 """The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
-# stream, group, entry, key of its progress, number of outputs, then for each output: stream, the stream in its place if it does
-# not exist ("": none), number of fields, fields. Above its memory limit Redis refuses a script's first write if that needs memory,
-# and none after it: so the DEL comes first. The outputs come before the acknowledgement, so that no failure between them loses the
-# input. An entry whose group is gone is not pending.
+# stream, group, entry, key of its progress, number of outputs (-1: the entry once more, as it is), then for each output: stream, the
+# stream in its place if it does not exist ("": none), number of fields, fields. Above its memory limit Redis refuses a script's first
+# write if that needs memory, and none after it: so the DEL comes first. The outputs come before the acknowledgement, so that no
+# failure between them loses the input. An entry whose group is gone is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
@@ -15,6 +15,10 @@ for n = 1, tonumber(take()) do
   if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
   local open = #rows == 1
   if open then redis.call('DEL', progress) end
+  if open and outputs < 0 then
+    local row = redis.call('XCLAIM', stream, group, rows[1][2], 0, entry)[1]
+    if row then redis.call('XADD', stream, '*', unpack(row[2])) end
+  end
   for _ = 1, outputs do
     local key, instead, fields = take(), take(), tonumber(take())
     local there = false

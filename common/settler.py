@@ -1,6 +1,8 @@
 """Settling: publishes the outputs of finished deliveries and acknowledges them, by one script for all that have finished.
 
 reads: -   writes: what the handlers returned   waits for: a finished delivery   unblocked by: the worker's tasks
+
+It waits for Redis alone: the tasks have written large payloads (`Bus.written`) before.
 """
 
 import asyncio
@@ -41,7 +43,7 @@ class Settler:
             done = await self._bus.settle(batch)
         for settlement, published in zip(batch, done, strict=True):
             if not published:
-                self._lost(settlement.outputs)
+                self._lost(settlement.outputs or ())
         self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))

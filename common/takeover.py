@@ -106,7 +106,9 @@ class Takeover:
             self._over.set()
 
     async def _claim(self, inbox: Inbox, found: Sequence[Idle]) -> list[Delivery]:
-        taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms)
+        taken = await self._bus.claim(
+            inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms, fetch=False
+        )
         for delivery in taken:
             log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
         return taken

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from common.bus import Delivery
+from common.bus import Delivery, Unfetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class Underway:
     def num_taken_over(self) -> int:
         return sum(active.delivery.deliveries > 1 for active in self._active.values())
 
+    @property
+    def fetching(self) -> bool:
+        """Does one wait for its payload?"""
+        return any(isinstance(active.delivery.message, Unfetched) for active in self._active.values())
+
     def of(self, stream: str) -> list[Active]:
         return [active for active in self._active.values() if active.delivery.stream == stream]
 
@@ -74,6 +79,11 @@ class Underway:
         if active.orphan:
             active.orphan = False
             self._changed.set()
+
+    def opened(self, delivery: Delivery) -> None:
+        """Takes a delivery in place of the one whose work began: it has its payload now."""
+        self._active[delivery.entry].delivery = delivery
+        self._ended.set()
 
     def take_advanced(self, stream: str) -> list[str]:
         """Returns the stream's entries that advanced since the last call."""
@@ -94,7 +104,7 @@ class Underway:
         self._changed.set()
 
     async def one_ended(self, timeout_s: float | None = None) -> bool:
-        """Waits until the next delivery ends. False if the time is over before."""
+        """Waits until the next delivery ends, or has its payload. False if the time is over before."""
         self._ended.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

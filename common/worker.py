@@ -14,6 +14,7 @@ A service is a Handler: a message in, messages out. What a handler raises decide
     anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
     (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
 
+Large payloads come from object storage and go there in the delivery's own task: while the storage is slow no other one waits.
 A dead letter is written together with `handler.failed(...)`, so that the job's owner hears of it too.
 """
 
@@ -31,7 +32,7 @@ from typing import TypeVar
 
 import structlog
 
-from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable
+from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
 from common.dead_letters import dead_letter
 from common.errors import StoreUnavailable, Unavailable
 from common.fullness import Gauge
@@ -39,7 +40,7 @@ from common.handlers import Beat, Handler, Holds, Parks, Resumes
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler
 from common.takeover import Takeover
-from common.tasks import cancel_all, running
+from common.tasks import beating, cancel_all, running
 from common.telemetry import KEEP_S, Reporter
 from common.underway import Active, Inbox, Underway
 
@@ -131,6 +132,7 @@ class Worker:
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
+        self._shares = any(inbox.at_once for inbox in self._inboxes)
         self._drained = False  # the last read took all that there was
         self._look_s = LOOK_EVERY_S
 
@@ -176,8 +178,12 @@ class Worker:
 
     @property
     def _free(self) -> int:
+        """Slots for what others may want too. None while what was taken from a burst has no payload yet: its size is not known."""
+        unknown = self._shares and self._underway.fetching
+        if self._underway and (unknown or not self._has_room()):
+            return 0
         beside = 0 if self._takeover.is_short else min(self._orphan_slots, self._underway.num_taken_over)
-        return self._most + beside - len(self._underway) if not self._underway or self._has_room() else 0
+        return self._most + beside - len(self._underway)
 
     async def _read(self) -> None:
         while True:
@@ -206,12 +212,12 @@ class Worker:
         at_once = min(inbox.at_once or free for inbox in self._inboxes)
         if len(streams) > 1 and not self._drained:
             count = min(free, at_once)
-            found = await self._bus.read_in_order(streams, group, self.name, count=count)
+            found = await self._bus.read_in_order(streams, group, self.name, count=count, fetch=False)
             self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
         count = min(max(1, free // len(streams)), at_once)
-        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
+        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500, fetch=False)
         self._drained = len(found) < count
         return found
 
@@ -222,46 +228,64 @@ class Worker:
             await self._underway.one_ended()
             return []
         streams = [inbox.stream for inbox in self._inboxes]
-        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1)
+        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1, fetch=False)
         if not found and self._free <= 0:
             ended = await self._underway.one_ended(self._look_s)
             self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
         return found
 
     def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":
-        if delivery.progress and self._resumes and isinstance(delivery.message, Message):
-            resumed = self._resumes.resumed(delivery.message, delivery.progress)
-            delivery = replace(delivery, message=resumed)
         task = self._underway.begin(delivery, self._work(delivery))
         if delivery.deliveries == 1:
             self._reporter.first_read(delivery.entry)
-        task.add_done_callback(lambda _: self._never_began(delivery))
+        task.add_done_callback(partial(self._cut_short, delivery))
         return task
 
-    def _never_began(self, delivery: Delivery) -> None:
-        """Ends a delivery whose task was cancelled before its first step: such a task runs none of its own code."""
-        if delivery.entry in self._underway:
-            self._finish(Settlement(delivery, self._interrupted(delivery)))
+    def _cut_short(self, delivery: Delivery, task: "asyncio.Task[None]") -> None:
+        """Ends a delivery whose task was cancelled before its first step: such a task runs none of its own code. One that an error
+        of ours ended stays pending, as if this process had died under it."""
+        if delivery.entry not in self._underway:
+            return
+        if task.cancelled():
+            self._finish(Settlement(delivery, None))
+        else:
+            log.error("work_failed", entry=delivery.entry, exc_info=task.exception())
+            self._underway.end(delivery.entry)
 
     # ---- one delivery -----------------------------------------------------------------------------------------------
 
     async def _work(self, delivery: Delivery) -> None:
-        message = delivery.message
-        try:
-            if isinstance(message, Undecodable):
-                outputs = self._dead(delivery, message.reason)
-            elif (remains := self._remains(message)) is not None:
-                outputs = remains
-            elif delivery.deliveries > self._max_deliveries:
-                outputs = self._dead(delivery, f"delivered {delivery.deliveries} times without a result")
-            else:
-                outputs = await self._attempts(delivery, message)
-        except asyncio.CancelledError:
-            outputs = self._interrupted(delivery)
-        self._finish(Settlement(delivery, outputs))
+        settlement, beat = Settlement(delivery, None), partial(self._underway.beat, delivery.entry)
+        with contextlib.suppress(asyncio.CancelledError):  # a second time: it goes back as it is
+            try:
+                delivery = await self._opened(delivery, beat)
+                settlement = await self._bus.written(Settlement(delivery, await self._outputs(delivery, beat)), beat)
+            except asyncio.CancelledError:
+                settlement = await self._bus.written(Settlement(delivery, self._interrupted(delivery)), beat)
+        self._finish(settlement)
 
-    async def _attempts(self, delivery: Delivery, message: Message) -> list[Out]:
-        beat = partial(self._underway.beat, delivery.entry)
+    async def _opened(self, delivery: Delivery, beat: Beat) -> Delivery:
+        """Returns it with its payload, and with what was done of it before."""
+        opened = delivery
+        if isinstance(delivery.message, Unfetched):
+            opened = replace(delivery, message=(await beating(beat, delivery.message.fetch())).message)
+        if opened.progress and self._resumes and isinstance(opened.message, Message):
+            opened = replace(opened, message=self._resumes.resumed(opened.message, opened.progress))
+        if opened is not delivery:
+            self._underway.opened(opened)
+        return opened
+
+    async def _outputs(self, delivery: Delivery, beat: Beat) -> list[Out]:
+        message = delivery.message
+        if isinstance(message, Undecodable):
+            return self._dead(delivery, message.reason)
+        if (remains := self._remains(message)) is not None:
+            return remains
+        if delivery.deliveries > self._max_deliveries:
+            return self._dead(delivery, f"delivered {delivery.deliveries} times without a result")
+        return await self._attempts(delivery, message, beat)
+
+    async def _attempts(self, delivery: Delivery, message: Message, beat: Beat) -> list[Out]:
         phase = self._reporter.service
         away_since: float | None = None
         attempt = 1
@@ -302,16 +326,14 @@ class Worker:
             return [letter, (owner, letter[1])] if letter[1].job else [letter]
         return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
-    def _interrupted(self, delivery: Delivery) -> list[Out]:
-        """Returns what is published for cancelled work: its job was paused or cancelled, or this worker stops."""
+    def _interrupted(self, delivery: Delivery) -> list[Out] | None:
+        """Returns what is published for cancelled work: its job was paused or cancelled, or this worker stops. None: the entry as it
+        is."""
         message = delivery.message
         if isinstance(message, Undecodable):
-            return []
+            return None
         remains = self._remains(message)
-        if remains is not None:
-            return remains
-        handed = self._handler.hand_back(message)
-        return [(delivery.stream, message)] if handed is None else handed
+        return self._handler.hand_back(message) if remains is None else remains
 
     def _remains(self, message: Message) -> list[Out] | None:
         """Returns what is published in place of a void message's work; None if it is not void."""
@@ -388,14 +410,13 @@ class Worker:
         if self._drain_s:
             await self._underway.all_ended(self._drain_s)
         self._underway.cancel()
-        while not await self._underway.all_ended():
-            pass
+        while not await self._underway.all_ended(self._lease_s):
+            self._underway.cancel()
         await self._settler.settle()
         for inbox in self._inboxes:
             after = "0"
-            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):
-                known = [delivery for delivery in held if isinstance(delivery.message, Message)]
-                await self._bus.settle([Settlement(delivery, self._interrupted(delivery)) for delivery in known])
+            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after, fetch=False):
+                await self._bus.settle([Settlement(delivery, None) for delivery in held])
                 after = held[-1].entry
 
     async def _say_goodbye(self) -> None:

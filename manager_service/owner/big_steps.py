@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from common.bus import CLAIM_CHECK_BYTES, Bus
+from common.bus import Bus
 from common.errors import Unavailable
 from common.messages import Message, TrainStep
 from common.objects import Objects
+from common.payloads import CLAIM_CHECK_BYTES
 from manager_service.jobs.job import Job
 
 TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10

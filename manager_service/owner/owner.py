@@ -14,12 +14,11 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import structlog
 
 from common.adapters import AdapterStore
-from common.bus import Bus, Delivery, Undecodable
+from common.bus import Bus, Delivery, Undecodable, Unfetched
 from common.errors import Fenced, Unavailable
 from common.fullness import MAX_MEMORY_USED
 from common.messages import TrainStep
@@ -233,9 +232,8 @@ class Owner:
         if not streams:
             await asyncio.sleep(BLOCK_MS / 2000)
             return []
-        return await self._bus.read(
-            streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, aside=partial(self._fetch_later, owned)
-        )
+        found = await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, fetch=False)
+        return [delivery for delivery in found if not self._fetched_later(owned, delivery)]
 
     async def _reconcile(self) -> None:
         """Finds what was lost, one partition after the other, each once a lease. Call while no read is under way."""
@@ -268,10 +266,13 @@ class Owner:
             if job_id in partition.jobs:
                 partition.jobs.touch(job_id)
 
-    def _fetch_later(self, owned: Mapping[int, tuple[Partition, Fence]], stream: str, entry: str, fetch: Fetch) -> None:
-        """Takes in a claim check that was read while these partitions were owned."""
-        owned[int(stream.rsplit(":", 1)[-1])][0].fetch_later(stream, entry, fetch)
+    def _fetched_later(self, owned: Mapping[int, tuple[Partition, Fence]], delivery: Delivery) -> bool:
+        """Takes in a claim check that was read while these partitions were owned. False for another delivery."""
+        if not isinstance(delivery.message, Unfetched):
+            return False
+        owned[_partition_number(delivery)][0].fetch_later(delivery.stream, delivery.entry, delivery.message.fetch)
         self._wanted.set()
+        return True
 
     async def _ask_store(self) -> None:
         """Fetches the payloads, and looks for the versions, that partitions want."""

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from common.adapters import AdapterStore, Manifest, update_of
-from common.bus import Bus, Delivery, Undecodable
+from common.bus import Bus, Delivery, Undecodable, Unfetched
 from common.dead_letters import dead_letter
 from common.errors import CorruptObject, NotFound, StoreUnavailable, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
@@ -272,7 +272,10 @@ class Partition:
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
-            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen, aside=self.fetch_later):
+            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen, fetch=False):
+                if isinstance(delivery.message, Unfetched):
+                    self.fetch_later(stream, delivery.entry, delivery.message.fetch)
+                    continue
                 log.warning("entry_unseen", stream=stream, entry=delivery.entry)
                 await self.handle(delivery, now, changes)
             self._looked_at[stream] = entries[-1]

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from common.bus import CLAIM_CHECK_BYTES, Bus, Delivery, Idle, Progress, Settlement, Undecodable, connect
+from common.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched, connect
 from common.errors import InvalidInput
 from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep
 from common.objects import Objects
+from common.payloads import CLAIM_CHECK_BYTES
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.wire import decode, encode
 from harness.redis_server import RedisServer, find_valkey
@@ -321,6 +322,25 @@ async def test_a_large_payload_travels_as_a_claim_check(bus: Bus, objects: Objec
     (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
     assert delivery.message == large
     assert len(await objects.paths("payloads/job")) == 1
+
+
+async def test_an_entry_that_goes_back_as_it_is_can_be_read_again(bus: Bus, objects: Objects) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(0)), (CELL.env, start(1, {"text": "x" * (CLAIM_CHECK_BYTES + 1)}))])
+    await bus.client.xadd(CELL.env, {"id": "job/2", "payload": b"garbage"})
+    before: Any = await bus.client.xrange(CELL.env)
+    held = await bus.read([CELL.env], GROUP_ENV, "w", count=10, fetch=False)
+    assert [type(delivery.message) for delivery in held] == [Start, Unfetched, Undecodable]
+    assert await bus.settle([Settlement(delivery, None) for delivery in held]) == [True, True, True]
+    # Then its fields are the same, and nothing new is in object storage
+    after: Any = await bus.client.xrange(CELL.env)
+    assert [fields for _, fields in after] == [fields for _, fields in before]
+    assert len(await objects.paths("payloads/job")) == 1
+    # And who was late gives nothing back
+    assert await bus.settle([Settlement(delivery, None) for delivery in held]) == [False, False, False]
+    assert await bus.client.xlen(CELL.env) == 3
+    again = await bus.read([CELL.env], GROUP_ENV, "other", count=10)
+    assert [delivery.deliveries for delivery in again] == [1, 1, 1]
 
 
 async def test_what_is_no_message_is_delivered_as_such(bus: Bus) -> None:

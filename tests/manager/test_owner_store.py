@@ -21,6 +21,7 @@ from manager_service.owner import arriving, owner, partition
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
 from tests.manager.test_owner import LEASE_S, System
+from tests.support.gated_store import GatedStore
 
 OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
 """Shares its owner, its partition and its lock with `acme`."""
@@ -46,32 +47,6 @@ class BigEnv(StandInEnv):
 
 
 LONG = ("tokens", "logprobs", "written")
-
-
-class GatedStore(Objects):
-    """A store that answers the calls about payloads only once the gate is open."""
-
-    def __init__(self, folder: Objects) -> None:
-        super().__init__(folder._backend)  # pyright: ignore[reportPrivateUsage]
-        self.gate = asyncio.Event()
-        self.asked: list[str] = []
-        self.written: list[str] = []
-
-    async def write(self, path: str, data: bytes) -> None:
-        self.asked.append(path)
-        await super().write(path, data)
-        self.written.append(path)
-        await self.gate.wait()
-
-    def payloads(self) -> list[str]:
-        """Those that were asked for."""
-        return [path for path in self.asked if path.startswith("payloads/")]
-
-    async def get(self, path: str) -> bytes:
-        if path.startswith("payloads/") or path.endswith("/00000001/manifest.json"):
-            self.asked.append(path)
-            await self.gate.wait()
-        return await super().get(path)
 
 
 class Owning(System):

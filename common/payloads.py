@@ -1,0 +1,57 @@
+"""Payloads: the bytes of a message as they stand in an entry. Large ones go to object storage and travel as claim checks.
+
+reads and writes: `payloads/<job>/<version>/` in object storage   waits for: the storage, for as long as it is away
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+from uuid import uuid4
+
+from common.errors import InvalidInput, NotFound
+from common.messages import Message
+from common.objects import Objects, patiently
+from common.tasks import beating
+from common.wire import encode
+
+CLAIM_CHECK_BYTES = 1 << 20
+PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
+"""Fields of an entry that stand beside its payload."""
+
+
+def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
+    """Names and values, flat, as XADD takes them. `path`: of the payload in object storage; empty: it travels itself."""
+    known = [message.id, message.job, message.partition, message.epoch, type(message).__name__]
+    plain = [part for pair in zip(PLAIN, known, strict=True) for part in pair]
+    return [*plain, *(["ref", path] if path else ["payload", payload])]
+
+
+class Payloads:
+    """Those of one cell."""
+
+    def __init__(self, objects: Objects | None) -> None:
+        """Without `objects` no large message can travel."""
+        self._objects = objects
+
+    async def fields(self, message: Message, beat: Callable[[], None]) -> list[Any]:
+        """See `fields_of`. Writes a large payload, and beats meanwhile; does not wait at all for another."""
+        payload = encode(message)
+        large = len(payload) > CLAIM_CHECK_BYTES
+        return fields_of(message, await beating(beat, self.write(message, payload)) if large else "", payload)
+
+    async def write(self, message: Message, payload: bytes) -> str:
+        """Returns the path. Raises InvalidInput without an object store."""
+        if self._objects is None:
+            raise InvalidInput(f"a message of {len(payload)} bytes needs an object store to travel")
+        step = getattr(message, "adapter", None)
+        version = step.version if step is not None else 0
+        path = f"payloads/{message.job}/{version:08d}/{message.id.replace('/', '.')}.{uuid4().hex}"
+        objects = self._objects
+        await patiently(lambda: objects.write(path, payload))
+        return path
+
+    async def get(self, path: str, renew: Callable[[], Awaitable[object]]) -> bytes:
+        """Keeps the entry of a claim check ours by `renew` while the storage is away. Raises NotFound."""
+        objects = self._objects
+        if objects is None:
+            raise NotFound("the entry is a claim check, but this process has no object store")
+        return await patiently(lambda: objects.get(path), meanwhile=renew)
