@@ -1,16 +1,26 @@
-"""The conversation between a model and an environment: what the model wrote as a Turn, and what it is shown as tokens."""
+"""The conversation between a model and an environment: what the model wrote as a Turn, and what it is shown as tokens.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+Long texts are rendered and decoded in threads, so that the event loop goes on; the work is charged for its thread's time.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from common.errors import InvalidInput
 from common.messages import TurnResult
+from common.tasks import beating
 from common.text.tokens import ChatTokenizer
+from env_service import work
 from env_service.environment import Step, Turn
 from env_service.failures import EnvironmentFailed
 from env_service.trajectory import Context
 
+LONG_TEXT, LONG_TURN = 16 << 10, 4 << 10
+"""Characters of messages, and tokens of a turn. More keep a thread busy for longer than 10 ms."""
+
 Tools = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class Conversation:
@@ -19,8 +29,32 @@ class Conversation:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()) -> list[int]:
+    async def opening(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()
+    ) -> list[int]:
         """The prompt; `tokens` is one that the environment has rendered. Raises InvalidInput, EnvironmentFailed."""
+        return await _beside(_is_long([messages, tools, tokens]), lambda: self._opening(messages, tools, tokens))
+
+    async def turn(self, result: TurnResult, context: Context, tools: Tools) -> Turn:
+        return await _beside(len(result.tokens) > LONG_TURN, lambda: self._turn(result, context, tools))
+
+    async def reply(self, result: TurnResult, step: Step) -> list[int]:
+        """The environment's tokens; they close the model's turn if a stop string, and no token, has ended it. Raises
+        EnvironmentFailed."""
+        return await _beside(_is_long([step.messages, step.tokens]), lambda: self._reply(result, step))
+
+    async def read(self, result: TurnResult) -> str:
+        """Returns what `text` does."""
+        return await _beside(len(result.tokens) > LONG_TURN, lambda: self.text(result))
+
+    async def decoded(self, tokens: Sequence[int]) -> str:
+        return await _beside(len(tokens) > LONG_TURN, lambda: self._tokenizer.decode(tokens))
+
+    def text(self, result: TurnResult) -> str:
+        """The text of the model's turn, up to the stop string."""
+        return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
+
+    def _opening(self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int]) -> list[int]:
         if tokens:
             return self._checked(tokens)
         try:
@@ -28,7 +62,7 @@ class Conversation:
         except ValueError as error:
             raise InvalidInput(str(error)) from error
 
-    def turn(self, result: TurnResult, context: Context, tools: Tools) -> Turn:
+    def _turn(self, result: TurnResult, context: Context, tools: Tools) -> Turn:
         ids = result.tokens.numpy().tolist()
         marked = _cut(self._tokenizer.decode(ids, skip_special=False), result.stop_string)
         content, calls = self._tokenizer.parse_tool_calls(marked, tools)
@@ -47,12 +81,7 @@ class Conversation:
             key=result.request.id,
         )
 
-    def text(self, result: TurnResult) -> str:
-        return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
-
-    def reply(self, result: TurnResult, step: Step) -> list[int]:
-        """The environment's tokens; they close the model's turn if a stop string, and no token, has ended it. Raises
-        EnvironmentFailed."""
+    def _reply(self, result: TurnResult, step: Step) -> list[int]:
         if step.tokens:
             return self._checked(step.tokens)
         try:
@@ -72,3 +101,21 @@ class Conversation:
 def _cut(text: str, stop_string: str) -> str:
     """Text up to the stop string that ended the turn."""
     return text.rpartition(stop_string)[0] if stop_string and stop_string in text else text
+
+
+async def _beside(is_long: bool, function: Callable[[], T]) -> T:
+    """Calls the function, in a thread if it takes long."""
+    return await beating(work.beat, asyncio.to_thread(work.charged_alone(function))) if is_long else function()
+
+
+def _is_long(value: Any) -> bool:
+    """Has it more than LONG_TEXT characters in all its texts, or as many other values?"""
+    left, waiting = LONG_TEXT, [value]
+    while waiting and left >= 0:
+        found = waiting.pop()
+        left -= len(found) if isinstance(found, str) else 1
+        if isinstance(found, list | tuple):
+            waiting += found
+        elif isinstance(found, Mapping):
+            waiting += found.values()
+    return left < 0

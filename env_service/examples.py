@@ -13,7 +13,7 @@ from common.messages import ScoredTrajectory, Start, TurnRequest, TurnResult, Us
 from common.text.examples import Example, read_example
 from common.text.tokens import ChatTokenizer
 from env_service.environment import Step
-from env_service.requests import first_request
+from env_service.requests import first_requests
 from env_service.trajectory import Context, decode_state, encode_context, encode_state
 
 TOKENS = "tokens"
@@ -33,7 +33,7 @@ def example_of(start: Start, tokenizer: ChatTokenizer) -> Example:
 
 def trained_on(start: Start, example: Example, text: str, usage: Usage) -> list[ScoredTrajectory]:
     """The example as it goes into a step's batch. It has no reward to speak of: 0."""
-    requests = [first_request(start, sample, example.tokens, b"", usage) for sample in start.samples]
+    requests = first_requests(start, example.tokens, b"", usage)
     return [
         ScoredTrajectory(
             **start.about(),
@@ -67,7 +67,7 @@ def measured_by(start: Start, example: Example, usage: Usage) -> list[TurnReques
         tool_timeout_s=start.tool_timeout_s,
         weight=start.weight,
     )
-    asked = [first_request(start, sample, example.tokens, encode_context(context), usage) for sample in start.samples]
+    asked = first_requests(start, example.tokens, encode_context(context), usage)
     return [msgspec.structs.replace(request, sampling=sampling) for request in asked]
 
 

@@ -54,7 +54,7 @@ from env_service.graders.judging import Graded, graded_by, judge_request, resume
 from env_service.graders.model import ModelAsked
 from env_service.live.sessions import Seat, Sessions
 from env_service.live.trajectories import Trajectories, in_session
-from env_service.requests import TokensSoFar, first_request, made_item, seed_of
+from env_service.requests import TokensSoFar, first_requests, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
 Out = tuple[str, Message]
@@ -181,7 +181,8 @@ class EnvHandler:
                 return self.failed(graded_by(message), failure)
             case TurnResult():
                 reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
-                return self._settled(message, None, Ending(reason, failure=failure), Usage())
+                ending, text = Ending(reason, failure=failure), self._conversation.text(message)
+                return self._settled(message, None, ending, Usage(), text)
             case GradeRequest():
                 return [grade_result(message, Ending("failed", failure=failure))]
             case _:
@@ -202,7 +203,7 @@ class EnvHandler:
         self._counters["starts"] += 1
         self._counters["start_s"] += doing.busy_s
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
-        requests = [first_request(start, sample, tokens, context, usage) for sample in start.samples]
+        requests = first_requests(start, tokens, context, usage)
         return [(self._cell.rollout, in_session(request, doing.seat)) for request in requests]
 
     async def _show(self, start: Start, doing: work.Work) -> list[Out]:
@@ -214,7 +215,7 @@ class EnvHandler:
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
         if start.purpose != "train":
             return [(self._cell.rollout, request) for request in measured_by(start, example, usage)]
-        text = self._tokenizer.decode([t for t, learned in zip(*example, strict=True) if learned])
+        text = await self._conversation.decoded([t for t, learned in zip(*example, strict=True) if learned])
         return [(self._cell.scored(start.partition), scored) for scored in trained_on(start, example, text, usage)]
 
     async def _example(self, start: Start) -> Example:
@@ -238,7 +239,7 @@ class EnvHandler:
             state, messages = environment.reset(item, seed_of(start, "environment"))
         if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):
             raise InvalidInput(fault)
-        tokens = self._conversation.opening(messages, _tools(environment), rendered)
+        tokens = await self._conversation.opening(messages, _tools(environment), rendered)
         most = start.sampling.context(self._tokenizer.context)
         if len(tokens) + 1 > most:
             whose = "job's max_context" if start.sampling.max_context else "model's context"
@@ -256,7 +257,7 @@ class EnvHandler:
 
     def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
         ending = Ending("failed", failure=failure)
-        requests = [first_request(start, sample, [], b"", Usage()) for sample in start.samples]
+        requests = first_requests(start, [], b"", Usage())
         return [self._scored(request, TokensSoFar(request, None), ending, num_turns=0) for request in requests]
 
     # ------------------------------------------------------------------------------------------------ a turn
@@ -272,11 +273,12 @@ class EnvHandler:
         if isinstance(outcome, Failure):
             outcome = doing.seat.explained(outcome) if doing.seat else outcome
             reason = "tool_error" if outcome.kind == "tool" else "failed"
-            return self._settled(result, None, Ending(reason, failure=outcome), usage)
+            ending, text = Ending(reason, failure=outcome), await self._conversation.read(result)
+            return self._settled(result, None, ending, usage, text)
         context, ending, reply = outcome
         self._count(time.monotonic() - since, result.request.turn, ended=ending is not None)
         if ending is not None:
-            return self._settled(result, context, ending, usage)
+            return self._settled(result, context, ending, usage, await self._conversation.read(result))
         request = self._next_request(result, context, reply, result.usage + usage)
         return [(self._cell.rollout_first, in_session(request, doing.seat))]
 
@@ -299,13 +301,13 @@ class EnvHandler:
         environment = self._environments.get(context.env)
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.go_on(environment, result, context, doing)
-        turn = self._conversation.turn(result, context, _tools(environment))
+        turn = await self._conversation.turn(result, context, _tools(environment))
         step = await _stepped(environment, decode_state(context.state), turn)
         work.beat()
         if step.done or turn.last:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
             return context, ending_of(stop, context, step), []
-        reply = self._conversation.reply(result, step)
+        reply = await self._conversation.reply(result, step)
         written = TokensSoFar(result.request, result)
         if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await _stepped(environment, decode_state(context.state), replace(turn, last=True))
@@ -328,10 +330,11 @@ class EnvHandler:
             usage=usage,
         )
 
-    def _settled(self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage) -> list[Out]:
+    def _settled(
+        self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage, text: str
+    ) -> list[Out]:
         written = TokensSoFar(result.request, result)
         request = msgspec.structs.replace(result.request, usage=result.usage + usage)
-        text = self._conversation.text(result) if len(result.tokens) else ""
         num_turns = request.turn + (1 if len(result.tokens) else 0)
         num_prompt = context.num_prompt if context else written.num_prompt
         return [self._scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)]
@@ -383,7 +386,7 @@ class EnvHandler:
         if (failure := failure_of(result)) is not None:
             kind = "grader" if failure.kind == "invalid" else failure.kind
             return self.failed(graded, Failure(kind, f"the grader's model: {failure.reason}"))
-        doing.answers = answers | {asked: self._conversation.text(result)}
+        doing.answers = answers | {asked: await self._conversation.read(result)}
         if isinstance(graded, GradeRequest):
             return await self._grade(graded, doing, result.usage)
         return await self._turn(graded, doing)

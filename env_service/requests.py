@@ -1,5 +1,6 @@
 """Parts of the handler's messages: pure functions of the messages that it was given."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -37,22 +38,26 @@ def _ref(start: Start, sample: int) -> TrajectoryRef:
     return TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
 
 
-def first_request(start: Start, sample: int, tokens: list[int], context: bytes, usage: Usage) -> TurnRequest:
-    ref = _ref(start, sample)
+def first_requests(start: Start, tokens: Sequence[int], context: bytes, usage: Usage) -> list[TurnRequest]:
+    """One for each sample of the group."""
     zeros = np.zeros(len(tokens))
-    return TurnRequest(
-        **start.about(),
-        id=turn_id(start.job, ref, start.adapter.version, 0),
-        adapter=start.adapter,
-        trajectory=ref,
-        turn=0,
-        tokens=i32(tokens),
-        logprobs=f32(zeros),
-        written=u8(zeros),
-        sampling=start.sampling,
-        context=context,
-        usage=usage,
-    )
+    prompt, logprobs, written = i32(tokens), f32(zeros), u8(zeros)
+    return [
+        TurnRequest(
+            **start.about(),
+            id=turn_id(start.job, ref, start.adapter.version, 0),
+            adapter=start.adapter,
+            trajectory=ref,
+            turn=0,
+            tokens=prompt,
+            logprobs=logprobs,
+            written=written,
+            sampling=start.sampling,
+            context=context,
+            usage=usage,
+        )
+        for ref in (_ref(start, sample) for sample in start.samples)
+    ]
 
 
 def seed_of(of: Start | TrajectoryRef, purpose: str) -> int:

@@ -20,13 +20,13 @@ async def replay(seat: Seat, result: TurnResult, context: Context, conversation:
 
     Raises EnvironmentFailed if it shows anything else than the model was shown then, and the errors of the session.
     """
-    shown = conversation.opening(seat.messages, seat.tools, seat.tokens)
+    shown = await conversation.opening(seat.messages, seat.tools, seat.tokens)
     for past in earlier(result):
         _compare(shown, past)
-        step = await seat.step(None, conversation.turn(past, context, seat.tools))
+        step = await seat.step(None, await conversation.turn(past, context, seat.tools))
         if step.done:
             raise EnvironmentFailed(f"the environment now ends after turn {past.request.turn + 1}")
-        shown = conversation.reply(past, step)
+        shown = await conversation.reply(past, step)
     _compare(shown, result)
 
 

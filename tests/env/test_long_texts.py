@@ -41,8 +41,14 @@ async def runner(timeout_s: float) -> AsyncGenerator[GraderRunner]:
     await endpoints.close()
 
 
-async def graded(given: GraderRunner, grader: dict[str, Any], text: str, answer: Any) -> float:
-    return (await given.grade(validate_grader(grader), Attempt({"answer": answer}, text), key="k")).reward
+def graded(given: GraderRunner, grader: dict[str, Any], text: str, answer: Any) -> Coroutine[Any, Any, float]:
+    """Grades; the grader is checked before, as at a job's creation."""
+    valid = validate_grader(grader)
+
+    async def grade() -> float:
+        return (await given.grade(valid, Attempt({"answer": answer}, text), key="k")).reward
+
+    return grade()
 
 
 async def longest_stop(work: Coroutine[Any, Any, Any]) -> float:
@@ -57,7 +63,9 @@ async def longest_stop(work: Coroutine[Any, Any, Any]) -> float:
             longest = max(longest, time.thread_time() - before)
 
     async with running(watch()):
+        await asyncio.sleep(0)  # it has begun to watch
         await work
+        await asyncio.sleep(0.002)  # it has seen the end
     return longest
 
 

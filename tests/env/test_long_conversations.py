@@ -1,0 +1,128 @@
+"""Long conversations are rendered and read beside the event loop, and charged for it."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.messages import ScoredTrajectory, TurnRequest, TurnResult
+from common.text.tokens import ChatTokenizer
+from env_service.conversation import Conversation
+from env_service.environment import Step
+from env_service.environments.catalogue import Catalogue
+from env_service.graders.endpoint import Endpoints
+from env_service.graders.runner import GraderRunner
+from env_service.graders.text import TextComparer
+from env_service.handler import EnvHandler
+from env_service.sandbox.sandbox import Sandbox
+from tests.env.test_env_handler import CALL, CELL, TINY, TOKENIZER, result_of, single, start_of
+from tests.env.test_long_texts import longest_stop
+
+pytestmark = pytest.mark.timeout(120)
+
+LONG = "What is 347*86? The quick brown fox says no.\n" * 16_000
+QUESTION = {"messages": [{"role": "user", "content": LONG}], "answer": "29842"}
+PART = 1 / 2
+"""Of the work's own CPU time; the loop's thread had all of it, or half where the work was done in two pieces."""
+
+
+@pytest.fixture(scope="module")
+def handler(tmp_path_factory: pytest.TempPathFactory) -> EnvHandler:
+    """A handler of a base model with a context of a million tokens."""
+    folder = tmp_path_factory.mktemp("base")
+    for file in (*TINY.glob("*.json"), *TINY.glob("*.jinja")):
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 1 << 20}
+    (folder / "config.json").write_text(json.dumps(config))
+    return handler_of(ChatTokenizer.load(folder))
+
+
+def handler_of(tokenizer: ChatTokenizer) -> EnvHandler:
+    sandbox = Sandbox()
+    graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=20.0)
+    return EnvHandler(cell=CELL, tokenizer=tokenizer, environments=Catalogue(graders=graders, sandbox=sandbox))
+
+
+async def handled(handler: EnvHandler, message: Any) -> tuple[Any, float]:
+    """The message that the handler makes of this one, and the most CPU time that the loop's thread spent on it at once."""
+    made: list[Any] = []
+
+    async def handle() -> None:
+        made.extend(message for _, message in await handler(message, lambda: None))
+
+    stop_s = await longest_stop(handle())
+    return made[0], stop_s
+
+
+def cpu_s(function: Callable[[], object]) -> float:
+    began = time.thread_time()
+    function()
+    return time.thread_time() - began
+
+
+def written(request: TurnRequest) -> TurnResult:
+    """A turn that says much and then calls a tool."""
+    return result_of(request, LONG + CALL)
+
+
+async def test_a_long_prompt_is_rendered_beside_the_loop(handler: EnvHandler) -> None:
+    own_s = cpu_s(lambda: TOKENIZER.render(QUESTION["messages"]))  # pyright: ignore[reportArgumentType]
+    request, stop_s = await handled(handler, single(item=QUESTION))
+    assert isinstance(request, TurnRequest) and len(request.tokens) > 500_000
+    assert stop_s < PART * own_s
+    assert request.usage.env_s > PART * own_s, "the thread's time is charged"
+
+
+async def test_a_long_turn_is_read_beside_the_loop(handler: EnvHandler) -> None:
+    request, _ = await handled(handler, start_of("calculator"))
+    result = written(request)
+    own_s = cpu_s(lambda: TOKENIZER.decode(result.tokens.numpy().tolist()))
+    following, stop_s = await handled(handler, result)
+    assert isinstance(following, TurnRequest) and following.turn == 1
+    assert stop_s < PART * own_s
+    assert following.usage.env_s > PART * own_s
+
+
+async def test_the_text_of_a_long_answer_is_read_beside_the_loop(handler: EnvHandler) -> None:
+    request, _ = await handled(handler, single())
+    result = result_of(request, LONG, "length")
+    own_s = cpu_s(lambda: TOKENIZER.decode(result.tokens.numpy().tolist()))
+    scored, stop_s = await handled(handler, result)
+    assert isinstance(scored, ScoredTrajectory) and (scored.failure, scored.output_text) == (None, LONG)
+    assert stop_s < PART * own_s
+
+
+async def test_a_long_reply_is_rendered_beside_the_loop() -> None:
+    conversation, messages = Conversation(TOKENIZER), [{"role": "tool", "tool_call_id": "call_0", "content": LONG}]
+    request, _ = await handled(handler_of(TOKENIZER), start_of("calculator"))
+    shown: list[int] = []
+
+    async def reply() -> None:
+        shown.extend(await conversation.reply(result_of(request, CALL), Step(messages=messages, done=False)))
+
+    own_s = cpu_s(lambda: TOKENIZER.reply(messages))
+    stop_s = await longest_stop(reply())
+    assert shown == TOKENIZER.reply(messages)
+    assert stop_s < PART * own_s
+
+
+async def test_what_many_short_messages_say_counts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[Any] = []
+    to_thread = asyncio.to_thread
+
+    async def noted(function: Callable[..., Any], *args: Any) -> Any:
+        threads.append(function)
+        return await to_thread(function, *args)
+
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    conversation = Conversation(TOKENIZER)
+    short, parts = {"role": "user", "content": "hi"}, [{"type": "text", "text": "hello"}] * 2000
+    await conversation.opening([short] * 100, ())
+    assert threads == []
+    await conversation.opening([{"role": "user", "content": parts}], ())
+    await conversation.opening([short], [{"type": "function", "function": {"name": "f", "description": LONG}}])
+    assert len(threads) == 2
