@@ -96,14 +96,19 @@ class Cluster:
         return len(self.working(service))
 
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values all rollout engines hold at once; None: an engine does not announce it."""
-        announced = [worker.kv_tokens for worker in self.working("rollout")]
-        return None if None in announced else sum(filter(None, announced))
+        """Tokens whose keys and values all rollout engines hold at once; None: no engine announces it. One that does not counts as the
+        others do for its slots."""
+        working = self.working("rollout")
+        announced = [worker for worker in working if worker.kv_tokens is not None]
+        if not announced:
+            return None if working else 0
+        known = sum(worker.kv_tokens or 0 for worker in announced)
+        return known * sum(worker.slots for worker in working) // sum(worker.slots for worker in announced)
 
     def least_kv_tokens(self) -> int | None:
-        """Tokens that the smallest rollout engine holds; None: an engine does not announce it, or none is alive."""
-        announced = [worker.kv_tokens for worker in self.working("rollout")]
-        return None if None in announced else min(filter(None, announced), default=None)
+        """Tokens that the smallest rollout engine holds, of those that announce it; None: none does, or none is alive."""
+        announced = [worker.kv_tokens for worker in self.working("rollout") if worker.kv_tokens is not None]
+        return min(announced, default=None)
 
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: no worker announces one."""

@@ -69,6 +69,11 @@ class Core(Protocol):
         """The process's id, once started."""
         ...
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens whose keys and values fit into its memory at once, once started; None: it does not tell."""
+        ...
+
     async def start(self) -> None:
         """Returns when the process is ready to sample at full speed."""
         ...

@@ -152,8 +152,10 @@ class ProcessEngine:
         return life.core.pid if life else None
 
     @property
-    def kv_tokens(self) -> None:
-        """None: the process does not tell."""
+    def kv_tokens(self) -> int | None:
+        """As the process tells it; None while there is none."""
+        life = self._current()
+        return life.core.kv_tokens if life else None
 
     def resident(self) -> list[AdapterRef]:
         return self._files.refs()

@@ -93,6 +93,11 @@ class VllmCore:
     def pid(self) -> int:
         return self._pid
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """Its blocks times their tokens, fewer where layers keep different numbers of them."""
+        return self._llm.vllm_config.cache_config.kv_cache_size_tokens
+
     async def start(self) -> None:
         """Raises Unavailable if vLLM does not come up."""
         try:

@@ -47,7 +47,15 @@ async def test_the_alive_are_listed_and_the_stopped_are_not(bus: Bus) -> None:
     await cluster.follow_once()
     assert [worker.id for worker in cluster.workers()] == ["r1", "r2"]
     assert (cluster.slots("rollout"), cluster.slots("trainer"), cluster.max_lora_rank()) == (12, 0, 16)
-    assert cluster.kv_tokens() is None, "one of them does not say"
+    assert cluster.kv_tokens() is cluster.least_kv_tokens() is None, "none of them says"
+
+
+async def test_a_rollout_worker_that_does_not_say_what_it_holds_counts_as_the_others_for_its_slots(bus: Bus) -> None:
+    cluster = Cluster(bus)
+    await tell(bus, *(report(f"r{n}", "rollout", slots=4, kv_tokens=1000 * n) for n in (1, 2)))
+    await tell(bus, report("silent", "rollout", slots=8))
+    await cluster.follow_once()
+    assert (cluster.kv_tokens(), cluster.least_kv_tokens()) == (6000, 1000)
 
 
 async def test_old_reports_count_for_the_timeline_but_not_as_alive(bus: Bus) -> None:
@@ -146,7 +154,8 @@ async def test_a_group_that_never_fits_into_the_smallest_workers_memory_is_refus
     server: ApiServer, asked: str
 ) -> None:
     await tell(server.bus, report("r1", "rollout", kv_tokens=100_000), report("r2", "rollout", kv_tokens=1000))
-    await until(server, 2)
+    await tell(server.bus, report("silent", "rollout"))
+    await until(server, 3)
     file = await upload(server.openai)
 
     async def create(num: int) -> None:

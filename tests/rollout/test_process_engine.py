@@ -327,3 +327,12 @@ async def test_turns_that_wait_for_a_slot_stay_alive_while_the_process_gives_tok
         assert not second.done()
         first.cancel()
         await second
+
+
+async def test_it_says_what_its_process_holds() -> None:
+    cores = Cores(kv_tokens=4096)
+    assert process_engine(cores).kv_tokens is None, "there is no process yet"
+    async with started(cores) as engine:
+        assert engine.kv_tokens == 4096
+        cores.last.dead.set()
+        await until(lambda: len(cores.made) == 2 and engine.kv_tokens == 4096)

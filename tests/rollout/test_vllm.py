@@ -98,6 +98,16 @@ async def test_rows_of_the_base_model_and_of_adapters_in_one_batch_get_each_thei
 
 
 @on_vllm
+async def test_it_says_how_many_tokens_its_memory_holds(running: Running) -> None:
+    async with running() as engine:
+        config = decoder().config
+        most = (1 << 28) // (
+            2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        )  # as `vllm_core` starts it
+        assert engine.kv_tokens is not None and 0.9 * most < engine.kv_tokens <= most
+
+
+@on_vllm
 async def test_log_probs_are_the_trainers_at_the_sampling_temperature(running: Running) -> None:
     async with running() as engine:
         gaps = [await measure_gap(engine, tokenizer(), decoder(), temperature) for temperature in (1.0, 0.7)]

@@ -184,6 +184,10 @@ class SharedCore:
     def pid(self) -> int:
         return self._running.pid
 
+    @property
+    def kv_tokens(self) -> int | None:
+        return self._running.kv_tokens
+
     async def start(self) -> None:
         self._core = await self._shared.core()
 

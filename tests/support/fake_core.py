@@ -22,6 +22,7 @@ class FakeCore:
     vocab: int
     max_loras: int
     pid: int = 1
+    kv_tokens: int | None = None
     unreadable: frozenset[str] = frozenset()  # jobs whose adapters `add` refuses
     poison: frozenset[str] = frozenset()  # jobs whose turns give NaN, and leave it for whoever comes next
     deadly: frozenset[str] = frozenset()  # jobs whose turns end the process
