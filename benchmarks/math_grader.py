@@ -21,7 +21,7 @@ from env_service.graders.attempt import Attempt
 from env_service.graders.text import TextComparer
 from env_service.work import Allowance
 
-TEXTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_texts_dev.jsonl"
+TEXTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_texts_first.jsonl"
 LIMIT_S = 10.0
 GOAL_PERCENT = 99.5
 

@@ -207,9 +207,9 @@ def test_the_time_does_not_grow_with_a_hostile_text(part: str) -> None:
 
 def test_the_texts_have_both_labels_in_most_styles() -> None:
     labels = {
-        line["style"]: set[int]() for line in map(json.loads, (DATA / "math_texts_dev.jsonl").read_text().splitlines())
+        line["style"]: set[int]() for line in map(json.loads, (DATA / "math_texts_first.jsonl").read_text().splitlines())
     }
-    for line in map(json.loads, (DATA / "math_texts_dev.jsonl").read_text().splitlines()):
+    for line in map(json.loads, (DATA / "math_texts_first.jsonl").read_text().splitlines()):
         labels[line["style"]].add(line["label"])
     assert sum(len(found) == 2 for found in labels.values()) > 0.8 * len(labels)
 
