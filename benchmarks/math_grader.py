@@ -3,7 +3,7 @@
     python -m benchmarks.math_grader [FILE] [--show 20] [--json FILE]
 
 FILE has lines `{"text", "reference", "label", "style"}`: a label is 1 if the text's final answer equals the reference, else 0.
-Without a file it reads the texts that the tests read. `--show` prints some of the texts on which they disagree.
+Without a file it reads the first person's texts. `--show` prints some of the texts on which they disagree.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ from env_service.work import Allowance
 TEXTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_texts_first.jsonl"
 LIMIT_S = 10.0
 GOAL_PERCENT = 99.5
+_ERRORS = (("wrong_rewarded", False), ("right_missed", True))
+"""Each figure, with the label of the texts of which it is a part."""
 
 
 class Graded(NamedTuple):
@@ -68,6 +70,10 @@ def percent(results: Iterable[Graded]) -> float:
     return 100 * statistics.fmean(result.agrees for result in results)
 
 
+def wrongly_rewarded(results: Iterable[Graded]) -> int:
+    return sum(result.reward and not result.label for result in results)
+
+
 def report(results: Sequence[Graded], shown: int) -> Report:
     styles = {style: [r for r in results if r.style == style] for style in sorted({r.style for r in results})}
     lines = [(style, len(found), percent(found), milliseconds(found)) for style, found in styles.items()]
@@ -79,10 +85,14 @@ def report(results: Sequence[Graded], shown: int) -> Report:
     table = make_table("Agreement, all styles and those below 100 %", ("style", "texts", "agree %", "ms each"), lines)
     figures = {
         "agree_percent": percent(results),
+        "wrong_rewarded": wrongly_rewarded(results),
+        "right_missed": sum(result.label and not result.reward for result in results),
         "ms": milliseconds(results),
         "below": {line[0]: line[2] for line in lines},
     }
-    return Report([table], figures, [Goal("agreement", percent(results), GOAL_PERCENT, " %")], wrong[:shown])
+    counts = [(name, figures[name], sum(r.label == label for r in results)) for name, label in _ERRORS]
+    tables = [table, make_table("Errors", ("", "texts", "of"), counts)]
+    return Report(tables, figures, [Goal("agreement", percent(results), GOAL_PERCENT, " %")], wrong[:shown])
 
 
 def milliseconds(results: Sequence[Graded]) -> float:

@@ -6,50 +6,40 @@
 import re
 from collections.abc import Callable
 
+from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.sentences import has_number, split, stated_result
-from env_service.graders.answers.vocabulary import (
-    CHECK,
-    CLOSING,
-    COMMENT,
-    CONCLUSION,
-    EXPLANATION,
-    NEW_QUESTION,
-    QUESTION,
-)
 
 MAX_QUESTIONS = 10
 """Of more, only the first are looked at."""
 
-_ASIDE = re.compile(r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)")
+_ASIDE = re.compile(
+    r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
+)
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
 
-_REFERENCE = re.compile(r"(?<=[a-z.!])\[\d{1,2}\]")
+_REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
 
 def before_next_question(text: str, stated: int | None) -> str:
     """The text before the first question that follows an answer. `stated`: where its first marker is, if it has one."""
-    for count, question in enumerate(QUESTION.finditer(text)):
-        if stated is not None and question.start() > stated:
-            return text[: question.start()]
-        if count < MAX_QUESTIONS and _is_solved(text[: question.start()]):
-            return text[: question.start()]
-    if stated is not None:
-        asked = NEW_QUESTION.search(text, stated)
-        return text[: asked.start()] if asked else text
-    reasons = EXPLANATION.search(text)
-    return text[: reasons.start()] if reasons and _is_solved(text[: reasons.start()]) else text
+    for count, question in enumerate(said.QUESTION.finditer(text)):
+        before = text[: question.start()]
+        if (stated is not None and question.start() > stated) or (count < MAX_QUESTIONS and _is_solved(before)):
+            return before
+    asked = said.NEW_QUESTION.search(text, stated) if stated is not None else None
+    return text[: asked.start()] if asked else text
 
 
 def _is_solved(text: str) -> bool:
     """True if a text ends with a short sentence that states a result, or with one that concludes or computes it."""
     last = next((s for s in reversed(split(text[-2000:])) if re.search(r"\w", s)), "")
-    concludes = len(last.split()) <= 5 or "=" in last or CONCLUSION.search(f" {last}")
+    concludes = len(last.split()) <= 5 or "=" in last or said.CONCLUSION.search(f" {last}")
     return has_number(last) and bool(concludes) and bool(stated_result(last))
 
 
-def unchecked(text: str, states: Callable[[str], bool]) -> str:
+def unchecked(text: str, states: Callable[[str], object]) -> str:
     """The text before it verifies what it has stated. `states`: whether a text has what may be an answer."""
-    check = next((found for found in CHECK.finditer(text) if states(text[: found.start()])), None)
+    check = next((found for found in said.CHECK.finditer(text) if states(text[: found.start()])), None)
     return text[: check.start()] if check else text
 
 
@@ -59,8 +49,8 @@ def without_remarks(text: str) -> str:
     if not number:
         return text
     head, rest = text[: number.end()], text[number.end() :]
-    if (closing := CLOSING.search(rest)) is not None:
+    if (closing := said.CLOSING.search(rest)) is not None:
         rest = rest[: closing.start()]
     if _NOTE.search(rest):
         rest = _REFERENCE.sub("", _NOTE.sub("", rest))
-    return head + COMMENT.sub("", _ASIDE.sub("", rest))
+    return head + said.COMMENT.sub("", _ASIDE.sub("", rest))

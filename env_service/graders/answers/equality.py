@@ -29,13 +29,11 @@ _EXPRESSION = re.compile(
 )
 _RELATION = re.compile(r"[<>≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?<![ei])(?![A-Za-z])")
-_POWER = re.compile(r"(-?\d{1,3})\s*(?:\^|\*\*)\s*\{?(\d{1,2})\}?")
 _MEASURED = re.compile(
     rf"(?P<number>[^A-Za-z]{{1,40}})(?P<unit>{UNIT})(?:,?\s*(?:and\s+)?(?P<number2>\d+(?:\.\d+)?)\s*(?P<unit2>{UNIT}))?",
     re.IGNORECASE,
 )
 _REPEATING = re.compile(r"(?P<sign>-)?(?P<whole>\d+)\.(?P<fixed>\d*)\\overline\s*\{?(?P<again>\d+)\}?")
-_OPTION = re.compile(r"\(([A-J])\)\s*(.*)", re.DOTALL)
 _NAME = re.compile(r"\s*[A-Za-z](?:\s*_\s*\{?\w\}?)?(?:\([a-z]\))?\s*(?:=|\\in)\s*")
 
 
@@ -45,8 +43,6 @@ def quick(answer: str, reference: str) -> bool | None:
         return False
     if is_in_words(reference):
         return same_words(answer, reference)
-    if option := _OPTION.fullmatch(answer):
-        answer = option[2] or answer
     answer, reference = _tidy(answer), _tidy(reference)
     found = _same(answer, reference)
     return False if found is None and (is_huge(answer) or is_huge(reference)) else found
@@ -80,13 +76,8 @@ def _same(answer: str, reference: str) -> bool | None:
 
 def _tidy(text: str) -> str:
     r"""LaTeX without what only lays it out: `\left( \dfrac{1}{2} \right)` is `(1/2)`."""
-    text = (
-        _TEXT.sub(r"\1", _DEGREES.sub("", text))
-        .replace("\\%", "%")
-        .replace("\\$", "＄")
-        .replace("{,}", ",")
-        .replace("**", "^")
-    )
+    text = _TEXT.sub(r"\1", _DEGREES.sub("", text)).replace("\\%", "%").replace("\\$", "＄")
+    text = text.replace("{,}", ",").replace("**", "^")
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
     text = re.sub(r"(\d)\s*\\([dtc]?frac)(?=\s*[{\d])", r"\1 \\\2", text)
     text = _FRACTION.sub(lambda m: _ratio(m[1] or m[2], m[3] or m[4]), text)
@@ -111,13 +102,8 @@ def _ratio(top: str, bottom: str) -> str:
 
 def _squeezed(text: str) -> str:
     text = re.sub(r"(?<=\d)\s+(?=\d)", "␣", re.sub(r"(?<![A-Za-z])[pbB]matrix", "matrix", text))
-    return (
-        re.sub(r"\{(\w)\}", r"\1", _SPACES.sub("", text))
-        .replace("\\cdot", "\\times")
-        .casefold()
-        .rstrip(".")
-        .strip("\"'")
-    )
+    text = re.sub(r"\{(\w)\}", r"\1", _SPACES.sub("", text)).replace("\\cdot", "\\times")
+    return text.casefold().rstrip(".").strip("\"'")
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -132,17 +118,12 @@ def number(text: str) -> Quantity | None:
         return Quantity(_repeating(repeating))
     if power := _SCIENTIFIC.fullmatch(text):
         return Quantity(Fraction(power[1]) * Fraction(10) ** int(power[2]))
-    if whole := _POWER.fullmatch(text):
-        return Quantity(Fraction(int(whole[1]) ** int(whole[2])))
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
     if (named := foreign_number(text)) is not None:
         return Quantity(Fraction(named))
-    if (
-        match := NUMBER.fullmatch(text.removesuffix("＄"))
-        or NUMBER.fullmatch(text)
-        or NUMBER.fullmatch(spelled_small(text))
-    ):
+    forms = (text.removesuffix("＄"), text, spelled_small(text))
+    if (match := next(filter(None, map(NUMBER.fullmatch, forms)), None)) is not None:
         return quantity(match)
     measured = _MEASURED.fullmatch(text)
     return _measured(measured) if measured else None
@@ -189,20 +170,8 @@ def _readings(one: Quantity, other: Quantity) -> list[Fraction]:
 
 
 def _currency(one: Quantity) -> str:
-    names = {
-        "USD": "＄",
-        "US＄": "＄",
-        "EUR": "€",
-        "GBP": "£",
-        "JPY": "¥",
-        "CNY": "¥",
-        "RMB": "¥",
-        "INR": "₹",
-        "RS": "₹",
-        "RS.": "₹",
-        "RUB": "₽",
-    }
-    return names.get(one.currency, one.currency)
+    names = ["USD＄", "US＄＄", "EUR€", "GBP£", "JPY¥", "CNY¥", "RMB¥", "INR₹", "RS₹", "RS.₹", "RUB₽"]
+    return next((name[-1] for name in names if name[:-1] == one.currency), one.currency)
 
 
 def _rounded_alike(answer: str, ours: Fraction, theirs: Fraction) -> bool:

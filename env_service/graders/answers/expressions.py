@@ -20,20 +20,17 @@ _EXPRESSION = re.compile(
 )
 _ONLY_EXPRESSION = re.compile(rf"(?:{_EXPRESSION.pattern}|\b(?:or|and)\b)++")
 _MATHEMATICAL = re.compile(
-    r"\\[A-Za-z{]|[a-z]\s*[<>]|\d\s*[<>]|\bpi\b|[=^√∞π_]|\d\s*[-+*/×÷·]|[(\[{][^()\[\]]*[\d,][^()\[\]]*[)\]}]"
+    r"\\[A-Za-z{]|±|[a-z]\s*[<>]|\d\s*[<>]|\bpi\b|[=^√∞π_]|\d\s*[-+*/×÷·]|[(\[{][^()\[\]]*[\d,][^()\[\]]*[)\]}]"
     r"|\d[a-zA-Z](?![A-Za-z])|[a-z]\s*[-+*/]\s*[\da-z]|sqrt|log|ln|sin|cos|tan|exp"
 )
 _GOES_ON = re.compile(
     r"\s*(?:[*/^×÷·+=_√π!<>]|(?:sqrt|pi)\b|-\s*[\d(\\]|\\(?!text|mathrm|mbox|circ|degree|quad|,|\s)[A-Za-z]|[x×]\s*[\d＄(])"
     r"|\(\s*[\da-z][^)]*[-+*/^]|[xyznabktr](?![A-Za-z°/])|[a-z]\s*[-+^=]\s*[\da-z]"
 )
-_CALCULATES = re.compile(r"\s*(?:[A-Za-z]+\s+){1,3}[-+*/×÷]\s*[\d(＄]")
-_UNIT_RATE = re.compile(r"\s*/\s*[A-Za-z]{1,}")
 _NEXT = re.compile(
     rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
     r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
 )
-_DOUBT = re.compile(r"[^.\n\d]{0,40}?\b(?:could|might|may)(?: also)? (?:be|have been)\D{0,10}(\d+)")
 _PAIR = re.compile(
     r"(?P<a>-?\d+(?:\.\d+)?)(?::| : | to )(?P<b>\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)?)(?P<half>\s*[ap]\.?\s?m\b\.?)?",
     re.IGNORECASE,
@@ -43,7 +40,6 @@ _MONEY_AND_CENTS = re.compile(
 )
 _LONG_UNIT = rf"(?:{UNIT}|pounds?|lbs?|ounces?|oz)"
 _COMPOUND = re.compile(rf"\s*{_LONG_UNIT}\.?,?\s*(?:and\s+)?\d+(?:\.\d+)?\s*{_LONG_UNIT}\b", re.IGNORECASE)
-_NAMED = re.compile(r"[A-Za-z][A-Za-z'/]{0,20}(?:\([a-z]\))?(?: [A-Za-z]{1,20}){0,3} ?= ?(?=[^=\n]+$)")
 _REMAINDER = re.compile(r",?\s*(?:with )?(?:an? )?(?:r|remainder(?: of)?)\s*(\d+)", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"\s*(?:,\s*)?(?:and|or|,)?\s*(?=[A-Za-z]\s*=)")
 _TRAILING = " \t.,;:。，'\"`*_⟪⟫⟧"
@@ -69,17 +65,12 @@ def value_at(text: str) -> str | None:
         return f"{money[1]}.{money[2]:0>2}"
     number = NUMBER.match(text)
     if number is None:
-        named = _NAMED.match(text)
-        return _expression_at(text) or (value_at(text[named.end() :]) if named else None)
+        return _expression_at(text)
     rest = text[number.end() :]
-    if _CALCULATES.match(rest) and "=" in (clause := re.split(r"[.!?]\s", rest, maxsplit=1)[0]):
-        return value_at(clause.rpartition("=")[2]) or number[0].strip()
-    if not _UNIT_RATE.match(rest) and _GOES_ON.match(rest):
+    if _GOES_ON.match(rest):
         return _expression_at(text) or number[0].strip()
     if _NEXT.match(rest):
         return _list_at(text, number.end())
-    if other := _DOUBT.match(rest):
-        return f"{number[0]}, {other[1]}"
     if compound := _COMPOUND.match(rest):
         return number[0] + compound[0]
     if remainder := _REMAINDER.match(rest):
@@ -205,6 +196,7 @@ def _right_side(inside: str) -> str:
     """The right side of the last equation in math: the exact one if it has an approximate one too."""
     if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
         return inside
+    inside = re.sub(r"\\?[bp]mod\b.*|\(mod\b.*", "", inside)
     exact, *approximate = _APPROXIMATE.split(inside)
     sides = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1])
     return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
@@ -217,12 +209,8 @@ def _without_unit_text(inside: str) -> str:
 
 def _bare(inside: str) -> str:
     """Math without spaces and braces that only lay it out, and with LaTeX's names for `pi` and `sqrt(2)`."""
-    inside = (
-        re.sub(r" {2,}", " ", _SPACES.sub(" ", inside))
-        .rstrip(_TRAILING)
-        .strip(_TRAILING.replace(".", ""))
-        .rstrip("\\ ")
-    )
+    inside = re.sub(r" {2,}", " ", _SPACES.sub(" ", inside)).rstrip(_TRAILING)
+    inside = inside.strip(_TRAILING.replace(".", "")).rstrip("\\ ")
     inside = _EMPHASIS.sub("", inside)
     while braced := re.fullmatch(r"\{([^{}]*+)\}", inside):
         inside = braced[1].strip()

@@ -14,21 +14,13 @@ A list of alternatives is an answer of its own, which equals no single number.
 import re
 from collections.abc import Iterator
 
+from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
 from env_service.graders.answers.sentences import has_number, split, stated_result
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
-from env_service.graders.answers.vocabulary import (
-    ANSWER,
-    BEFORE_OTHER_ANSWER,
-    IS,
-    NEGATED,
-    PARTIAL,
-    PURPOSE,
-    RECONSIDERED,
-    TAKEN_BACK,
-)
+from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import is_in_words, worded_result, words_of
 
 _PHRASE = re.compile(rf"{ANSWER}(?P<gap>[^\n\d.!?。！？⟦＄€£\\]{{0,60}}?){IS}", re.IGNORECASE)
@@ -41,7 +33,6 @@ _TAG = re.compile(
     re.IGNORECASE,
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n#]*)")
-_AT_MARKER = re.compile(rf"(?<!is the )(?<!is our )(?<!is my )(?<!final ){ANSWER}[^\w.!]*(?:{IS})?$", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:[A-Za-z']{2,}[ ,]+){3}[A-Za-z]{2,}|^[A-Z][a-z]+ (?:[a-z]+ )*(?:is|has|are|gets?|costs?) ")
 _TEXT_INSIDE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
 _PHRASED = re.compile(
@@ -60,12 +51,19 @@ _IS_THE_ANSWER = re.compile(
 )
 _GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference)\b", re.IGNORECASE)
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
-_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
-_END_TOKEN = re.compile(r"<\|(?:endoftext|im_end|im_start|eot_id|end_of_text|end|eos)\|>|</s>|<eos>")
-_THINKS = re.compile(r"<(?:think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
+_THINK = r"(?:\w{1,10}:)?(?:think|thinking|thought|reasoning|scratchpad|analysis|reflection)\s?[>\]▷]"
+_THOUGHT = re.compile(
+    rf"[<\[◁]/{_THINK}|<\|end_of_thought\|>|<\|channel\|>final[^<\n]{{0,20}}<\|message\|>", re.IGNORECASE
+)
+_THINKS = re.compile(rf"[<\[◁]{_THINK}|<\|begin_of_thought\|>|<\|channel\|>analysis", re.IGNORECASE)
+_TURN = re.compile(
+    r"<\|[a-z_]{1,30}\|>(?:assistant)?|</?s>|<eos>|<(?:end|start)_of_turn>(?:model)?|\[/?INST\]", re.IGNORECASE
+)
+"""Where chat templates begin and end a turn."""
 _OPTION = re.compile(
     r"(?:option |choice )?(?:\(([A-J])\)|([A-J])(?:[).:]|(?=[\s⟫*]*(?:$|\n))))[.:,]?[ ⟫*]*(?=[^a-z]|$)", re.IGNORECASE
 )
+_LETTERED = re.compile(r"\(([A-J])\)\s*(.*)", re.DOTALL)
 _OPEN_GROUP = re.compile(r"[\s,;⟦⟧⟪⟫]*(?:and|or|oder)?[\s,;⟦⟧⟪⟫]*", re.IGNORECASE)
 
 MAX_PHRASES = 20
@@ -83,20 +81,24 @@ def final_answer(text: str, *, in_words: bool = False) -> str:
     shorter = before_next_question(text, found[0][0] if found else None)
     if len(shorter) < len(text):
         text, found = shorter, sorted(marked(shorter))
-    taken_back = 0
-    for back in TAKEN_BACK.finditer(text):
-        taken_back = back.start()
+    taken_back = max((back.start() for back in said.TAKEN_BACK.finditer(text)), default=0)
     kept = [mark for mark in found if mark[0] >= taken_back]
-    if kept:
-        return (_reconsidered(text[kept[-1][0] :]) if not in_words else None) or kept[-1][1]
     if in_words:
-        return worded_result(unchecked(text[taken_back:], has_word))
+        return kept[-1][1] if kept else worded_result(unchecked(text[taken_back:], re.compile("[A-Za-z]").search))
+    if kept:
+        return _of_option(text, _reconsidered(text[kept[-1][0] :]) or kept[-1][1])
     rest = unchecked(text[taken_back:], has_number)
     if (weak := next(_weak(rest), None)) is not None:
         return weak
-    if _dangling(rest):
-        return ""
     return stated_result(rest)
+
+
+def _of_option(text: str, answer: str) -> str:
+    """The value of an answer that is an option: its own, or the one listed in the text; any other answer as it is."""
+    if not (option := _LETTERED.fullmatch(answer)) or option[2]:
+        return option[2] if option else answer
+    listed = re.search(rf"(?<![A-Za-z]){option[1]}[).:]\s+(?=[-\d⟦＄€£\\])", text, re.IGNORECASE)
+    return (value_at(text[listed.end() :]) if listed else None) or answer
 
 
 def expected_answer(reference: str) -> str:
@@ -112,23 +114,17 @@ def expected_answer(reference: str) -> str:
 
 def _reconsidered(text: str) -> str | None:
     """The result that a text states after it came back to its answer, if it does."""
-    again = None
-    for found in RECONSIDERED.finditer(text):
-        again = found
+    again = next(reversed([*said.RECONSIDERED.finditer(text)]), None)
     if again is None or again.start() == 0:
         return None
     rest = unchecked(text[again.end() :], has_number)
     return stated_result(rest) if has_number(rest) else None
 
 
-def has_word(text: str) -> bool:
-    return bool(re.search(r"[A-Za-z]", text))
-
-
 def _said(text: str) -> str:
     """The text after its thoughts; nothing if they do not end."""
     *_, said = _THOUGHT.split(text)
-    said = next((part for part in _END_TOKEN.split(said) if part.strip()), "")
+    said = next((part for part in _TURN.split(said) if part.strip()), "")
     return said if not _THINKS.search(said) else _THINKS.split(said)[0]
 
 
@@ -144,6 +140,7 @@ def _markers(text: str) -> Iterator[Found]:
     for hashes in _HASHES.finditer(text):
         if answer := _hash_answer(hashes[1], last=not text[hashes.end() :].strip()):
             yield hashes.start(), answer
+    text = _without_boxes(text)
     for marker, value in _phrases(text):
         if answer := _named(value):
             yield marker, answer
@@ -169,7 +166,10 @@ def _worded_markers(text: str) -> Iterator[Found]:
         yield tag.start(), words_of(tag[1] or tag[2] or tag[3] or "")
     for hashes in _HASHES.finditer(text):
         yield hashes.start(), words_of(hashes[1])
+    text = _without_boxes(text)
     for marker, value in (*_phrases(text), *_labels(text)):
+        if negated := said.NEGATED.match(value):
+            value = value[negated.end() :] if negated["none"] is None else ""
         if "\\boxed" not in (value := value.strip(" *_:⟪⟫`\"'=\n").split("\n", 1)[0]) and value:
             yield marker, words_of(value)
     for stated in _IS_THE_ANSWER.finditer(text):
@@ -185,14 +185,12 @@ def _hash_answer(line: str, *, last: bool) -> str | None:
 def _phrases(text: str) -> Iterator[tuple[int, str]]:
     """Each `the answer is`, and the text after it."""
     for phrase in _PHRASE.finditer(text):
-        if BEFORE_OTHER_ANSWER.search(text[max(0, phrase.start() - 40) : phrase.start()]) or PARTIAL.search(
+        if said.BEFORE_OTHER_ANSWER.search(text[max(0, phrase.start() - 40) : phrase.start()]) or said.PARTIAL.search(
             phrase["gap"]
         ):
             continue
         yield phrase.start(), text[phrase.end() : phrase.end() + 400]
     for bare in _BARE.finditer(text):
-        if PURPOSE.search(text[max(0, bare.start() - 12) : bare.start()]):
-            continue
         if bare[0] != "a" and not re.search(r"\bB:", text[bare.end() : bare.end() + 80]):
             yield bare.start(), text[bare.end() : bare.end() + 400]
 
@@ -205,7 +203,7 @@ def _labels(text: str) -> Iterator[tuple[int, str]]:
 
 def _named(value: str) -> str | None:
     """The value right after a marker, if it is decided there."""
-    if negated := NEGATED.match(value):
+    if negated := said.NEGATED.match(value):
         return None if negated["none"] is not None else _named(value[negated.end() :])
     same_line = value.split("\n", 1)[0]
     value = value if not same_line.strip(" *_:⟪⟫`\"'=") else same_line
@@ -246,13 +244,24 @@ def _boxes(text: str) -> Iterator[Found]:
 
 def _boxed_value(inside: str) -> str:
     inside = re.sub(r"\\(?:boxed|fbox)\s*\{", "", inside)
-    if has_number(inside) and (prose := re.fullmatch(r"\s*\\text\s*\{([^{}]*\s[^{}]*\s[^{}]*)\}\s*", inside)):
-        return stated_result(prose[1])
+    if has_number(inside) and re.match(r"\s*\\text\s*\{\s*[A-Za-z]{2}", inside):
+        prose = _TEXT_INSIDE.sub(r"⟧\1⟦", f"⟦{inside}⟧")
+        return stated_result(re.sub(r"⟦\W*⟧", "", prose).replace("＄⟦", "⟦＄"))
     return value_of(inside)
 
 
 def _joined(group: list[str]) -> str:
     return group[0] if len(set(group)) == 1 else ", ".join(group)
+
+
+def _without_boxes(text: str) -> str:
+    """The text with nothing inside of its boxes, as long as before."""
+    pieces, end = list[str](), 0
+    for begin, stop, _ in sorted(_braced(text)):
+        if begin >= end:
+            pieces += [text[end:begin], "\\boxed".ljust(stop - begin)]
+            end = stop
+    return "".join([*pieces, text[end:]])
 
 
 def _braced(text: str) -> Iterator[tuple[int, int, str]]:
@@ -281,11 +290,6 @@ def _weak(text: str) -> Iterator[str]:
         if "\\boxed" in value:
             continue
         paragraph = value.lstrip(" *_:⟪⟫`\"'=\n").split("\n\n", 1)[0]
-        if re.match(r"\W*(?:\w+ )?between\b", paragraph):
-            yield ""
-            continue
-        if NEGATED.match(value) or not paragraph.strip():
-            continue
         if answer := stated_result(paragraph) if has_number(paragraph) else _text_answer(paragraph):
             yield answer
 
@@ -293,11 +297,3 @@ def _weak(text: str) -> Iterator[str]:
 def _text_answer(text: str) -> str:
     first = re.split(r"\n|[.;!](?:\s|$)|[,(]| because | since ", text.strip(" *_:⟪⟫`\"'=\n"), maxsplit=1)[0]
     return first.strip(" .。*_:⟪⟫⟦⟧`\"'")
-
-
-def _dangling(text: str) -> bool:
-    """True if the text breaks off at a marker."""
-    tail = text.rstrip(" ⟦⟧⟪⟫*:＄\n")
-    if re.search(r"\\boxed\s*\{[^{}]*$", tail):
-        return True
-    return bool(_AT_MARKER.search(tail[-80:]))

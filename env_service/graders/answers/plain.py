@@ -21,18 +21,9 @@ MAX_CHARACTERS = 10_000
 """Of a longer text only the end is read."""
 
 _SIGNS = str.maketrans(
-    {
-        "⟦": " ",
-        "⟧": " ",
-        "⟪": " ",
-        "⟫": " ",
-        "＄": "$",
-        "\r": "",
-        "\u200b": "",
-        "\ufeff": "",
-        "\u200e": "",
-        "\u200f": "",
-    }
+    dict.fromkeys("⟦⟧⟪⟫", " ")
+    | dict.fromkeys("\r\u200b\ufeff\u200e\u200f", "")
+    | {"＄": "$"}
     | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000\t", " ")
     | dict.fromkeys("−﹣－‐‑", "-")
     | dict.fromkeys("٫．", ".")
@@ -44,7 +35,9 @@ _SIGNS = str.maketrans(
     | {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "⋅": "·", "∗": "*", "٪": "%"}
 )
 _CALCULATOR = re.compile(
-    r"~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:solution|proof|document|answer|center|quote)\}|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
+    r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
+    r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
+    r"|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
 )
 _BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
 _TAGS = re.compile(r"</?(?:p|div|span|i|em|u|code|br|h\d|ul|ol|li|center|mark|font)(?: [^<>]{0,80})?/?>", re.IGNORECASE)
@@ -52,8 +45,6 @@ _OPENING = re.compile(r"\\[(\[]|\\begin\{(?:align|aligned|equation|gather|gather
 _CLOSING = re.compile(r"\\[)\]]|\\end\{(?:align|aligned|equation|gather|gathered|eqnarray|multline)\*?\}")
 _DISPLAY = re.compile(r"\$\$([^$]*+)\$\$")
 _INLINE = re.compile(r"\$(?=\S)([^$\n]*+)(?<=\S)\$(?!\d)")
-_PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,} +(?:[a-z]{2,}|a|\d+) +[A-Za-z]{2,}(?![A-Za-z{}])")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox|textit|mathbf)\{[^{}\n]*\}")
 _MATH = re.compile(r"⟦([^⟦⟧]*+)⟧")
 _BOLD = re.compile(r"\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
@@ -78,7 +69,9 @@ def plain(text: str) -> str:
         text = "".join(_digit(c) if c > "\x7f" else c for c in text)
         text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
     text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))
-    text = _DECIMAL_BRACES.sub(".", _GROUPED.sub(_group_sign, _POUND.sub("£", _EURO.sub("€", text))))
+    text = _DECIMAL_BRACES.sub(
+        ".", _GROUPED.sub(lambda sign: "," * ("," in sign[0]), _POUND.sub("£", _EURO.sub("€", text)))
+    )
     text = _NEGATIVE.sub("-", _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
     text = _SUPERSCRIPTS.sub(lambda power: "^{" + power[0].translate(_POWERS) + "}", text)
     text = _SUBSCRIPTS.sub(lambda base: "_{" + unicodedata.normalize("NFKC", base[0]) + "}", text)
@@ -95,24 +88,13 @@ def _digit(character: str) -> str:
     return character if value is None else str(value)
 
 
-def _group_sign(match: re.Match[str]) -> str:
-    return "," if "," in match[0] else ""
-
-
 def _with_math_marked(text: str) -> str:
     if "matrix" not in text:
         text = text.replace("\\\\", " \n ")
     text = text.replace("\\$", "＄").replace("\\%", "%")
     text = _CLOSING.sub("⟧", _OPENING.sub("⟦", text))
-    text = _INLINE.sub(_inline, _DISPLAY.sub(r"⟦\1⟧", text)).replace("$", "＄")
+    text = _INLINE.sub(r"⟦\1⟧", _DISPLAY.sub(r"⟦\1⟧", text)).replace("$", "＄")
     return _MATH.sub(lambda match: match[0].replace("\n", " ").replace("&", ""), text)
-
-
-def _inline(match: re.Match[str]) -> str:
-    inside = match[1]
-    if _PROSE.search(_TEXT.sub("", inside)):
-        return match[0].replace("$", "＄")
-    return f"⟦{inside}⟧"
 
 
 # ---- decimal commas -------------------------------------------------------------------------------------------------
@@ -120,7 +102,8 @@ def _inline(match: re.Match[str]) -> str:
 _CYRILLIC = re.compile(r"[а-яА-Я]{2}")
 _CHINESE = re.compile(r"[二三四五六七八九十百千][一二三四五六七八九十百千]")
 _PRICE = re.compile(
-    r"(?<![\d,.])\d{1,3}(?:\.\d{3})+(?:\s?€|\s(?:Euro|EUR)\b)|(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|€\s?\d+,\d\d(?!\d)"
+    r"(?<![\d,.])\d{1,3}(?:\.\d{3})+(?:,\d\d)?(?:\s?€|\s(?:Euro|EUR)\b)"
+    r"|(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|(?:€|R＄)\s?\d[\d.]*,\d\d(?!\d)"
 )
 _NUMBER = re.compile(r"(?<![\d,.(\[^_])\d++(?:[.,]\d++)*+(?![,.]?\d)")
 

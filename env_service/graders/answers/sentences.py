@@ -1,41 +1,31 @@
-"""The result that a text states in its last sentence, where no marker names it."""
+"""The result that a text's last sentence states, where no marker names it.
+
+Of several numbers it is a total or follows `so`; it is in no circumstance or aside (`out of 30`, `at x = 3`), and none of two side by side.
+"""
 
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from math import prod
 
+from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
-from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 from env_service.graders.answers.values.units import UNIT
-from env_service.graders.answers.vocabulary import (
-    ABBREVIATION,
-    AND,
-    ASIDE,
-    CONCLUSION,
-    CUE,
-    GOVERNED,
-    HEDGE,
-    OPEN_WORD,
-    OR,
-    REASON,
-    REFUSAL,
-    REFUSED,
-    REJECTED,
-    REMARK,
-    SEVERAL,
-    SOFT,
-    UNFINISHED,
-)
 
 Candidate = tuple[int, str]
 """Position and text of what may be a result."""
+MAX_REMARKS = 5
+"""After a result; it is not looked for before more of them."""
 MAX_SENTENCE = 1000
 """Of a longer one only the end is read."""
 
 _END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
-_TERMINATED = re.compile(r"[.!?。！？।:][*_)\"'⟫⟧\]\s]*$|\|\s*$")
-_OPEN_END = re.compile(r"[-+*/=×÷,(\\{^]\s*$|\\boxed\{[^{}]*$")
+_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
+"""One of several lines that list values: `Pens: ＄6`."""
+_TERMINATED = re.compile(r"[.!?。！？।][*_)\"'⟫⟧\]\s]*$|\|\s*$")
+_OPEN_END = re.compile(r"[-+*/=×÷,(\\{^:]\s*$|\\boxed\{[^{}]*$")
 _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
@@ -43,47 +33,54 @@ _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=�
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
 _POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?"
 _EXACT = re.compile(r"(?:\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
-_SHORTFALL = re.compile(r"\bneeds? [＄€£]?\d[\d.,]* more\b")
 _DURATION = rf"\d+(?:\.\d+)?\s?{UNIT},?\s(?:and\s)?\d+(?:\.\d+)?\s?{UNIT}(?![A-Za-z])"
-_BRACKETED = re.compile(r"\s\((?:it|he|she|they|this|because|since|not|up|down|from|compared)\b[^()]*\)", re.IGNORECASE)
+_NOT_STATED = re.compile(
+    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
+    r"|(?:^|\s)(?:at|when|for|if) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
+    r"|\b(?:between|from) [＄€£]?\d[\d.,]* (?:and|to) [＄€£]?\d[\d,]*"
+    r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
+    r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
+)
+"""Calculations, parameters and operands that a sentence names beside its result."""
 _COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be)\b|:)\s+", re.IGNORECASE)
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
 _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{_DURATION}|{_POWER}|{_ROOT}|{_TUPLE}")
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
-_CHOICES = re.compile(r"\(?[A-E]\)\s*[^()\n]{1,40}?\(?[B-F]\)\s")
-_JOINED = re.compile(rf"\s*,?\s*{OR}\s*", re.IGNORECASE)
-_AND = re.compile(rf"\s*,?\s*(?:{AND}|,)\s*", re.IGNORECASE)
+_JOINED = re.compile(rf"\s*,?\s*{said.OR}\s*", re.IGNORECASE)
+_BESIDE = re.compile(
+    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|the (?:sum|total|difference|product|answer))[^,;:.=]*",
+    re.IGNORECASE,
+)
+_AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
 _COMMA = re.compile(r"\s*,\s*(?:and\s+)?")
-_ASSIGNMENT = re.compile(r"⟦\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 _COMPOUND = re.compile(
     r"\s*(?:hours?|hrs?|h|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?",
     re.IGNORECASE,
 )
-_SAME_AS_SO = re.compile(
-    r"\d[^\d;.]{0,60}\band [＄€£]?\d[^;.]{0,60},? i\.e\.,? (?=[＄€£]?\d)"  # 35 to walk and 20 to cycle, i.e. 55
-    r"|= ?-?[\d.]+, an? (?:drop|fall|decrease|reduction|rise|increase|gain|growth|change|profit|loss) of (?=\d)"
-)
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
-_ASSIGNMENTS = re.compile(
-    r"\bsolutions?\b[^=]*?((?<![A-Za-z])[a-z] ?= ?-?\d+(?:[./]\d+)?(?:(?:,? and|,) [a-z] ?= ?-?\d+(?:[./]\d+)?)+)[.\s]*$"
-)
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
-_ARRIVES = re.compile(
-    r"\b(?:arriv|start|begin|leav|end|finish|land|return|reach)[a-z]*\b[^.,;]{0,30}\bat\s+$", re.IGNORECASE
-)
-_CALCULATION = re.compile(r"^[\s\d+\-*/^().,=×÷·xX＄€£%⟦⟧]+$")
+_UNKNOWN = re.compile(r"\bneed to know\b|\bdepend(?:s|ing) on\b|not enough information")
+_EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
+_CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
 def stated_result(text: str) -> str:
     """The result that a plain text ends with, "" if it breaks off, asks, or leaves open which of several it is."""
     sentences = [s[-MAX_SENTENCE:] for s in split(text) if re.search(r"\w", s)]
-    if not sentences or broken_off(sentences):
-        return ""
     if len(sentences) > 2 and all(NUMBER.fullmatch(s.rstrip(".")) for s in sentences):
         return ", ".join(sentences)
+    for _ in range(MAX_REMARKS):
+        if len(sentences) > 1 and _is_remark(sentences):
+            sentences.pop()
+    if not sentences or broken_off(sentences) or any(map(_UNKNOWN.search, sentences[-2:])):
+        return ""
+    if len(sentences) > 1 and (headline := _headline(sentences)):
+        return headline
     for i, sentence in enumerate(reversed(sentences)):
+        if _is_item(sentences[: len(sentences) - i]):
+            return ""
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
             return ""
         if found := result_of(sentence):
@@ -93,11 +90,43 @@ def stated_result(text: str) -> str:
     return "" if has_number(text) else _words(sentences[-1])
 
 
+def _is_remark(sentences: list[str]) -> bool:
+    """True if the last sentence talks of something else than the result that was stated before it."""
+    *before, last = sentences
+    if not any(map(has_number, before)) or not has_number(last):
+        return False
+    if re.match("(?:which|where) |[(*_]*(?:proof|indeed|note)\\b", last, re.IGNORECASE):
+        return True
+    known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
+    return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
+
+
+def _headline(sentences: list[str]) -> str | None:
+    """The value of which the first sentence consists, if all that follows is its explanation."""
+    first, *rest = sentences
+    value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\\b:?", "", first, flags=re.IGNORECASE))
+    if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
+        return None
+    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
+    return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def _concludes(sentence: str) -> bool:
+    return bool(
+        said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence) or _terse(sentence) or "=" in sentence
+    )
+
+
+def _is_item(sentences: list[str]) -> bool:
+    """True if the last two lines are alike, each a name and its value, and neither names a total."""
+    return len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
+
+
 def split(text: str) -> list[str]:
     """The sentences of a text; a line break ends one."""
     pieces, start = list[str](), 0
     for end in _END.finditer(text):
-        if "\n" not in end[0] and ABBREVIATION.search(text[max(start, end.start() - 12) : end.start()]):
+        if "\n" not in end[0] and said.ABBREVIATION.search(text[max(start, end.start() - 12) : end.start()]):
             continue
         pieces.append(text[start : end.start()] + end[0].strip())
         start = end.end()
@@ -111,8 +140,8 @@ def has_number(text: str) -> bool:
 def _passes(sentence: str, *, first: bool) -> bool:
     """True if a sentence without a number may follow the result."""
     if sentence.rstrip("⟫ ").endswith("?"):
-        return bool(REMARK.search(sentence))
-    return not UNFINISHED.search(sentence)
+        return bool(said.REMARK.search(sentence))
+    return not said.UNFINISHED.search(sentence)
 
 
 def broken_off(sentences: list[str]) -> bool:
@@ -120,7 +149,7 @@ def broken_off(sentences: list[str]) -> bool:
     last = sentences[-1]
     if _TERMINATED.search(last):
         return False
-    if OPEN_WORD.search(last) or _OPEN_END.search(last) or last.count("⟦") > last.count("⟧"):
+    if said.OPEN_WORD.search(last) or _OPEN_END.search(last) or last.count("⟦") > last.count("⟧"):
         return True
     return any(_TERMINATED.search(s) for s in sentences[:-1]) and not _ends_in_value(last)
 
@@ -134,50 +163,56 @@ def _ends_in_value(line: str) -> bool:
         return True
     if _STATES.search(line):
         return True
-    cue = CUE.search(line)
+    cue = said.CUE.search(line)
     return bool(cue) and any(at >= cue.end() and not _hidden(line, at) for at, _ in _candidates(line))
 
 
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none."""
-    if _CHOICES.search(sentence) or REJECTED.search(sentence) or REFUSAL.search(sentence):
+    if said.REFUSAL.search(sentence) or said.SETUP.match(sentence):
         return ""
-    if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and HEDGE.search(sentence):
+    if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_concluded(sentence)):
         return ""
+    if has_number(outside := _NOT_STATED.sub("", sentence)):
+        sentence = outside
+    if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
+        sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)
     if (whole := assignments(sentence) or _relation(sentence) or _terse(sentence)) is not None:
         return whole
-    if solutions := _SOLUTIONS.search(sentence) or _ASSIGNMENTS.search(sentence):
+    solutions = _SOLUTIONS.search(sentence)
+    if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    if has_number(outside := _BRACKETED.sub("", sentence)):
-        sentence = outside
     if (named := _named_whole(sentence)) is not None:
         return named
-    sentence = _without_aside(_concluded(sentence), REASON)
+    sentence = _without_aside(_totalled(_concluded(_main(sentence))), said.REASON)
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
-    if short := _SHORTFALL.search(sentence):
-        sentence = sentence[: short.end()]
-    if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
+    stated = re.search(r"[,;][^=]*\b(?:is|are|an? \w+ of) [＄€£]?\d[^=]*$", sentence)
+    if (
+        not stated
+        and (equal := list(_EQUATION.finditer(sentence)))
+        and (value := value_at(sentence[equal[-1].end() :]))
+    ):
         return value
-    sentence = _without_aside(sentence, ASIDE)
+    sentence = _without_aside(sentence, said.ASIDE)
     if not has_number(sentence) and "⟦" not in sentence:
         sentence = spelled_small(sentence)
-    found = [c for c in _candidates(sentence) if not REFUSED.search(_before(sentence, c[0]))]
-    free = [c for c in found if not GOVERNED.search(_before(sentence, c[0]))]
+    found = [c for c in _candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
+    free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
     free = _without_circumstances(sentence, free) or free or found
     return _chosen(sentence, free) if free else ""
 
 
 def _relation(sentence: str) -> str | None:
     """The relations of which a sentence consists: `x < -2 or x > 3`."""
-    return whole_value(sentence) if re.search(r"\w\s*(?:[<>]|\\[lg]eq?)", sentence) else None
+    if not re.search(r"\w\s*(?:[<>]|\\[lg]eq?)", sentence):
+        return None
+    return whole_value(sentence) or whole_value(re.split(r"\b(?:is|with|that|means)\b", sentence)[-1])
 
 
 def _named_whole(sentence: str) -> str | None:
     """The expression that a sentence's last `is` or colon names, if nothing follows it."""
-    copula = None
-    for found in _COPULA.finditer(sentence):
-        copula = found
+    copula = next(reversed([*_COPULA.finditer(sentence)]), None)
     return whole_value(sentence[copula.end() :]) if copula else None
 
 
@@ -187,32 +222,26 @@ def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candida
     kept, hidden_end = list[Candidate](), -1
     for at, text in free:
         joined = hidden_end >= 0 and re.fullmatch(r"(?: [a-z]+){1,2} and ", sentence[hidden_end:at])
-        if at not in money and not _is_arrival(sentence, at) and (joined or SOFT.search(_before(sentence, at))):
+        if at not in money and not _CLOCK.match(sentence, at) and (joined or said.SOFT.search(_before(sentence, at))):
             hidden_end = at + len(text)
         else:
             kept.append((at, text))
     return kept
 
 
-def _is_arrival(sentence: str, at: int) -> bool:
-    return bool(_CLOCK.match(sentence, at) and _ARRIVES.search(_before(sentence, at)))
-
-
 def _terse(sentence: str) -> str | None:
     """The value of a sentence that is nothing but one, or a calculation."""
     bare = sentence.lstrip(" *_`⟪⟫").rstrip(" .。!*_`⟪⟫")
-    if REFUSED.search(re.split(r"[\d⟦]", bare, maxsplit=1)[0]) or sentence.endswith("?"):
+    if said.REFUSED.search(re.split(r"[\d⟦]", bare, maxsplit=1)[0]) or sentence.endswith("?"):
         return None
     if re.fullmatch(r"(?:⟦[^⟦⟧]*⟧(?:,|\s|and\b|or\b)*)+", bare):
         return value_at(bare)
-    if bare.startswith("⟦") and bare.endswith("⟧") and bare.count("⟦") == 1:
-        return value_of(bare[1:-1])
-    if re.match(r"\\[a-z]+\s*[\d{]", bare):
-        return value_of(bare)
     short = len(bare.split()) <= 4 and not bare.count("=")
-    if _CALCULATION.match(bare) or re.match(r"[A-Za-z]\s*(?:=|\\geq|\\leq|[<>])", bare) or short:
+    if said.CONCLUSION.search(bare):
+        return None
+    if re.match(r"[A-Za-z]\s*(?:=|\\geq|\\leq|[<>])", bare) or short:
         value = value_at(bare)
-        if short and value and NUMBER.fullmatch(value) and len(list(NUMBER.finditer(bare))) > 1:
+        if short and value and not re.search(r"\d\D+\d", value) and len(list(NUMBER.finditer(bare))) > 1:
             return None
         return value if value is None or "=" not in value else value_of(value)
     return None
@@ -220,24 +249,41 @@ def _terse(sentence: str) -> str | None:
 
 def _concluded(sentence: str) -> str:
     """The part of a sentence after its last `so` that still has a number, or after what says the same."""
-    if other := _SAME_AS_SO.search(sentence):
-        return sentence[other.end() :]
-    for found in reversed(list(CONCLUSION.finditer(sentence))):
+    for found in reversed(list(said.CONCLUSION.finditer(sentence))):
         rest = sentence[found.end() :]
         if has_number(rest) and not re.match(r"\s*(?:many|much|far)\b", rest):
             return rest
     return sentence
 
 
+def _main(sentence: str) -> str:
+    """The sentence without the circumstances that it begins with, if a number follows them."""
+    while (circumstance := said.CIRCUMSTANCE.match(sentence)) and has_number(sentence[circumstance.end() :]):
+        sentence = sentence[circumstance.end() :]
+    return sentence
+
+
+def _totalled(sentence: str) -> str:
+    """The clause that states a total, if one does."""
+    totals = [c for c in _CLAUSES.split(sentence) if has_number(c) and said.TOTAL.search(c)]
+    return totals[0] if len(totals) == 1 else sentence
+
+
 def _without_aside(sentence: str, aside: re.Pattern[str]) -> str:
     """The part of a sentence before the first aside that follows a number which may be the result."""
-    stated = next((at + len(text) for at, text in _candidates(sentence) if not _hidden(sentence, at)), None)
+    candidates = list(_candidates(sentence))
+    stated = next((at + len(text) for at, text in candidates if not _hidden(sentence, at)), None)
+    early = aside.search(sentence, candidates[0][0] + len(candidates[0][1])) if candidates else None
+    if early and early[0][0] == "," and (stated is None or early.start() < stated):
+        return sentence[: early.start()]
     found = aside.search(sentence, stated) if stated is not None else None
     return sentence[: found.start()] if found else sentence
 
 
 def _hidden(text: str, at: int) -> bool:
-    return any(pattern.search(_before(text, at)) for pattern in (GOVERNED, SOFT, REFUSED))
+    return not _CLOCK.match(text, at) and any(
+        p.search(_before(text, at)) for p in (said.GOVERNED, said.SOFT, said.REFUSED)
+    )
 
 
 def _before(text: str, at: int) -> str:
@@ -257,7 +303,7 @@ def _candidates(sentence: str) -> Iterator[Candidate]:
 
 def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
     while start < end:
-        found = (_RATIO if "ratio" in sentence else _WHOLE).search(sentence, start, end)
+        found = (_RATIO if re.search("ratio|odds", sentence) else _WHOLE).search(sentence, start, end)
         stop = found.start() if found else end
         yield from ((n.start(), n[0]) for n in NUMBER.finditer(sentence, start, stop))
         if found:
@@ -268,19 +314,39 @@ def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
 def _chosen(sentence: str, free: list[Candidate]) -> str:
     """The value of the last candidate, or of the last in bold, with those before it that make a list with it."""
     bold = [c for c in free if sentence.rfind("⟪", 0, c[0] + 1) > sentence.rfind("⟫", 0, c[0])]
-    at, text = (bold or free)[-1]
-    return value_at(sentence[_list_start(sentence, bold or free, at) :]) or text.strip("⟦⟧ ")
+    chosen = bold or free
+    at, text = chosen[-1]
+    if total := _total(sentence, chosen):
+        return total
+    start = _list_start(sentence, chosen, at)
+    before = [c for c in chosen if c[0] < start]
+    if before and before[-1][1] != text and _BESIDE.fullmatch(sentence[before[-1][0] + len(before[-1][1]) : start]):
+        return ""
+    return value_at(sentence[start:]) or text.strip("⟦⟧ ")
+
+
+def _total(sentence: str, candidates: list[Candidate]) -> str | None:
+    """The first or last of at least three numbers that is the sum or the product of the others."""
+    found = [NUMBER.fullmatch(text) for _, text in candidates]
+    values = [known.value for number in found if number and (known := quantity(number))]
+    if len(values) == len(candidates) > 2:
+        if values[-1] in (sum(values[:-1]), prod(values[:-1])):
+            return candidates[-1][1]
+        (at, text), (last, _) = candidates[-2:]
+        if values[0] == sum(values[1:]) and _BESIDE.fullmatch(sentence[at + len(text) : last]):
+            return candidates[0][1]
+    return None
 
 
 def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
     """Beginning of the list whose last value stands at `at`."""
-    joint = _AND if SEVERAL.search(sentence) else None
+    joint = _AND if said.SEVERAL.search(sentence) else None
     if len(free) > 2 and all(_COMMA.fullmatch(sentence[a[0] + len(a[1]) : b[0]]) for a, b in pairwise(free[-3:])):
         joint = _AND
     for place, text in reversed([c for c in free if c[0] < at]):
         between = sentence[place + len(text) : at]
-        assigned = _ASSIGNMENT.match(text) and _ASSIGNMENT.match(sentence, at)
-        if not _JOINED.fullmatch(between) and not ((joint or (assigned and _AND)) or _COMPOUND).fullmatch(between):
+        named = _AND if re.search(r"[a-z] ?=", text) and re.match(r"⟦ ?[a-z] ?=", sentence[at:]) else _COMPOUND
+        if not _JOINED.fullmatch(between) and not (joint or named).fullmatch(between):
             break
         at = place
     return at
@@ -289,6 +355,4 @@ def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
 def _words(sentence: str) -> str:
     """The answer of a sentence without numbers: what something *is*, or the whole."""
     bare = sentence.strip(" .。!*_`\"'⟪⟫")
-    if yes := re.match(r"(?:yes|no)\b(?=,)", bare, re.IGNORECASE):
-        return yes[0]
     return re.sub(r"^.*\s(?:is|are|was|were)\s+(?:(?:an?|the)\s+)?(?=\w)", "", bare)

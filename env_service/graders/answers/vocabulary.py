@@ -23,24 +23,22 @@ def compiled(pattern: str) -> re.Pattern[str]:
 # ---- an answer ------------------------------------------------------------------------------------------------------
 
 _LATIN_ANSWER = either(r"""
-    final[\s_]?answer|answer|ans|final (?:result|value|choice|total|solution)|(?:correct|right) (?:choice|option)
-    (?:end)?antwort|endergebnis|antwoord|svaret|svar
-    réponse(?: finale)?|résultat final|respuesta|resultado final|resposta|risposta|risultato finale|răspuns(?:ul)?
-    ответ|відповідь|odpowiedź|odpověď|απάντηση|vastaus|válasz
-    cevap|yanıt|jawaban(?:nya)?|jibu|đáp (?:án|số)|câu trả lời
-    उत्तर|উত্তর|సమాధానం|الإجابة|الجواب|جواب|پاسخ|תשובה
+    final[\s_]?answer|answers?|ans|final(?=:)|final (?:result|value|choice|total|solution)|(?:correct|right) (?:choice|option)
+    (?:end)?antwort|endergebnis|antwoord|svaret|svar|réponse(?: finale)?|résultat final|respuesta|resultado final|resposta|risposta
+    risultato finale|răspuns(?:ul)?|ответ|відповідь|odpowiedź|odpověď|απάντηση|vastaus|válasz|cevap|yanıt|jawaban(?:nya)?|jibu
+    đáp (?:án|số)|câu trả lời|उत्तर|উত্তর|సమాధానం|الإجابة|الجواب|جواب|پاسخ|תשובה
 """)
 ANSWER = rf"(?:(?<![A-Za-z<\\/]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
 _IS = either("""
-    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι
-    to|wynosi|jest|je|är|er|adalah|ialah|ni|là|on
+    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to|wynosi|jest|je|är|er|adalah|ialah|ni|là|on
 """)
 IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
 
 BEFORE_OTHER_ANSWER = compiled(
     words("""
-        explanation of|explains?|express|write|give|round|convert|check|verify|verifying|part of|to find|steps? (?:of|to)
-        possible|an|each|every|wrong|incorrect|other|previous|first
+        explanation of|explains?|express|write|give|round|convert|check|verify|verifying|part of|to find|steps? (?:of|to)|possible|an
+        each|every|wrong|incorrect|other|previous|first|your|[a-z]+'s
+        (?:might|may|would|could|initially|first) (?:think|thought|say|guess|assume|believe)(?: that)?
     """)
     + r" (?:(?:the|our|this|my) )?(?:final |correct )?$"
 )
@@ -51,8 +49,6 @@ PARTIAL = compiled(
     + r"|n't\b|不|않|아니"
 )
 """In `the answer to the first part is`, `the answer cannot be`."""
-PURPOSE = compiled(r"\b(?:to|would|will|might|could|can|cannot|not|who|they|you|people|students|many|some)\s+$")
-"""Before `answer` as a verb: `a mistake is to answer 304`."""
 NEGATED = compiled(
     r"\W*(?:not|never|nicht|pas|no|não|non|не|nie|neither|不是)\b[^.\n]*?"
     r"(?:\b(?:but|rather|sondern|sino|mais|mas|ma|а|it is|it's)\b|而是|(?P<none>$))"
@@ -61,19 +57,16 @@ TAKEN_BACK = compiled(
     r"\b"
     + either("""
         that(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)|(?:made|making) an? \\w*\\s?(?:mistake|error)
-        i (?:forgot|misread|miscalculated|misunderstood)|scratch that|correction\\b|my mistake
-        let me (?:redo|recompute|recalculate|re-?do|try again|fix|correct)
-        das (?:ist|war) falsch|c'est faux|está mal|è sbagliato
+        i (?:forgot|misread|miscalculated|misunderstood)|scratch that|correction\\b|my mistake|double[- ]counted
+        let me (?:redo|recompute|recalculate|re-?do|try again|fix|correct)|that (?:can't|cannot) be (?:right|correct)
+        (?:doesn't|does not) (?:seem|look) right|das (?:ist|war) falsch|c'est faux|está mal|è sbagliato
     """)
-)
-REJECTED = compiled(
-    r"(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
 )
 _ASKS = either("""
     (?:next |another )?(?:question|problem|example)|q|human|user|instruction|exercise|frage|pregunta|вопрос|问题|問題|문제
 """)
 QUESTION = re.compile(
-    rf"^[ \t*#⟪]*(?:{_ASKS}\s*(?:\d*\s*:|\d+\b)"
+    rf"^[ \t*#⟪]*(?:{_ASKS}\s*(?:\d*\s*:|\d+\b)|\\begin\{{(?:prob|exer|quest|example)"
     r"|\d{1,2}[.)] (?=[A-Z])[^\n]*\?)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -91,24 +84,19 @@ NEW_QUESTION = re.compile(
     re.IGNORECASE,
 )
 """Words of a paragraph that asks, after an answer."""
-EXPLANATION = re.compile(
-    r"^[ \t*#⟪]*(?:explanation|reasoning|justification|rationale|working|why|because|solution|steps)\b[⟫*]*:?",
-    re.IGNORECASE | re.MULTILINE,
-)
-"""Words before reasons for an answer with which a text began."""
 RECONSIDERED = compiled(
-    r"(?:^|[.!?…—\n-]\s*+)(?:oh,? |but |hmm+,? |ah,? )?"
+    r"(?:^|[.!?…—\n(-]\s*+)(?:oh,? |but |hmm+,? |ah,? )?"
     r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|just kidding|i mean|make that"
-    r"|on second thought|let me re-?check|that's not right)\b[,:.!]?"
+    r"|on (?:second thought|reflection)|let me re-?check|re-?(?:checking|counting|reading)|edit(?=:)|that's not right)\b[,:.!]?"
 )
 """Words with which a text comes back to an earlier statement."""
 COMMENT = re.compile(
     _SENTENCE
     + either("""
-        by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)|(?:remark|note|tip|hint)⟫?:
-        if you(?:'d like| like| want| wish| need help)|confidence|time taken|steps used|i(?: am|'m) \\d+ ?% sure
-        would you like|let me know|(?:this|that) (?:took|kind|type|sort)
-        (?:this|that|it|\\d+) is also|that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty)⟫?:
+        by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)
+        (?:remark|note|tip|hint)⟫?:|if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
+        i(?: am|'m) \\d+ ?% sure|would you like|let me know|(?:this|that) (?:took|kind|type|sort)|(?:this|that|it|\\d+) is also
+        that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty|score|level|date|used|time spent|tokens)⟫?:
     """)
     + r"[^\n]*?(?:(?<=[.!?])[*_)⟫]*(?= )|$)",
     re.IGNORECASE | re.MULTILINE,
@@ -126,14 +114,16 @@ CLOSING = re.compile(
 REFUSAL = compiled(
     r"(?:can't|cannot|can not|could not|couldn't|unable to|not able to|won't|will not|not possible to|impossible to) (?:be )?"
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
-    + r"|\bnot enough information\b|\binsufficient\b"
+    + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
+    + r"|\b(?:reward of|full credit|rubric)\b|\bnot enough information\b|\binsufficient\b"
 )
 """In a sentence that decides on no answer."""
 HEDGE = compiled(
     words("""
-        either|could (?:also )?be|might be|may be|one of|not sure|unsure|can't (?:tell|decide|say)|cannot (?:tell|decide|say)
-        hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?|choices|candidates
-        entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia|либо|возможно
+        either|somewhere|torn between|depends|otherwise|vary|could (?:also )?be|might be|may be|one of|not sure|unsure
+        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?
+        choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia
+        либо|возможно
     """)
     + "|可能|もしくは|かもしれ"
 )
@@ -144,16 +134,17 @@ AND = r"(?:\b(?:and|und|et|y|e|en|och|i|и|ve)\b|和|と|、)"
 # ---- around a result ------------------------------------------------------------------------------------------------
 
 FILLER = either("""
-    exactly|about|approximately|approx\\.?|roughly|around|only|just|simply|clearly|still|now|equal to|a total of
-    the number|the value|also|therefore|thus|then|genau|etwa|environ|aproximadamente|cerca de
+    exactly|about|approximately|approx\\.?|roughly|around|only|just|simply|clearly|still|now|equal to|a total of|the number|the value
+    also|therefore|thus|then|genau|etwa|environ|aproximadamente|cerca de
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(r"""
         so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
-        which is(?! what| the answer| \d+ (?:more|less|fewer|times)| more| less| fewer| not| twice| double| triple| half)
-        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
-        donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb|daher|поэтому|значит
+        which is(?! what| the answer| \d[\d./]*%? of\b| (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b)
+        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)|i\.e(?=\.,? (?:(?!she|he|they)\w+ ){0,2}(?:-?[＄€£]?\d|⟦))
+        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb
+        daher|поэтому|значит
     """)
     + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
@@ -162,23 +153,24 @@ CUE = compiled(
     + r"|[:=→∴\]]|[-=]>"
 )
 """Before the result of a line without a full stop."""
-REASON = compiled(r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b")
+REASON = compiled(
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
+)
 ASIDE = compiled(
     r"[,\s]\s*(?<!and )(?<!but )"
     + either(r"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|up from|down from|versus|vs
-        (?:and |but )?not(?! only)|which is (?:more|less|\d)|[＄€£]?\d+ (?:more|less|fewer) than|at the beginning
+        (?:and |but )?not(?! only)|which is (?:more|less|\d|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
-        but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d)\b)
+        but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
         (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
-        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of
-        \d+ \w+ (?:older|younger|taller|longer|shorter|heavier) than
-        or \d+% of|or \d+ (?:per|a|each)|(?:i\.e|e\.g)(?=\.)
-        obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
+        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
+        e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
     """)
-    + r"\b|;\s+(?:he|she|it|they|there|we) (?:had|was|were)\b"
-    + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
+    + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of|[a-z]+er than)\b"
+    + r"|\s-\s(?=\d[\d./]*%? of\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there|we) (?:had|was|were)\b"
+    + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
 _DETERMINERS = (
     "the|an?|his|her|their|its|all|these|those|about|only|another|initial|original|first|last|next|den|les|des|los|las"
@@ -186,9 +178,9 @@ _DETERMINERS = (
 GOVERNED = compiled(
     r"\b"
     + either(r"""
-        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|i\.e\.|the|all
-        day|age|grade|year|number|step|week|chapter|page|question|problem|part|line|level|tag|jour|día
-        of (?:the|his|her|their|its|all|our|those|these)|the (?:initial|original|other)
+        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number|step
+        week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
+        (?<=\d )(?:out )?of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
@@ -197,10 +189,43 @@ GOVERNED = compiled(
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 SOFT = compiled(
     r"\b(?:in|for|over|each|every|on|at|per|into|among|(?<!left )(?<!up )(?<!ends )with"
-    r"|für|mit|bei|pro|pour|en|dans|avec|pendant|para|con|por|em|за|в|на|w|za|på|trong|dalam)"
-    r"(?:\s+(?:the|a|all|his|her|their|its|these|those|about)){0,2}\s+[＄€£]?$"
+    r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
+    r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"
+    r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance if there is another: `$20 for 5 books`."""
+CIRCUMSTANCE = compiled(
+    r"(?:[\W_]*(?:so|therefore|thus|hence|finally|and|but|now|then|also|donc|por lo tanto),?\s)?"
+    r"(?:(?:if|when|given|once|[a-z]{2,}ing)\s[^,;:=.]*\d[^,;:=.]*"
+    r"|(?:with|out of|of|in|on|at|by|after|before|from|between|during|within|for|to|using|among|de|sur|von|nach|bei|mit|après|avec|dans"
+    r"|tra|su|con|din|z|из)\s(?:(?!(?:he|she|it|they|we|you|there|is|are|was|will|has|have|had)\b)[^,;:=.])*)(?<=[\w%]),\s+"
+)
+"""What a sentence begins with and does not state: `Out of 40 students, `."""
+TOTAL = compiled(
+    words("in total|altogether|in all|all together|total of|grand total|insgesamt|en total|en tout|in totale|no total")
+)
+ADDRESS = compiled(
+    words("""
+        you|your|yourself|i'll|i will|i can|my|me|our next|instead|would have|try|post|video|lesson
+        (?:this|that|it) (?:makes sense|is (?:reasonable|plausible|consistent|correct|because))|note|notice|remember|indeed|proof|page
+        related|copyright|points|solved in|ignored
+    """)
+    + "|[©⭐]"
+)
+"""In a sentence to the reader, or on another matter: it states no result."""
+SUMMARY = compiled(
+    words("""
+    totals?|sum|answer|result|final|remain\\w*|left|profit|change|average|mean|difference|all|together|overall|net|gesamt\\w*|summe
+    rest|so|therefore|totale|result\\w*|reste|restant
+""")
+)
+"""In the name of a value that others lead to."""
+SETUP = compiled(
+    r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|given\s?:|suppose|assume|consider|recall"
+    r"|the (?:problem|question) (?:says|states|gives|tells)"
+    r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry\b|(?:print|return|def|import)\b)"
+)
+"""At the beginning of a sentence that says what is known or asked."""
 REFUSED = compiled(
     r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
@@ -214,15 +239,15 @@ REMARK = compiled(
     r"\b"
     + either("""
         hope|help|let me know|any (?:other|more|further)|question|feel free|would you like|do you|thank|good luck|happy
-        does (?:this|that)|verif|check|correct|final|done
+        does (?:this|that)|verif|check|correct|final|done|isn't|right|easy
     """)
 )
 UNFINISHED = compiled(words("next|needs? to|have to|let us|let's|we must|we can now|now we|we then|remains to"))
 OPEN_WORD = compiled(
     r"\b"
     + either("""
-        the|an?|of|to|is|are|was|and|or|by|in|with|for|from|that|then|which|at|on|so|but|as|than|if|we|he|she|they|his|her|their
-        has|have|will|be|get|gives?|equals|makes?|need|divide|multiply|add|subtract|calculate|compute|find
+        the|an?|of|to|is|are|was|and|or|by|in|with|for|from|that|then|which|at|on|so|but|as|than|if|we|he|she|they|his|her|their|has
+        have|will|be|get|gives?|equals|makes?|need|divide|multiply|add|subtract|calculate|compute|find
     """)
     + r"\s*$"
 )
@@ -231,11 +256,10 @@ ABBREVIATION = compiled(
 )
 COMMA_LANGUAGES = compiled(
     words("""
-        der|das|und|ist|nicht|für|sind|eine[nrms]?|also|kostet|les|des|une|est|donc|pour|dans|avec|sont
-        los|las|el|es|il|le|una|por|para|con|que|del|entonces|gli|della|sono|quindi|uma|dos|não|são|então|het|een|voor|zijn
-        pro|von|mit|insgesamt|zusammen|stück|woche|kosten|hat
-        och|är|det|jest|oraz|więc|adalah|dan|jadi|yang|và|là|của|ve|için|toplam
-        odpowiedź|antwort|antwoord|réponse|respuesta|resposta|risposta|svar
+        der|das|und|ist|nicht|für|sind|eine[nrms]?|also|kostet|les|des|une|est|donc|pour|dans|avec|sont|los|las|el|es|il|le|una|ha|al
+        totale|giorn[oi]|por|para|con|que|del|entonces|gli|della|sono|quindi|uma|dos|não|são|então|het|een|voor|zijn|pro|von|mit
+        insgesamt|zusammen|stück|woche|kosten|hat|och|är|det|jest|oraz|więc|adalah|dan|jadi|yang|và|là|của|ve|için|toplam|odpowiedź
+        antwort|antwoord|réponse|respuesta|resposta|risposta|svar
     """)
 )
 """Common words of languages that write `1.234,56`."""

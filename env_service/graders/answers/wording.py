@@ -3,6 +3,7 @@
 import re
 
 from env_service.graders.answers.sentences import split
+from env_service.graders.answers.vocabulary import ANSWER, CONCLUSION
 
 MAX_WORDS = 6
 """Of an answer that says more than its reference."""
@@ -14,17 +15,20 @@ _MONTH = (
 _DAY_FIRST = re.compile(rf"(?:the )?(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\b", re.IGNORECASE)
 _MONTH_FIRST = re.compile(rf"\b(?P<month>{_MONTH})\.? (?:the )?(?P<day>\d{{1,2}})(?:st|nd|rd|th)?\b", re.IGNORECASE)
 _NAMES = re.compile(r"\\[A-Za-z]+|(?:sqrt|frac|pi|sin|cos|tan|log|ln|exp|dollars?|cents?)(?![A-Za-z])")
-_CLAUSE = re.compile(r"\n|[.;!?](?:\s|$)|[,(:]| because | since | as | which ")
+_CLAUSE = re.compile(r"\n|[.;!?](?:\s|$)|[,(:]| (?:because|since|as|which|with) ")
 _COPULA = re.compile(r"(?:\b(?:is|are|was|were|obtain|get|be|has|have)\b|:|=)\s", re.IGNORECASE)
 _HAS = re.compile(
     r"[\W_]*(?:so |therefore,? |thus,? |hence,? )?(?!(?:it|he|she|we|they|this|there|the)\b)\w+ (?:has|have|had) ",
     re.IGNORECASE,
 )
+_LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z]))\)?(?![\w'-])")
+_CHOOSES = re.compile(r"\b(?:choose|pick|option|choice|answer|correct|right|must be)\b(?!.*\bnot\b)", re.IGNORECASE)
 _ARTICLES = re.compile(
     r"^(?:therefore |thus |so |hence )?(?:(?:it|there|that|he|she|they) (?:is|are|was) )?(?:(?:an?|the|on|in) )?",
     re.IGNORECASE,
 )
-_LETTER = re.compile(r"\(?([A-J])\)?")
+_LETTER = re.compile(r"(?:(?!not|or|and|nor|than)[A-Za-z]+ )?\(?([A-J])\)?")
+_ANSWER = re.compile(rf"{ANSWER}\s*:\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([A-J])\)|([A-J])(?:[).:](?!\w)|$))", re.IGNORECASE)
 _GOES_ON = re.compile(
     r"[\s.,;!?]*(?:(?:or|and|but|maybe)\b|(?:[\w'-]+ ?){1,2}(?:,|\b(?:or|and)\b|\W*$))", re.IGNORECASE
@@ -49,7 +53,7 @@ def is_in_words(reference: str) -> bool:
 def words_of(text: str) -> str:
     """The words with which a text begins, up to the end of the clause."""
     text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mbox|textit)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub('[⟦⟧⟪⟫*_`"]', "", text).strip(" :.'=>-")
+    text = _ANSWER.sub("", re.sub('[⟦⟧⟪⟫*_`"]', "", text).strip(" :.'=>-"), count=1)
     if choice := _CHOICE.match(text):
         return f"({(choice[1] or choice[2]).upper()})"
     clause = _CLAUSE.search(text)
@@ -63,7 +67,12 @@ def worded_result(text: str) -> str:
     """The words that a text ends with: what something is, or the whole of its last sentence."""
     if len(text) < 80 and _CHOICE.match(text.strip()):
         return words_of(text)
+    last = CONCLUSION.split(split(text.strip())[-1])[-1]
+    letters = {letter[1] for letter in _LETTERS.finditer(last)}
+    if len(letters) == 1 and (_CHOOSES.search(last) or len(last.split()) < 3):
+        return f"({letters.pop()})"
     for sentence in reversed([s for s in split(text) if re.search(r"\w", s)][-1:]):
+        sentence = re.sub(r"^(?:so|thus|hence|therefore),? (?=(?:yes|no)\b)", "", sentence, flags=re.IGNORECASE)
         if re.match(r"\W*(?:yes|no)\b", sentence, re.IGNORECASE) or not (named := _COPULA.search(sentence)):
             return words_of(sentence)
         return words_of(sentence[: named.start()] if _HAS.match(sentence) else sentence[named.end() :])

@@ -3,44 +3,26 @@
 import re
 
 _NAMES = """
-1 ein eins een un une uno una um uma один одна 一
-2 zwei twee deux dos due dois duas два две 二 两
+1 ein eins een un une uno una um uma один одна 一 | 2 zwei twee deux dos due dois duas два две 二 两 |
 3 drei drie trois tres tre três три 三
-4 vier quatre cuatro quattro quatro четыре 四
-5 fünf vijf cinq cinco cinque пять 五
-6 sechs zes six seis sei шесть 六
-7 sieben zeven sept siete sette sete семь 七
-8 acht huit ocho otto oito восемь 八
-9 neun negen neuf nueve nove девять 九
-10 zehn tien dix diez dieci dez dezesse dieci десять
-11 elf onze once undici одиннадцать
-12 zwölf twaalf douze doce dodici doze двенадцать
-13 dreizehn dertien treize trece tredici treze тринадцать
-14 vierzehn veertien quatorze catorce quattordici catorze четырнадцать
-15 fünfzehn vijftien quinze quince quindici пятнадцать
-16 sechzehn zestien seize dieciséis sedici dezesseis шестнадцать
-17 siebzehn zeventien diecisiete diciassette dezessete семнадцать
-18 achtzehn achttien dieciocho diciotto dezoito восемнадцать
-19 neunzehn negentien diecinueve diciannove dezenove девятнадцать
-20 zwanzig twintig vingt veinte veinti venti vent vinte двадцать
-30 dreißig dreissig dertig trente treinta trenta trent trinta тридцать
+4 vier quatre cuatro quattro quatro четыре 四 | 5 fünf vijf cinq cinco cinque пять 五 | 6 sechs zes six seis sei шесть 六
+7 sieben zeven sept siete sette sete семь 七 | 8 acht huit ocho otto oito восемь 八 | 9 neun negen neuf nueve nove девять 九
+10 zehn tien dix diez dieci dez dezesse dieci десять | 11 elf onze once undici одиннадцать
+12 zwölf twaalf douze doce dodici doze двенадцать | 13 dreizehn dertien treize trece tredici treze тринадцать
+14 vierzehn veertien quatorze catorce quattordici catorze четырнадцать | 15 fünfzehn vijftien quinze quince quindici пятнадцать
+16 sechzehn zestien seize dieciséis sedici dezesseis шестнадцать | 17 siebzehn zeventien diecisiete diciassette dezessete семнадцать
+18 achtzehn achttien dieciocho diciotto dezoito восемнадцать | 19 neunzehn negentien diecinueve diciannove dezenove девятнадцать
+20 zwanzig twintig vingt veinte veinti venti vent vinte двадцать | 30 dreißig dreissig dertig trente treinta trenta trent trinta тридцать
 40 vierzig veertig quarante cuarenta quaranta quarant quarenta сорок
 50 fünfzig vijftig cinquante cincuenta cinquanta cinquant cinquenta пятьдесят
-60 sechzig zestig soixante sesenta sessanta sessant sessenta шестьдесят
-70 siebzig zeventig septante setenta settanta settant семьдесят
+60 sechzig zestig soixante sesenta sessanta sessant sessenta шестьдесят | 70 siebzig zeventig septante setenta settanta settant семьдесят
 80 achtzig tachtig quatrevingts quatrevingt quatre-vingts quatre-vingt ochenta ottanta ottant oitenta восемьдесят
-90 neunzig negentig nonante noventa novanta novant девяносто
-100 ciento cento сто
-200 doscientos doscientas duzentos duzentas двести
-300 trescientos trescientas trezentos trezentas триста
-400 cuatrocientos quatrocentos четыреста
-500 quinientos quinhentos пятьсот
-600 seiscientos seiscentos шестьсот
-700 setecientos setecentos семьсот
-800 ochocientos oitocentos восемьсот
+90 neunzig negentig nonante noventa novanta novant девяносто | 100 ciento cento сто | 200 doscientos doscientas duzentos duzentas двести
+300 trescientos trescientas trezentos trezentas триста | 400 cuatrocientos quatrocentos четыреста | 500 quinientos quinhentos пятьсот
+600 seiscientos seiscentos шестьсот | 700 setecientos setecentos семьсот | 800 ochocientos oitocentos восемьсот
 900 novecientos novecentos девятьсот
 """
-_VALUES = {name: int(line.split()[0]) for line in _NAMES.strip().splitlines() for name in line.split()[1:]}
+_VALUES = {name: int(names.split()[0]) for names in re.split(r"[|\n]", _NAMES.strip()) for name in names.split()[1:]}
 _FACTORS = {
     "十": 10, "hundert": 100, "honderd": 100, "cents": 100, "cent": 100, "cien": 100, "百": 100,
     "tausend": 1000, "duizend": 1000, "mille": 1000, "mila": 1000, "mil": 1000, "тысяча": 1000, "тысячи": 1000, "千": 1000,

@@ -100,12 +100,17 @@ _ALONE = re.compile(
 )
 
 _MONEY = re.compile(rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents)\b)", re.IGNORECASE)
+_POINT = re.compile(
+    rf"(?<![\w-])({'|'.join(reversed(_UNITS))}) point ((?:(?:{'|'.join(_SMALL[:10])})(?![\w-]) ?)+)(?<! )",
+    re.IGNORECASE,
+)
 
 
 def spelled(text: str) -> str:
     """The text with digits for its numbers in words, where they are surely meant to count."""
     if not _FIRST.search(text):
         return text
+    text = _POINT.sub(lambda match: f"{_digits(match[1])}.{''.join(_digits(d) or '' for d in match[2].split())}", text)
     return _MONEY.sub(lambda match: _digits(match[0]) or match[0], _WORDS.sub(_as_digits, text))
 
 
@@ -116,14 +121,10 @@ def spelled_small(text: str) -> str:
 
 def _as_digits(match: re.Match[str]) -> str:
     words = match[0].casefold()
-    if words.removeprefix("minus ").removeprefix("negative ") in {*_SMALL, *_PARTS, *_POWERS} or _only_powers(words):
+    numerals = {*_VALUES, "a"} & set(re.split(r"[ -]", words))  # none in `hundreds` or `tenths` of something
+    if not numerals or words.removeprefix("minus ").removeprefix("negative ") in {*_SMALL, *_PARTS, *_POWERS}:
         return match[0]
     return _digits(words) or match[0]
-
-
-def _only_powers(words: str) -> bool:
-    """True for `hundreds`, `millions`, `dozens` or `tenths` of something."""
-    return not {*_VALUES, "a"} & set(re.split(r"[ -]", words))
 
 
 def _digits(words: str) -> str | None:

@@ -9,7 +9,6 @@ r"""Its ends, each with whether it belongs to it; an end that there is not is `-
 _END = r"[^<>=,()\[\]]++(?:\([^()]*+\)[^<>=,()\[\]]*+)?"
 _INTERVAL = re.compile(rf"([(\[])({_END}),({_END})([)\]])")
 _BETWEEN = re.compile(rf"({_END})(<=?)[a-zA-Z](<=?)({_END})")
-_FALLING = re.compile(rf"({_END})(>=?)[a-zA-Z](>=?)({_END})")
 _ONE_SIDED = re.compile(rf"[a-zA-Z](<=?|>=?)({_END})")
 _TURNED = re.compile(rf"({_END})(<=?|>=?)[a-zA-Z]")
 _UNION = re.compile(r"\\cup|∪|\bor\b|\bU\b")
@@ -51,8 +50,6 @@ def _range(part: str, normal: Callable[[str], str]) -> Range | None:
         return end(m[2]), m[1] == "[", end(m[3]), m[4] == "]"
     if m := _BETWEEN.fullmatch(part):
         return end(m[1]), m[2] == "<=", end(m[4]), m[3] == "<="
-    if m := _FALLING.fullmatch(part):
-        return end(m[4]), m[3] == ">=", end(m[1]), m[2] == ">="
     if m := _ONE_SIDED.fullmatch(part):
         return _half(m[1], end(m[2]))
     if m := _TURNED.fullmatch(part):

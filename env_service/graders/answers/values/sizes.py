@@ -44,7 +44,11 @@ def _depth(text: str) -> int:
 
 
 def _huge_factorial(text: str, found: re.Match[str]) -> bool:
-    number = float(found[1][:12]) if found[1] else _most(_group_before(text, found.start() + 1))
+    number = (
+        float(found[1][:12])
+        if found[1]
+        else _most(text[max(0, _other_end(text, found.start(), -1)) : found.start() + 1])
+    )
     if (more := found["signs"].count("!") - 1) > 0:
         return number > (7 if more == 1 else 3)
     return number * math.log10(max(number, 2)) > MAX_DIGITS
@@ -63,7 +67,7 @@ def _exponent(text: str, start: int) -> str:
     end, stop = start, min(len(text), start + LOOKED_AT)
     while end < stop:
         if text[end] in _OPEN:
-            end = _end_of_group(text, end)
+            end = _other_end(text, end, 1) + 1
         elif text[end].isdigit() or text[end] in ".-+!^":
             end += 1
         else:
@@ -71,22 +75,15 @@ def _exponent(text: str, start: int) -> str:
     return text[start:end]
 
 
-def _end_of_group(text: str, start: int) -> int:
+def _other_end(text: str, at: int, step: int) -> int:
+    """Where the group that begins at a place ends, or, with a step of -1, where the one that ends there begins."""
     depth = 0
-    for at in range(start, len(text)):
+    while 0 <= at < len(text):
         depth += (text[at] in _OPEN) - (text[at] in _CLOSE)
         if depth == 0:
-            return at + 1
-    return len(text)
-
-
-def _group_before(text: str, end: int) -> str:
-    depth = 0
-    for at in range(end - 1, -1, -1):
-        depth += (text[at] in _CLOSE) - (text[at] in _OPEN)
-        if depth == 0:
-            return text[at:end]
-    return text[:end]
+            break
+        at += step
+    return at
 
 
 def _most(text: str) -> float:
