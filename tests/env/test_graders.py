@@ -285,7 +285,7 @@ def test_each_gsm8k_answer_is_right_for_its_row_and_wrong_for_the_next_where_it_
         ("about 0.33", "1/3", False),
         ("it is -5", "5", False),
         ("18 - 3 = 15", "15", True),
-        ("between 3 and 5", "5", True),
+        ("between 3 and 5", "5", False),
         (r"\boxed{\text{north}}", "north", True),
         ("", "5", False),
         ("no idea", "5", False),
@@ -304,7 +304,7 @@ async def test_final_answers_are_compared_mathematically(
 
 def test_the_final_answer_is_the_last_of_its_kind() -> None:
     assert final_answer(r"\boxed{1} then \boxed{2}") == "2"
-    assert final_answer("3 apples, 4 pears") == "4"
+    assert final_answer("3 apples, 4 pears") == ""
     assert final_answer("#### 1\n#### 2\nmore") == "2"
 
 

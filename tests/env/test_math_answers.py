@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.math_grader import graded, percent
+from benchmarks.math_grader import graded, percent, wrongly_rewarded
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS
 from env_service.graders.math import plainly_equal
 
 DATA = Path(__file__).resolve().parents[1] / "data"
+LOOKED_AT = sorted(path for path in DATA.glob("math_texts_*.jsonl") if not path.stem.endswith("_blind"))
+FIRST_SIGHT = {"math_texts_fifth_blind": (95.2, 4), "math_texts_sixth_blind": (89.4, 17)}
+"""Least agreement in percent and most wrong answers rewarded: what was measured when nobody had looked at these texts."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
 
@@ -24,12 +27,21 @@ def rewarded(text: str, reference: str = "18") -> bool:
     return equal
 
 
-@pytest.mark.parametrize("texts", sorted(DATA.glob("math_texts_*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("texts", LOOKED_AT, ids=lambda path: path.stem)
 def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> None:
     results = asyncio.run(graded(texts))
     assert len(results) == len(texts.read_text().splitlines())
     wrong = [f"{r.style}: {r.text[-100:]!r} and {r.reference!r}" for r in results if not r.agrees]
     assert percent(results) >= 99.5, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", FIRST_SIGHT)
+def test_it_agrees_no_less_with_texts_that_nobody_mended_it_on(name: str) -> None:
+    results = asyncio.run(graded(DATA / f"{name}.jsonl"))
+    least, most = FIRST_SIGHT[name]
+    # it prints none of them, so that a failure keeps them unseen
+    assert percent(results) >= least
+    assert wrongly_rewarded(results) <= most
 
 
 @pytest.mark.parametrize(
@@ -74,6 +86,15 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "Η απάντηση είναι 18.",
         "Each of the 3 children gets 18 cookies.",
         "He needs 18 gallons at $3 per gallon.",
+        "He sold 18 cakes, 12 in May and 6 in June.",
+        "18 apples are left.\n\nIn the next video we will solve 4 similar problems!",
+        "**18**\n\nTom had 30 and gave 12 away.",
+        "A) 12\nB) 15\nC) 18\n\nAnswer: C",
+        "$\\boxed{\\text{Answer: } 18}$",
+        "<|channel|>analysis<|message|>20?<|end|><|start|>assistant<|channel|>final<|message|>18 apples.<|return|>",
+        "The maximum value is 18, attained at x = 3.",
+        "Answer: 20\n\nOn reflection, I double counted; it should be 18.",
+        "One might think the answer is 20, but it is actually 18.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -113,6 +134,15 @@ def test_the_final_answer_counts(text: str) -> None:
         "#### 18 #### 20",
         "La respuesta es 18 o 20.",
         "答えは18または20です。",
+        "Let x = 18.",
+        "Given: 20 apples, 18 boxes.",
+        "The problem states that 18 apples are in 3 boxes.",
+        "Pens: $6\nBooks: $18",
+        "So there are 20 apples and 18 pears.",
+        "20 apples are left. Try it yourself with 18 apples!",
+        "The answer is eighteen point five.",
+        "If tax is included, it is 20; otherwise, it is 18.",
+        "The mean is 20 and the median is 18.",
     ],
 )
 def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
@@ -207,7 +237,8 @@ def test_the_time_does_not_grow_with_a_hostile_text(part: str) -> None:
 
 def test_the_texts_have_both_labels_in_most_styles() -> None:
     labels = {
-        line["style"]: set[int]() for line in map(json.loads, (DATA / "math_texts_first.jsonl").read_text().splitlines())
+        line["style"]: set[int]()
+        for line in map(json.loads, (DATA / "math_texts_first.jsonl").read_text().splitlines())
     }
     for line in map(json.loads, (DATA / "math_texts_first.jsonl").read_text().splitlines()):
         labels[line["style"]].add(line["label"])

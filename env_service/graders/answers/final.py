@@ -59,7 +59,7 @@ _THINKS = re.compile(rf"[<\[◁]{_THINK}|<\|begin_of_thought\|>|<\|channel\|>ana
 _TURN = re.compile(
     r"<\|[a-z_]{1,30}\|>(?:assistant)?|</?s>|<eos>|<(?:end|start)_of_turn>(?:model)?|\[/?INST\]", re.IGNORECASE
 )
-"""Where chat templates begin and end a turn."""
+"""Signs by which chat templates begin and end a turn."""
 _OPTION = re.compile(
     r"(?:option |choice )?(?:\(([A-J])\)|([A-J])(?:[).:]|(?=[\s⟫*]*(?:$|\n))))[.:,]?[ ⟫*]*(?=[^a-z]|$)", re.IGNORECASE
 )

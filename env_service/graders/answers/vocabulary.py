@@ -200,7 +200,7 @@ CIRCUMSTANCE = compiled(
     r"|(?:with|out of|of|in|on|at|by|after|before|from|between|during|within|for|to|using|among|de|sur|von|nach|bei|mit|après|avec|dans"
     r"|tra|su|con|din|z|из)\s(?:(?!(?:he|she|it|they|we|you|there|is|are|was|will|has|have|had)\b)[^,;:=.])*)(?<=[\w%]),\s+"
 )
-"""What a sentence begins with and does not state: `Out of 40 students, `."""
+"""Beginning of a sentence that states nothing: `Out of 40 students, `."""
 TOTAL = compiled(
     words("in total|altogether|in all|all together|total of|grand total|insgesamt|en total|en tout|in totale|no total")
 )
@@ -225,7 +225,7 @@ SETUP = compiled(
     r"|the (?:problem|question) (?:says|states|gives|tells)"
     r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry\b|(?:print|return|def|import)\b)"
 )
-"""At the beginning of a sentence that says what is known or asked."""
+"""Beginning of a sentence that says what is known or asked."""
 REFUSED = compiled(
     r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"

@@ -98,7 +98,6 @@ _ALONE = re.compile(
     rf"(?<![\w-])(?:(?:minus|negative) )?(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])(?! of\b)|(?:an? )?(?:half|quarter|third)(?![\w-]))",
     re.IGNORECASE,
 )
-
 _MONEY = re.compile(rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents)\b)", re.IGNORECASE)
 _POINT = re.compile(
     rf"(?<![\w-])({'|'.join(reversed(_UNITS))}) point ((?:(?:{'|'.join(_SMALL[:10])})(?![\w-]) ?)+)(?<! )",

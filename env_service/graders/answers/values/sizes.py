@@ -17,7 +17,6 @@ MAX_DEPTH = 30
 """Of groups within each other: the parser's time grows with the square."""
 _COUNTS = re.compile(r"\\(?:binom|tbinom|dbinom|choose|sum|prod)(?![A-Za-z])")
 _LARGE = re.compile(r"\d{5}")
-
 _POWER = re.compile(r"\^\s*+")
 _BASE = re.compile(r"(\d++)[)}\s]*+$|[)}\]]\s*+$")
 _FACTORIAL = re.compile(r"(?:(\d++)|(?P<group>[)}]))\s*+(?P<signs>!(?:\s*+!)*+)(?!\s*=)")
@@ -76,7 +75,7 @@ def _exponent(text: str, start: int) -> str:
 
 
 def _other_end(text: str, at: int, step: int) -> int:
-    """Where the group that begins at a place ends, or, with a step of -1, where the one that ends there begins."""
+    """End of the group that begins at a place, or, with a step of -1, beginning of the one that ends there."""
     depth = 0
     while 0 <= at < len(text):
         depth += (text[at] in _OPEN) - (text[at] in _CLOSE)
