@@ -1,4 +1,5 @@
-"""Finds a device by name and its free memory, prepares a processor's threads and memory, and measures a computing thread's time."""
+"""Finds a device by name and its free memory, prepares a processor's threads and memory, knows memory that ran out, and measures the
+time of a computing thread."""
 
 import ctypes
 import time
@@ -27,6 +28,8 @@ def free_bytes(device: torch.device) -> int:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """From glibc's malloc.h."""
 KEPT_BYTES = 1 << 30
+OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Of errors that torch raises as plain ones: of its allocator on a processor, and of a library of CUDA."""
 _C = ctypes.CDLL(None)
 
 
@@ -53,10 +56,19 @@ def keep_freed_memory() -> None:
 
 
 def give_back_memory() -> None:
-    """Gives free memory back to the system. Call it when there is nothing to compute."""
+    """Gives free memory back to the system, and to a GPU. Call it when there is nothing to compute."""
     trim = getattr(_C, "malloc_trim", None)
     if trim is not None:
         trim(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in str(error) for words in OUT_OF_MEMORY
+    )
 
 
 def compute_clock(device: torch.device) -> Callable[[], float]:

@@ -55,6 +55,15 @@ class Resumes(Protocol):
 
 
 @runtime_checkable
+class Retries(Protocol):
+    """The method more of a handler that works otherwise on a message at which another worker may have died."""
+
+    def delivered_again(self, message: Any, times: int) -> None:
+        """Comes before the call. `times`: that the message was delivered before."""
+        ...
+
+
+@runtime_checkable
 class Holds(Protocol):
     """The two methods more of a handler that holds something for the messages to come."""
 

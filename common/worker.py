@@ -36,7 +36,7 @@ from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Un
 from common.dead_letters import dead_letter
 from common.errors import StoreUnavailable, Unavailable
 from common.fullness import Gauge
-from common.handlers import Beat, Handler, Holds, Parks, Resumes
+from common.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler
 from common.takeover import Takeover
@@ -114,6 +114,7 @@ class Worker:
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
         self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and progress_s else None
         self._holds: Holds | None = handler if isinstance(handler, Holds) else None
+        self._retries: Retries | None = handler if isinstance(handler, Retries) else None
         self._inboxes = list(inboxes)
         self._reporter = reporter
         self._most = reporter.slots + ahead
@@ -289,6 +290,8 @@ class Worker:
         phase = self._reporter.service
         away_since: float | None = None
         attempt = 1
+        if self._retries and delivery.deliveries > 1:
+            self._retries.delivered_again(message, delivery.deliveries - 1)
         while True:
             pause_s = 2.0
             self._reporter.timeline.begin(message.tenant, message.job, phase)

@@ -1,11 +1,13 @@
 """Computes many steps in one thread, micro-batch by micro-batch: a step joins between two and leaves when its own are done.
 
 The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
-fault of ours) makes each step begin again, alone, so that only the step that causes it fails.
+fault of ours) makes each step begin again, alone, so that only the step that causes it fails. Where memory ran out, the step's
+micro-batches have half of the tokens from then on, and half again, down to one row.
 """
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -14,11 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from base_model.device import compute_clock
+from base_model.device import compute_clock, give_back_memory
+from common.errors import InvalidInput
 from common.fairness import Fairness
 from trainer_service.open_step import OpenBatch
 from trainer_service.packing import WINDOW, Budget
-from trainer_service.training import Trainer
+from trainer_service.training import DoesNotFit, Trainer
 
 AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
@@ -55,6 +58,7 @@ class Member:
     result: "asyncio.Future[Any]"
     step: Opened | None = None
     alone: bool = False
+    most_tokens: int = sys.maxsize  # of a micro-batch in which it takes part, but for a row that is longer
     under_way: int = 0  # tokens that it had left before the micro-batch that is computed now
 
     @property
@@ -131,7 +135,7 @@ class Driver:
                 self._discard(member)
                 outcomes[member] = asyncio.InvalidStateError("nobody waits for this step")
             elif member.step is None:
-                began = _tried(lambda member=member: member.begin(self.trainer))
+                began = _tried(lambda member=member: self._begun(member))
                 if isinstance(began, Exception):
                     outcomes[member] = began
                 else:
@@ -144,6 +148,11 @@ class Driver:
             return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
         company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
         return outcomes | self._micro_batch(company) | self._finish(company)
+
+    def _begun(self, member: Member) -> Opened:
+        step = member.begin(self.trainer)
+        self.trainer.cut(step.opened, member.most_tokens)
+        return step
 
     def _in_turn(self, company: Sequence[Member]) -> list[Member]:
         """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
@@ -168,7 +177,7 @@ class Driver:
     def _micro_batch(self, company: Sequence[Member]) -> dict[Member, object]:
         going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
-        budget = self._budget(going[0][1].tokens_left if going else 0)
+        budget = self._budget([member for member, _ in going])
         for member, one in going:
             member.under_way = one.tokens_left
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
@@ -180,17 +189,34 @@ class Driver:
         if failed is None:
             return {}
         log.warning("micro_batch_failed", num_jobs=len(company), reason=f"{type(failed).__name__}: {failed}")
-        outcomes: dict[Member, object] = {m: failed for m in company if m.alone}
         for member in company:
             self._discard(member)
+        ended: object = failed
+        if isinstance(failed, DoesNotFit):
+            give_back_memory()
+            ended = self._beyond_memory(failed) if failed.is_least else None
+        outcomes: dict[Member, object] = {m: ended for m in company if m.alone and ended is not None}
+        for member in company:
             member.alone = True
+            if isinstance(failed, DoesNotFit):
+                member.most_tokens = max(1, failed.tokens // 2)
         return outcomes
 
-    def _budget(self, tokens_left: int) -> Budget:
-        """The budget of the next micro-batch. `tokens_left`: of the step that is first in turn."""
+    def _beyond_memory(self, failed: DoesNotFit) -> InvalidInput:
+        free_mb = self.trainer.backbone.free_bytes() / 1e6
+        return InvalidInput(
+            f"memory ran out in a row of {failed.tokens} tokens, computed alone, with {free_mb:,.0f} MB free before it "
+            f"({failed.reason}): make rows shorter (max_tokens, MARLAAS_MAX_CONTEXT), or let them need less on the "
+            "trainer (MARLAAS_TRAINER_CHECKPOINTING=true, MARLAAS_TRAINER_DTYPE=bfloat16, a larger MARLAAS_TRAINER_RANKS)"
+        )
+
+    def _budget(self, company: Sequence[Member]) -> Budget:
+        """The budget of the company's next micro-batch. Its first member is first in turn."""
         budget = self.trainer.budget
+        tokens_left = company[0].tokens_left if company else 0
         shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
-        return replace(budget, tokens=int(budget.tokens * SHARED_PART)) if shared else budget
+        tokens = int(budget.tokens * SHARED_PART) if shared else budget.tokens
+        return replace(budget, tokens=min([tokens, *(member.most_tokens for member in company)]))
 
     def _finish(self, company: Sequence[Member]) -> dict[Member, object]:
         done = [(m, m.step) for m in company if m.step is not None and m.step.opened.done]

@@ -38,6 +38,8 @@ class Fusion:
     """Runs a trainer for the callers that wait for a step."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self.again: dict[str, int] = {}
+        """Earlier deliveries of messages, by their ids: whoever had them may have ended for want of memory."""
         self._served = Fairness()
         self._express: Driver | None = None
         if trainer.backbone.concurrent:
@@ -65,6 +67,7 @@ class Fusion:
             beat,
             tokens=tokens,
             weight=message.weight,
+            halvings=self.again.pop(message.id, 0),
         )
 
     async def run(
@@ -77,15 +80,19 @@ class Fusion:
         tokens: int,
         weight: float = 1.0,
         goes_on: bool = False,
+        halvings: int = 0,
     ) -> T:
         """Opens a tenant's step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run
         in a computing thread. `finish` closes the step. `beat` is called after every micro-batch. `tokens`: that it brings, about.
-        `weight`: the tenant's. `goes_on`: another step of the tenant follows once this one's result is known.
+        `weight`: the tenant's. `goes_on`: another step of the tenant follows once this one's result is known. `halvings`: of the tokens
+        of its micro-batches, from its begin.
 
         `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
         """
         result = asyncio.get_running_loop().create_future()
         member = Member(tenant, weight, begin, finish, beat, goes_on, tokens, result)
+        if halvings:
+            member.most_tokens = max(1, self.trainer.budget.tokens >> halvings)
         self._served.busy({tenant, *(other.tenant for driver in self._drivers for other in driver.members)})
         driver = self._express if self._express and self._is_express(member, self._express) else self._main
         return cast(T, await driver.run(member))

@@ -89,6 +89,7 @@ class TrainHandler:
                     return await self._make_version(message, beat)
         finally:
             self._held.remove(num_tokens)
+            self._fusion.again.pop(message.id, None)
 
     async def _make_version(self, message: Init | TrainStep, beat: Callable[[], None]) -> Outputs:
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
@@ -102,6 +103,10 @@ class TrainHandler:
             return self.failed(message, failure)
         await self._drop_old(message, target)
         return [(self._cell.adapters(message.partition), update_of(manifest, message.about()))]
+
+    def delivered_again(self, message: Asked, times: int) -> None:
+        """Its micro-batches are halved so often: memory that ran out may be what ended the trainers that had it."""
+        self._fusion.again[message.id] = times
 
     def has_room(self) -> bool:
         """Whether one message more would be worked on soon; if not, it is better left to another trainer."""

@@ -30,7 +30,8 @@ def fit(trainer: Trainer, num_bytes: int) -> None:
     need. `num_bytes` 0: half of what is free now."""
     probed = _probe(trainer)
     budget = _bounded(trainer, probed, num_bytes)
-    trainer.backbone = trainer.backbone.fitting(probed.per_token, budget.num_bytes / budget.tokens)
+    tokens_of_rank = budget.tokens / trainer.backbone.num_ranks
+    trainer.backbone = trainer.backbone.fitting(probed.per_token, budget.num_bytes / tokens_of_rank)
     trainer.budget = _bounded(trainer, probed, num_bytes)
 
 
@@ -52,7 +53,7 @@ def cache_for(shapes: Mapping[str, tuple[int, int]], free: int) -> int:
 
 class Probed(NamedTuple):
     """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence.
-    Of several ranks the first one's: a token of the micro-batch lies on one of them."""
+    Of several ranks, on that one which computes the token."""
 
     per_token: float
     per_pair: float
@@ -67,17 +68,17 @@ def _probe(trainer: Trainer) -> Probed:
     numbers = (num_ranks, 2 * num_ranks)
     rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in numbers]
     trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in numbers]
-    per_token = (rows[1] - rows[0]) / (num_ranks * GROUP_SIZE * WIDTH)
+    per_token = (rows[1] - rows[0]) / (GROUP_SIZE * WIDTH)
     give_back_memory()
-    of_pairs = trees[1] - trees[0] - per_token * num_ranks * tree
-    return Probed(per_token, max(0.0, of_pairs) / (num_ranks * tree**2))
+    of_pairs = trees[1] - trees[0] - per_token * tree
+    return Probed(per_token, max(0.0, of_pairs) / tree**2)
 
 
 def _bounded(trainer: Trainer, probed: Probed, num_bytes: int) -> Budget:
-    device = trainer.backbone.device
-    sharing = trainer.backbone.num_ranks if device.type == "cpu" else 1
-    free = num_bytes or free_bytes(device) // (2 * sharing)
-    per_token = trainer.backbone.kept_per_token(probed.per_token)
+    backbone = trainer.backbone
+    sharing = backbone.num_ranks if backbone.device.type == "cpu" else 1
+    free = num_bytes or backbone.free_bytes() // (2 * sharing)
+    per_token = backbone.kept_per_token(probed.per_token)
     return replace(trainer.budget, num_bytes=float(free), bytes_per_token=per_token, bytes_per_pair=probed.per_pair)
 
 

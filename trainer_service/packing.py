@@ -138,7 +138,7 @@ def _tree(batch: Batch, rows: list[int]) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of a micro-batch, padding included. A lone sequence may exceed them."""
+    """The limits of a micro-batch, padding included: its tokens, and the bytes that a rank keeps of it. A lone sequence may exceed them."""
 
     tokens: int = 2048
     num_bytes: float = math.inf
@@ -150,11 +150,27 @@ class Budget:
         per_token = self.bytes_per_token + (width * self.bytes_per_pair if branched else 0.0)
         return tokens <= self.tokens and tokens * per_token <= self.num_bytes
 
-    def holds_packed(self, sequences: Sequence[Tree]) -> bool:
-        """Whether sequences fit end to end, without padding."""
-        tokens = sum(map(len, sequences))
-        pairs = sum(len(tree) ** 2 for tree in sequences if tree.branched)
-        return tokens <= self.tokens and tokens * self.bytes_per_token + pairs * self.bytes_per_pair <= self.num_bytes
+    def holds_packed(self, sequences: Sequence[Tree], num_ranks: int) -> bool:
+        """Whether sequences fit end to end, without padding, the fullest rank's share of them too."""
+        if sum(map(len, sequences)) > self.tokens:
+            return False
+        shares = spread([*map(len, sequences)], num_ranks)
+        return max(self._bytes_of([sequences[number] for number in share]) for share in shares) <= self.num_bytes
+
+    def _bytes_of(self, share: Sequence[Tree]) -> float:
+        pairs = sum(len(tree) ** 2 for tree in share if tree.branched)
+        return sum(map(len, share)) * self.bytes_per_token + pairs * self.bytes_per_pair
+
+
+def spread(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Spreads sequences over ranks: the numbers of each rank's. The longest sequence first, each to the rank with the fewest tokens."""
+    taken: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        least = loads.index(min(loads))
+        taken[least].append(number)
+        loads[least] += lengths[number]
+    return taken
 
 
 def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
@@ -190,15 +206,19 @@ def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact:
     return taken
 
 
-def next_pack(queues: Sequence[Sequence[Tree]], budget: Budget) -> list[list[Tree]]:
-    """Chooses as `next_micro_batch`, for a base model that takes sequences end to end: the oldest job's first, until one does not fit."""
+def next_pack(queues: Sequence[Sequence[Tree]], budget: Budget, num_ranks: int) -> list[list[Tree]]:
+    """Chooses as `next_micro_batch`, for a base model that takes sequences end to end: the oldest job's first, as many as fit."""
     learns = queues[0][0].learns
+    candidates = [(job, tree) for job, queue in enumerate(queues) for tree in queue if tree.learns == learns]
+    least, most = 1, len(candidates)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if budget.holds_packed([tree for _, tree in candidates[:middle]], num_ranks):
+            least = middle
+        else:
+            most = middle - 1
     taken: list[list[Tree]] = [[] for _ in queues]
-    packed: list[Tree] = []
-    for job, tree in ((job, tree) for job, queue in enumerate(queues) for tree in queue if tree.learns == learns):
-        packed.append(tree)
-        if len(packed) > 1 and not budget.holds_packed(packed):
-            break
+    for job, tree in candidates[:least]:
         taken[job].append(tree)
     return taken
 

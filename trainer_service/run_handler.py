@@ -108,6 +108,7 @@ class RunHandler:
             tokens=message.num_tokens,
             weight=message.weight,
             goes_on=message.operations[-1].action == "forward_backward",
+            halvings=self._fusion.again.pop(message.id, 0),
         )
 
     async def _committed(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from base_model.adapter import init_adapter
-from base_model.device import compute_clock
+from base_model.device import compute_clock, is_out_of_memory
 from common.errors import TrainingFailed
 from common.messages import Init, OptimSpec, TrainStep
 from trainer_service import lora, optimiser
@@ -33,6 +33,18 @@ from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_m
 
 Taken = Sequence[tuple[OpenBatch, Sequence[Tree]]]
 """A micro-batch: the sequences of each batch, those of one stack side by side."""
+
+
+@dataclass(eq=False)
+class DoesNotFit(Exception):
+    """Memory ran out in a micro-batch; the gradients of its batches are good for nothing."""
+
+    tokens: int  # padding included
+    is_least: bool  # it cannot be made smaller
+    reason: str
+
+    def __str__(self) -> str:
+        return f"a micro-batch of {self.tokens} tokens: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -68,6 +80,12 @@ class Trainer:
         opened = OpenBatch(state, batch, stack, place, queue)
         opened.sums.seconds = self.clock() - start
         return opened
+
+    def cut(self, opened: OpenBatch, tokens: int) -> None:
+        """Gives each row a sequence of its own, if rows that share a beginning are together more than so many tokens. In deterministic
+        mode nothing changes: their gradient would have other bits."""
+        if not self.deterministic and any(tree.branched and len(tree) > tokens for tree in opened.queue):
+            opened.queue = in_order(pack(opened.batch, None), exact=False)
 
     def gradient(self, opened: OpenBatch) -> Tensor:
         """The batch's summed gradient, [P]; valid until the next call."""
@@ -141,10 +159,22 @@ class Trainer:
         """Runs one forward and backward over some of the open sequences of these batches, first ones first; none of them is done.
         `budget`: instead of its own.
 
-        A part whose loss is not finite fails, and only that one.
+        A part whose loss is not finite fails, and only that one. Raises DoesNotFit when memory runs out.
         """
-        start = self.clock()
         taken = self._take(opened, budget or self.budget)
+        try:
+            self._compute(taken)
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0] or type(error).__name__
+        trees = [tree for _, own in taken for tree in own]  # here the error is gone, and with it what it held
+        num_tokens = len(trees) * max(map(len, trees)) if self.backbone.pads else sum(map(len, trees))
+        raise DoesNotFit(num_tokens, len(trees) == 1 and (self.deterministic or not trees[0].branched), reason)
+
+    def _compute(self, taken: Taken) -> None:
+        start = self.clock()
         sequences = self._sequences(taken)
         learns = taken[0][1][0].learns
         with torch.set_grad_enabled(learns):
@@ -160,7 +190,7 @@ class Trainer:
         """Takes the next micro-batch out of the batches' queues."""
         queues = [one.queue for one in opened]
         padded = partial(next_micro_batch, exact=self.deterministic)
-        found = (padded if self.backbone.pads else next_pack)(queues, budget)
+        found = padded(queues, budget) if self.backbone.pads else next_pack(queues, budget, self.backbone.num_ranks)
         taken = [(one, sequences) for one, sequences in zip(opened, found, strict=True) if sequences]
         for one, sequences in taken:
             gone = {id(tree) for tree in sequences}

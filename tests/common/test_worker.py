@@ -306,6 +306,24 @@ async def test_what_was_delivered_twice_runs_alone(bus: Bus) -> None:
     assert handler.most_at_once <= 4
 
 
+@dataclass
+class AgainRecorder(Recorder):
+    again: list[tuple[str, int]] = field(default_factory=list)
+
+    def delivered_again(self, message: Start, times: int) -> None:
+        self.again.append((message.id, times))
+
+
+async def test_a_handler_hears_how_often_a_message_was_delivered_before(bus: Bus) -> None:
+    await left_behind(bus, 1, deliveries=2)
+    handler = AgainRecorder(at_once)
+    async with working(bus, handler):
+        await bus.publish([(CELL.env, start(1))])
+        await until(lambda: length(bus, CELL.rollout, 2))
+    assert sorted(handler.seen) == ["job/0", "job/1"]
+    assert handler.again == [("job/0", 2)]
+
+
 async def test_a_suspect_waits_for_quiet_and_nothing_is_read_meanwhile(bus: Bus) -> None:
     go_on = asyncio.Event()
     alone: list[int] = []

@@ -101,6 +101,10 @@ class Backbone(Protocol):
         """The same base model, keeping at most `wanted` bytes a token for the backward, as far as it can choose."""
         ...
 
+    def free_bytes(self) -> int:
+        """Bytes of the device that nobody uses now; of several ranks' devices, the least."""
+        ...
+
     def counters(self) -> dict[str, float]:
         """Totals since the start that it alone can count."""
         ...

@@ -25,9 +25,15 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
 def load_modules(
-    folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, max_context: int | None = None
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    max_context: int | None = None,
+    checked: bool = False,
 ) -> ModulesBackbone:
-    """Loads a local folder in Hugging Face layout. `max_context`: serve no longer context than this.
+    """Loads a local folder in Hugging Face layout. `max_context`: serve no longer context than this. `checked`: another process has
+    computed a few tokens with it, and found no difference.
 
     Raises InvalidInput for a model that this backbone does not compute as transformers does.
     """
@@ -50,7 +56,10 @@ def load_modules(
         raise InvalidInput(
             f"{folder}: the transformers backbone finds no linear layers to adapt in {config.model_type!r}"
         )
-    _check_packed(folder, backbone)
+    if checked:
+        backbone.model.set_attn_implementation(NAME)
+    else:
+        _check_packed(folder, backbone)
     return backbone
 
 

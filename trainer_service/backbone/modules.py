@@ -20,6 +20,7 @@ from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
+from trainer_service.backbone.shortage import Shortage
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
 
@@ -34,6 +35,8 @@ class ModulesBackbone:
     max_scores: int = MAX_SCORES
     whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     """Makes a module's weights whole, outside of its own forward."""
+    shortage: Shortage | None = None
+    """Of memory, where several processes compute in step: what it notes raises no error, and the results are good for nothing."""
     _current: CurrentLanes = field(default_factory=CurrentLanes)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
@@ -85,9 +88,11 @@ class ModulesBackbone:
         lanes = [] if adapters is None else lanes_of(adapters, [len(tree) for tree in sequences.trees])
         with self._current.using(lanes):
             hidden_NE = self.hidden(pack, lanes)
-        hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
+        about = sequences.about_targets(self.device)
         with self.whole(self.model.get_output_embeddings()):
-            return target_logprobs(hidden_ME, self._head, *sequences.about_targets(self.device), self.max_scores)
+            hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
+            return target_logprobs(hidden_ME, self._head, *about, self.max_scores)
+        return torch.zeros_like(about[1])  # memory ran out, and `shortage` knows
 
     def keeping_all(self) -> "ModulesBackbone":
         return replace(self, num_checkpointed=0)
@@ -107,6 +112,9 @@ class ModulesBackbone:
             if fewer.kept_per_token(keeping_all) <= wanted:
                 return fewer
         return self.checkpointing(len(self.layers))
+
+    def free_bytes(self) -> int:
+        return free_bytes(self.device)
 
     def counters(self) -> dict[str, float]:
         return {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, RunLayer, directly, plain
+from base_model.free_memory import free_bytes
 from common.errors import InvalidInput
 from common.footprint import kept_with_checkpoints
 from trainer_service.backbone.head import target_logprobs
@@ -86,6 +87,9 @@ class DecoderBackbone:
 
     def fitting(self, keeping_all: float, wanted: float) -> "DecoderBackbone":
         return self
+
+    def free_bytes(self) -> int:
+        return free_bytes(self.device)
 
     def counters(self) -> dict[str, float]:
         return {}

@@ -7,12 +7,15 @@ the base has a gradient, so nothing is reduced; adapters are no parameters of th
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from base_model.device import give_back_memory
 from trainer_service.backbone.modules import ModulesBackbone, scores_on
+from trainer_service.backbone.shortage import Shortage
 
 
 def shard(backbone: ModulesBackbone, mesh: DeviceMesh) -> ModulesBackbone:
@@ -29,8 +32,21 @@ def shard(backbone: ModulesBackbone, mesh: DeviceMesh) -> ModulesBackbone:
     for unit in units:
         fully_shard(unit, mesh=mesh)
     fully_shard(model.get_decoder(), mesh=mesh, reshard_after_forward=True)
-    sharded = replace(backbone, whole=_gathered)
+    shortage = Shortage()
+    for layer in backbone.layers:
+        shortage.guard(layer)
+    sharded = replace(backbone, whole=partial(_gathered, shortage), shortage=shortage)
     return replace(sharded, max_scores=scores_on(sharded.device))
+
+
+def forget_pass(backbone: ModulesBackbone) -> str:
+    """Makes a sharded backbone ready for the next pass after one that counts nowhere, and whose graph is gone. Returns why memory
+    ran out here; "" if it did not."""
+    assert backbone.shortage
+    reason, backbone.shortage.reason = backbone.shortage.reason, ""
+    backbone.model.get_decoder().reset_iter_state()
+    give_back_memory()
+    return reason
 
 
 def bytes_held(backbone: ModulesBackbone) -> int:
@@ -40,10 +56,11 @@ def bytes_held(backbone: ModulesBackbone) -> int:
 
 
 @contextmanager
-def _gathered(module: Any) -> Generator[None]:
-    """Makes a module's weights whole for a moment; all processes do so at once."""
+def _gathered(shortage: Shortage, module: Any) -> Generator[None]:
+    """Makes a module's weights whole for a moment; all processes do so at once. Notes what the block lacks memory for."""
     module.unshard()
     try:
-        yield
+        with shortage.noted():
+            yield
     finally:
         module.reshard()

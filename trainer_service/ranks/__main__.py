@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from base_model.device import prepare_cpu
+from base_model.free_memory import free_bytes
 from common.helpers import LENGTH_BYTES, die_with_parent
 from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.ranks import commands
-from trainer_service.ranks.commands import AddUp, Backward, Command, Forward, NewStack, Put, Remove
+from trainer_service.ranks.commands import AddUp, Backward, Command, FindFree, Forward, NewStack, Put, Remove
 from trainer_service.ranks.group import Begin, Group, find_store
 from trainer_service.ranks.shares import split
 
@@ -53,9 +55,9 @@ class Follower:
             case Forward():
                 self._forward(command)
             case Backward():
-                assert self._learning is not None
-                (own_M, sizes), self._learning = self._learning, None
-                own_M.backward(self.group.hand_out([], sizes))  # pyright: ignore
+                self._backward()
+            case FindFree():
+                self.group.least(free_bytes(self.group.device))
 
     def _put(self, command: Put, stack: AdapterStack) -> None:
         values_P = torch.empty(stack.layout.num_values, device=self.group.device)
@@ -70,9 +72,21 @@ class Follower:
         own, sizes = shares[self.group.rank], [share.num_targets for share in shares]
         with torch.set_grad_enabled(command.learns):
             own_M = self.backbone.checkpointing(command.num_checkpointed).logprobs(own.sequences, own.adapters)
+        if self.group.lacking(self.backbone):
+            del own_M
+            forget_pass(self.backbone)
+            return
         self.group.collect(own_M.detach(), sizes)
         if command.learns:
             self._learning = own_M, sizes
+
+    def _backward(self) -> None:
+        assert self._learning is not None
+        (own_M, sizes), self._learning = self._learning, None
+        own_M.backward(self.group.hand_out([], sizes))  # pyright: ignore
+        if self.group.lacking(self.backbone):
+            del own_M
+            forget_pass(self.backbone)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
     logprobs ─ split ─► each rank's share ─► log-probs ─► the first rank ─ losses ─ backward ─► each rank's share of the gradient
     stack ─ put ─► the adapter, on each rank        gradient ─► the sum of the ranks' gradients, once a batch
 
-Each rank gathers the weights of a layer from all while it computes it. Axes: M targets of the micro-batch, P all values of an adapter.
+Each rank gathers the weights of a layer from all while it computes it. When memory runs out on one, all end the pass in step, and the
+first rank raises MemoryError. Axes: M targets of the micro-batch, P all values of an adapter.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from base_model.free_memory import free_bytes
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
-from trainer_service.ranks.commands import AddUp, Backward, Forward, NewStack, Put, Remove
+from trainer_service.ranks.commands import AddUp, Backward, FindFree, Forward, NewStack, Put, Remove
 from trainer_service.ranks.leader import Ranks, begin_of
 from trainer_service.ranks.shares import Share, split
 from trainer_service.settings import TrainerSettings
@@ -79,7 +82,7 @@ class RankedBackbone:
     def forward(
         self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None, *, learns: bool
     ) -> "tuple[Tensor, Under]":
-        """The log-probs of all, [M], and what their backward needs."""
+        """The log-probs of all, [M], and what their backward needs. Raises MemoryError."""
         shares = split(sequences, adapters, self.num_ranks)
         sizes = [share.num_targets for share in shares]
         with self.ranks.busy():
@@ -87,7 +90,11 @@ class RankedBackbone:
             self.ranks.tell(Forward(sequences, places, learns, self.own.num_checkpointed))
             with torch.set_grad_enabled(learns):
                 own_M = self.own.logprobs(shares[0].sequences, shares[0].adapters)
-            found = self.ranks.group.collect(own_M.detach(), sizes)
+            lacking = self.ranks.group.lacking(self.own)
+            found = [] if lacking else self.ranks.group.collect(own_M.detach(), sizes)
+        if lacking:
+            del own_M
+            raise self._forgotten(lacking)
         for rank, share in enumerate(shares):
             self.ranks.tokens[rank] += share.num_tokens
         logprobs_M = own_M.new_empty(sum(map(len, sequences.targets)))
@@ -97,21 +104,32 @@ class RankedBackbone:
         return logprobs_M, Under(own_M, shares, places_of, sizes)
 
     def backward(self, under: "Under", grad_M: Tensor) -> None:
-        """Adds each rank's gradients to its own stacks."""
+        """Adds each rank's gradients to its own stacks. Raises MemoryError: they are good for nothing then."""
         with self.ranks.busy():
             self.ranks.tell(Backward())
             parts = [grad_M[places_m] for places_m in under.places]
             under.own_M.backward(self.ranks.group.hand_out(parts, under.sizes))  # pyright: ignore
+            lacking = self.ranks.group.lacking(self.own)
+        if lacking:
+            raise self._forgotten(lacking)
+
+    def _forgotten(self, lacking: Sequence[int]) -> MemoryError:
+        reason = forget_pass(self.own)
+        return MemoryError(f"on rank {', '.join(map(str, lacking))}{f': {reason}' if reason else ''}")
 
     def keeping_all(self) -> "RankedBackbone":
         return replace(self, own=self.own.keeping_all())
 
     def kept_per_token(self, keeping_all: float) -> float:
-        """On a rank; a token lies on one of them."""
-        return self.own.kept_per_token(keeping_all * self.num_ranks) / self.num_ranks
+        return self.own.kept_per_token(keeping_all)
 
     def fitting(self, keeping_all: float, wanted: float) -> "RankedBackbone":
-        return replace(self, own=self.own.fitting(keeping_all * self.num_ranks, wanted * self.num_ranks))
+        return replace(self, own=self.own.fitting(keeping_all, wanted))
+
+    def free_bytes(self) -> int:
+        with self.ranks.in_step():
+            self.ranks.tell(FindFree())
+            return self.ranks.group.least(free_bytes(self.device))
 
     def counters(self) -> dict[str, float]:
         """`rank_<n>_tokens`: of the passes' forwards, on each rank; `ranks_s`: seconds in passes, backwards included."""

@@ -42,7 +42,7 @@ class AddUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
-    """Computes log-probs; each rank those of its share, which go to the first rank."""
+    """Computes log-probs; each rank those of its share, which go to the first rank if memory sufficed on all."""
 
     sequences: Sequences
     adapters: tuple[tuple[int, int], ...] | None  # stack and place, of each sequence; None: the bare base model
@@ -54,7 +54,11 @@ class Backward(msgspec.Struct, frozen=True, tag=True):
     """Runs the backward of the last forward that learns; the gradients of its log-probs follow."""
 
 
-Command = NewStack | Put | Remove | AddUp | Forward | Backward
+class FindFree(msgspec.Struct, frozen=True, tag=True):
+    """Finds the least free memory of all ranks' devices."""
+
+
+Command = NewStack | Put | Remove | AddUp | Forward | Backward | FindFree
 
 
 def encode(command: Command) -> bytes:

@@ -100,7 +100,8 @@ class Group:
         if self.rank:
             self.store.wait([f"loaded/{self.rank - 1}"], LOADING)
         dtype = getattr(torch, begin.dtype)
-        whole = load_modules(Path(begin.folder), device="cpu", dtype=dtype, max_context=begin.max_context)
+        context, checked = begin.max_context, bool(self.rank)  # the first rank has been there
+        whole = load_modules(Path(begin.folder), dtype=dtype, max_context=context, checked=checked)
         assert dist.group.WORLD is not None
         part = shard(whole, DeviceMesh.from_group(dist.group.WORLD, self.device.type))
         give_back_memory()
@@ -120,6 +121,20 @@ class Group:
         heard = torch.empty(num_bytes, dtype=torch.uint8)
         dist.broadcast(heard, src=0)
         return heard.numpy().tobytes()
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
+    def lacking(self, part: ModulesBackbone) -> list[int]:
+        """The ranks on which memory ran out in the pass that each has brought to its end."""
+        assert part.shortage
+        lack = torch.zeros(self.num_ranks, dtype=torch.int64)
+        lack[self.rank] = bool(part.shortage.reason)
+        dist.all_reduce(lack)
+        return torch.nonzero(lack).flatten().tolist()
 
     def hand_on(self, values_P: Tensor) -> None:
         """Copies the first rank's values into those of all."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from trainer_service.backbone.interface import Sequences
 from trainer_service.batch import Ints
+from trainer_service.packing import spread
 
 A = TypeVar("A")
 
@@ -27,23 +28,17 @@ class Share(Generic[A]):
 
 
 def split(sequences: Sequences, adapters: Sequence[A] | None, num_ranks: int) -> list[Share[A]]:
-    """The longest sequence first, each to the rank with the fewest tokens; a share keeps the micro-batch's order.
+    """Splits as `spread` says; a share keeps the micro-batch's order.
 
     A rank for which none is left computes the shortest sequence too, and its result counts nowhere: each layer's weights are
     gathered by all ranks.
     """
     lengths = [*map(len, sequences.trees)]
-    taken: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        least = loads.index(min(loads))
-        taken[least].append(number)
-        loads[least] += lengths[number]
     shortest = lengths.index(min(lengths))
     ends = np.cumsum([0, *map(len, sequences.targets)])
     rows = np.cumsum([0, *(len(tree.rows) for tree in sequences.trees)])
 
-    def share(numbers: list[int], load: int) -> Share[A]:
+    def share(numbers: list[int]) -> Share[A]:
         own = [row for number in numbers or [shortest] for row in range(rows[number], rows[number + 1])]
         places = [np.arange(ends[row], ends[row + 1]) for row in own if numbers]
         return Share(
@@ -56,7 +51,7 @@ def split(sequences: Sequences, adapters: Sequence[A] | None, num_ranks: int) ->
             ),
             None if adapters is None else [adapters[number] for number in numbers or [shortest]],
             np.concatenate([np.zeros(0, np.int64), *places]),
-            load,
+            sum(lengths[number] for number in numbers),
         )
 
-    return [share(sorted(numbers), load) for numbers, load in zip(taken, loads, strict=True)]
+    return [share(sorted(numbers)) for numbers in spread(lengths, num_ranks)]
