@@ -5,6 +5,7 @@
 #   make tinker-sdks   a tour of the Tinker protocol with each version of the SDK that is promised
 #   make test     set everything up, then run every test, the fast ones first (ARGS="-k bus" chooses); its parts, by themselves:
 #   make test-fast, make test-exact, make test-slow, make test-vllm    those of deterministic mode are the exact ones
+#   make test-gpu   what must hold on CUDA as on a CPU, on a machine with a CUDA device; no part of `make test`
 #   make up       run the service on 127.0.0.1:8000 until Ctrl-C (ARGS="--rollout 2 --port 9000")
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
 #   make check    format, lint, types, architecture
@@ -23,7 +24,7 @@
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tinker tinker-cookbook tinker-sdks test test-fast test-exact test-slow test-vllm up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
+.PHONY: help demo tinker tinker-cookbook tinker-sdks test test-fast test-exact test-slow test-vllm test-gpu up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
 SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -59,16 +60,19 @@ test:
 	@for kind in fast exact slow vllm; do $(MAKE) --no-print-directory test-$$kind || exit 1; done
 
 test-fast: .venv/.ready-dev
-	@$(RUN) -m pytest -m "not slow and not vllm" -n 3 --dist worksteal $(ARGS)
+	@$(RUN) -m pytest -m "not slow and not vllm and not gpu" -n 3 --dist worksteal $(ARGS)
 
 test-exact: .venv/.ready-dev
 	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 test-slow: .venv/.ready-dev
-	@$(RUN) -m pytest -m "slow and not vllm" -n 2 $(ARGS) || [ $$? -eq 5 ]
+	@$(RUN) -m pytest -m "slow and not vllm and not gpu" -n 2 $(ARGS) || [ $$? -eq 5 ]
 
 test-vllm: .venv/.ready-dev
 	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
+
+test-gpu: .venv/.ready-dev
+	@$(RUN) -m pytest -m gpu $(ARGS)
 
 vllm: .venv/.ready
 	@$(BIN)/python -m deploy.install_vllm $(PIP_ARGS)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import torch, which most tests do not need
     from tests.support.engines_under_test import Running, SharedVllm
 
 exact = pytest.StashKey[Exact]()
-KINDS = ("exact", "slow", "vllm")
+KINDS = ("exact", "slow", "vllm", "gpu")
 """Marks of tests that run by themselves."""
 
 
@@ -44,14 +44,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _only_kind(config: pytest.Config) -> str | None:
-    """The kind that `--exact`, `-m vllm` and `-m "slow and not vllm"` ask for."""
+    """The kind that `--exact`, `-m vllm`, `-m gpu` and `-m "slow and not vllm and not gpu"` ask for."""
     words = (config.getoption("markexpr") or "").split(" and ")
     return "exact" if config.getoption("--exact") else next((kind for kind in KINDS if kind in words), None)
 
 
 def _may_have(path: Path, kind: str) -> bool:
     text = path.read_text()
-    return f"mark.{kind}" in text or "engines_under_test" in text
+    return f"mark.{kind}" in text or "engines_under_test" in text or (kind == "gpu" and "device: str" in text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,6 +71,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     assert "on this machine bits depend on what is computed beside them" in found.refusal
     return True
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device on which the same must hold."""
+    if request.param == "cuda":
+        import torch  # here: most tests do not need it
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch finds no CUDA device here")
+    return request.param
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ from trainer_service.packing import Cost, trees
 
 SHARING, APART = Cost(per_token=1000, per_pair=1), None
 CLOSE = 1e-5
+ROUNDED_LOGPROB, ROUNDED_GRADIENT = 0.05, 0.1
+"""Of a base in bfloat16: the mean difference of a log-prob, and the gradient's distance over its norm."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +95,11 @@ def ours(backbone: Backbone, cases: Sequence[Case], cost: Cost | None) -> list[F
     logprobs_M = backbone.logprobs(sequences, [adapter for *_, adapter in packed])
     with torch.no_grad():  # as for a loss with KL, between forward and backward
         backbone.logprobs(sequences, None)
-    (logprobs_M * torch.cat([case.coefficients(row) for case, row in rows])).sum().backward()  # pyright: ignore
-    by_row = zip(rows, logprobs_M.detach().split([*map(len, targets)]), strict=True)
+    coefficients_M = torch.cat([case.coefficients(row) for case, row in rows]).to(backbone.device)
+    (logprobs_M * coefficients_M).sum().backward()  # pyright: ignore
+    by_row = zip(rows, logprobs_M.detach().cpu().split([*map(len, targets)]), strict=True)
     known = {(id(case), row): values_M for (case, row), values_M in by_row}
-    grads = {id(case): named(case, stack.gradient(place).clone()) for case, stack, place in placed}
+    grads = {id(case): named(case, stack.gradient(place).cpu().clone()) for case, stack, place in placed}
     return [
         (torch.cat([known[id(case), row] for row in range(len(case.batch.inputs))]), grads[id(case)]) for case in cases
     ]
@@ -140,10 +143,10 @@ def assert_alike(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("cost", [SHARING, APART], ids=["shared", "apart"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_of_mixed_adapters_are_pefts(
-    bases: dict[str, Path], tmp_path: Path, family: str, cost: Cost | None
+    bases: dict[str, Path], tmp_path: Path, device: str, family: str, cost: Cost | None
 ) -> None:
     # Given adapters of ranks 1 to 64, two of one rank, one with some targets alone, at several temperatures
-    backbone = load_modules(bases[family])
+    backbone = load_modules(bases[family], device=device)
     ranks = ((1, 1.0), (8, 0.7), (8, 1.3), (64, 1.0))
     cases = [make_case(backbone, seed, rank, temperature) for seed, (rank, temperature) in enumerate(ranks)]
     cases.append(make_case(backbone, 9, 3, 0.7, targets=("q_proj", "o_proj")))
@@ -158,12 +161,28 @@ def test_logprobs_and_gradients_of_mixed_adapters_are_pefts(
         assert max(float(grad.abs().max()) for grad in expected[1].values()) > 1e-3
 
 
-def test_layers_of_odd_widths_train_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bfloat16_base_computes_what_a_float32_one_does_but_for_rounding(
+    bases: dict[str, Path], device: str, family: str
+) -> None:
+    exact, rounded = (load_modules(bases[family], device=device, dtype=d) for d in (torch.float32, torch.bfloat16))
+    cases = [make_case(exact, seed, rank, 1.0) for seed, rank in enumerate((1, 8))]
+
+    for (logprobs_M, grads), (expected_M, their_grads) in zip(
+        ours(rounded, cases, SHARING), ours(exact, cases, SHARING), strict=True
+    ):
+        assert logprobs_M.dtype == torch.float32
+        assert float((logprobs_M - expected_M).abs().mean()) < ROUNDED_LOGPROB
+        found_P, exact_P = (torch.cat([each[name].flatten() for name in grads]) for each in (grads, their_grads))
+        assert float((found_P - exact_P).norm() / exact_P.norm()) < ROUNDED_GRADIENT
+
+
+def test_layers_of_odd_widths_train_alike(tmp_path: Path, device: str) -> None:
     # Given a base that no grouped product serves: rows of 18 floats are no multiple of 16 bytes
     folder = save_family(
         "llama3", tmp_path / "base", hidden_size=18, num_attention_heads=3, num_key_value_heads=1, head_dim=6
     )
-    backbone = load_modules(folder)
+    backbone = load_modules(folder, device=device)
     cases = [make_case(backbone, seed, 4, 1.0) for seed in range(2)]
 
     found = ours(backbone, cases, SHARING)
@@ -178,8 +197,10 @@ def drop_out(layer: Any, _: Any, out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num_layers", [1, NUM_LAYERS])
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
-def test_checkpointed_layers_give_the_same_gradients(bases: dict[str, Path], family: str, num_layers: int) -> None:
-    plain = load_modules(bases[family])
+def test_checkpointed_layers_give_the_same_gradients(
+    bases: dict[str, Path], device: str, family: str, num_layers: int
+) -> None:
+    plain = load_modules(bases[family], device=device)
     for layer in plain.layers:  # as some families drop out by themselves
         layer.register_forward_hook(drop_out)
     saving = plain.checkpointing(num_layers)

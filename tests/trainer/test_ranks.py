@@ -39,9 +39,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, number: int) -> Generator[RankedBackbone]:
+def ranks(folder: Path, number: int, device: str = "cpu") -> Generator[RankedBackbone]:
     torch.set_num_threads(1)
-    backbone = load_ranks(TrainerSettings(trainer_ranks=number), folder)
+    settings = TrainerSettings(trainer_ranks=number, trainer_device=device, trainer_dtype="float32")
+    backbone = load_ranks(settings, folder)
     try:
         yield backbone
     finally:
@@ -102,14 +103,16 @@ def cases_on(backbone: ModulesBackbone) -> list[Case]:
 
 @pytest.mark.parametrize(("family", "number"), ALIKE)
 def test_ranks_compute_the_log_probs_and_gradients_of_one_with_a_part_of_the_base_each(
-    tmp_path: Path, family: str, number: int
+    tmp_path: Path, device: str, family: str, number: int
 ) -> None:
+    if device == "cuda" and torch.cuda.device_count() < number:
+        pytest.skip(f"{number} ranks need as many CUDA devices")
     folder = save_family(family, tmp_path)
     alone = load_modules(folder)
     cases = cases_on(alone)
     whole_bytes = bytes_held(alone)
 
-    with ranks(folder, number) as backbone:
+    with ranks(folder, number, device) as backbone:
         assert sum(backbone.ranks.bytes_held) == whole_bytes
         assert max(backbone.ranks.bytes_held) <= 1.01 * whole_bytes / number
         for cost in (SHARING, APART):

@@ -1,7 +1,8 @@
 """Linear layers with the adapters of packed tokens, that train adapters and nothing else.
 
 The tokens of one adapter stand side by side, so a grouped product a factor serves all adapters of a rank (`grouped_mm`, which
-wants rows of a multiple of ALIGNMENT bytes: ranks are padded to it; where a layer's width is none, a product an adapter).
+wants rows of a multiple of ALIGNMENT bytes: ranks are padded to it; on CUDA it is for bfloat16 on devices of capability 8.0 on alone.
+Elsewhere, and where a layer's width is no such multiple, a product an adapter).
 Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
 
 Axes: N tokens of a pack, n of a lane, G adapters of a lane, I and O widths of a layer, R padded rank.
@@ -151,20 +152,23 @@ class _GroupedLoraLinear(torch.autograd.Function):
 
 def _by_group(x_nI: Tensor, weights_GIO: Tensor, lane: Lane) -> Tensor:
     """Each adapter's tokens times its own matrix, [n, O]."""
-    if _aligned(x_nI.shape[1], weights_GIO.shape[2], x_nI.dtype):
+    if _is_served(x_nI, weights_GIO.shape[2]):
         return F.grouped_mm(x_nI, weights_GIO, offs=lane.ends_G)
     return torch.cat([x @ w for x, w in zip(_cut(x_nI, lane), weights_GIO, strict=True)])
 
 
 def _over_tokens(left_nO: Tensor, right_nI: Tensor, lane: Lane) -> Tensor:
     """left' right of each adapter's own tokens, [G, O, I]."""
-    if _aligned(left_nO.shape[1], right_nI.shape[1], left_nO.dtype):
+    if _is_served(left_nO, right_nI.shape[1]):
         return F.grouped_mm(left_nO.t(), right_nI, offs=lane.ends_G)
     return torch.stack([a.t() @ b for a, b in zip(_cut(left_nO, lane), _cut(right_nI, lane), strict=True)])
 
 
-def _aligned(width: int, other: int, dtype: torch.dtype) -> bool:
-    return width * dtype.itemsize % ALIGNMENT == 0 and other * dtype.itemsize % ALIGNMENT == 0
+def _is_served(x: Tensor, other: int) -> bool:
+    """Whether grouped_mm multiplies x [n, I] and matrices whose rows have `other` values."""
+    if x.is_cuda and not (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)):
+        return False
+    return x.shape[1] * x.dtype.itemsize % ALIGNMENT == 0 and other * x.dtype.itemsize % ALIGNMENT == 0
 
 
 def _cut(x: Tensor, lane: Lane) -> tuple[Tensor, ...]:
