@@ -1,310 +1,127 @@
-"""Measures on a GPU fused training and decoding in the shape of a larger model, and how much of the device they use for what.
+"""Measures on a GPU training and decoding in the shapes of larger models, and how much of the device they use for what.
 
-    python -m benchmarks.gpu [--shape qwen3-0.6b] [--jobs 1 8 32] [--repetitions 5] [--compile] [--json FILE]
-    python -m benchmarks.gpu --backbone transformers                  # trains with transformers' modules, rows packed
-    python -m benchmarks.gpu --device cpu --shape tiny --jobs 1 2     # tries the benchmark itself
+    python -m benchmarks.gpu [--shapes qwen3-0.6b qwen3-8b] [--jobs 1 8 32] [--repetitions 3] [--seconds 540] [--json FILE]
+    python -m benchmarks.gpu --quick                                  # one shape, one repetition: a minute or two
+    python -m benchmarks.gpu --device cpu --shapes tiny --jobs 1 2    # tries the benchmark itself
 
-Weights are random, in bfloat16; adapters have rank 8 on all linear layers. Answers have lengths log-normal with median 16 and 99th
-percentile 160 tokens. Training: one step of each of N jobs, 4 groups of 8 rows each, fused, against N separate steps; and with 2 rows
-of 16 tokens each; and the most memory that a fused step takes on a GPU, weights included. MFU: floating-point operations of what
-is executed, less the share of padding, over what the device can do.
-Decoding: 64 rows of N adapters. MBU: bytes that each step must read (weights, adapters at work, keys and values) over what the
-device can read. The peaks of some devices are known; else give `--peak-tflops` and `--peak-gbs`. Without a GPU nothing is measured.
+Weights are random, in bfloat16; adapters have rank 8 on all linear layers. transformers' modules train, as they do on CUDA (`--backbone
+decoder`: ours). Answers have lengths log-normal with median 16 and 99th percentile 160 tokens. Of each shape:
+
+    training   one step of each of N jobs, 4 groups of 8 rows each, fused, against N separate steps; and with 2 rows of 16 tokens each;
+               and the most memory that a fused step takes on a GPU, weights included. MFU: floating-point operations of what is
+               executed, less the share of padding, over what the device can do
+    peft       the same fused step of PEFT_JOBS jobs in turn with a plain loop of transformers + PEFT, a step for each job
+    decoding   64 rows of N adapters on the embedded engine. MBU: bytes that each step must read (weights, adapters at work, keys and
+               values) over what the device can read
+    gap        between the log-probs of tokens that the engine sampled and those of the trainer, both in bfloat16
+    busiest    operations by their share of the device's time
+
+And of the first shape a whole job, through all services on the one device. A part that fails says why, and the others go on; parts that
+would begin after `--seconds` are left out, and said so. The peaks of some devices are known; else give `--peak-tflops` and
+`--peak-gbs`. Without a GPU nothing is measured. What a bare machine needs is in docs/benchmarks.md.
 """
 
-import statistics
-from collections import Counter
+import json
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
-from base_model.adapter import load_adapter
-from base_model.decoder import Decoder, DecoderConfig
-from base_model.device import find_device, prepare_cpu
-from base_model.stacked import FusedAdapter, fuse
-from benchmarks._report import Goal, Report, console, in_turns, make_table, parser, positive, ratio, show, timed
-from benchmarks.fused import NUM_JOBS, SHAPES, Job, all_active, fused, make_jobs
-from benchmarks.paper.lengths import LONGEST, answer_tokens
-from benchmarks.rollout import adapter_files, request
-from benchmarks.training import LORA, Workload, initial_state, make_step
-from common.messages import AdapterRef, TrajectoryRef
-from rollout_service.embedded.batch import RunningRows
-from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.seats import TurnRow
-from trainer_service.backbone.interface import Backbone
+from base_model.device import find_device, give_back_memory, prepare_cpu
+from benchmarks import _gpu_parts as parts
+from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules
+from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
+from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import fit
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
-ROWS = 64
-PROMPT = 64
-TOP = 8
-PROFILED = 32
-"""Steps of decoding: a profiler keeps every call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Shape of a base model."""
-
-    config: DecoderConfig
-    inner: int  # width between gate and down
-
-
-def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, vocab: int, inner: int) -> Shape:
-    config = DecoderConfig(layers, hidden, heads, kv_heads, head_dim, vocab, 4096, 1e6, 1e-6, tied=True)
-    return Shape(config, inner)
-
-
-SHAPES_OF_BASES = {
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 128, 151_936, 3072),
-    "tiny": _qwen3(4, 128, 4, 2, 32, 272, 384),
-}
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
 """Peaks from the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
+PEFT_JOBS = 8
+UNKNOWN = float("nan")
 
 
-def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> Decoder:
-    c, generator = shape.config, torch.Generator(device).manual_seed(0)
+@dataclass(slots=True)
+class Parts:
+    """Runs the parts one after the other: what each measured, by its name, and why others have measured nothing."""
 
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device, dtype=dtype) * 0.02
+    until: float  # by the monotonic clock
+    to: Path | None
+    found: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    failures: list[str] = field(default_factory=list[str])
 
-    weights = {"embed_tokens.weight": drawn(c.vocab, c.hidden), "norm.weight": _ones(c.hidden, device, dtype)}
-    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    linear = {
-        "self_attn.q_proj": (query, c.hidden),
-        "self_attn.k_proj": (key, c.hidden),
-        "self_attn.v_proj": (key, c.hidden),
-        "self_attn.o_proj": (c.hidden, query),
-        "mlp.gate_proj": (shape.inner, c.hidden),
-        "mlp.up_proj": (shape.inner, c.hidden),
-        "mlp.down_proj": (c.hidden, shape.inner),
-    }
-    norms = {"input_layernorm": c.hidden, "post_attention_layernorm": c.hidden}
-    norms |= {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim}
-    for layer in range(c.num_layers):
-        weights |= {f"layers.{layer}.{name}.weight": drawn(*size) for name, size in linear.items()}
-        weights |= {f"layers.{layer}.{name}.weight": _ones(size, device, dtype) for name, size in norms.items()}
-    return Decoder(c, weights)
+    def run(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        since = time.monotonic()
+        if since > self.until:
+            self.failures.append(f"{name}: left out, the time is up")
+            return
+        try:
+            self.found[name] = measure()
+        except (Exception, SystemExit) as error:  # one part's trouble costs no other
+            reason = str(error).partition("\n")[0]
+            self.failures.append(f"{name}: failed, {type(error).__name__}: {reason}")
+        give_back_memory()
+        took = f"{name}: {time.monotonic() - since:.0f} s"
+        console.print(took if name in self.found else f"{took}; {self.failures[-1]}", markup=False)
+        if self.to:  # a run that is ended early keeps what it has
+            self.to.write_text(json.dumps(self.figures))
 
-
-def random_modules(decoder: Decoder) -> Backbone:
-    """transformers' modules with the weights of a decoder, not copied."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # here: a lent GPU may lack them
-
-    from trainer_service.backbone.attention import NAME
-    from trainer_service.backbone.modules import ModulesBackbone
-
-    c = decoder.config
-    fields: dict[str, Any] = {
-        "vocab_size": c.vocab,
-        "hidden_size": c.hidden,
-        "intermediate_size": decoder.weights["layers.0.mlp.up_proj.weight"].shape[0],
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.context,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "rms_norm_eps": c.norm_eps,
-        "tie_word_embeddings": c.tied,
-        "attn_implementation": NAME,
-    }
-    with torch.device(decoder.device):
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**fields))
-    model.to(decoder.embedding.dtype)
-    model.get_decoder().load_state_dict(decoder.weights, assign=True)
-    model.tie_weights()
-    return ModulesBackbone.of(model, c.context)
-
-
-def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(size, device=device, dtype=dtype)
-
-
-# ---- training -------------------------------------------------------------------------------------------------------
-
-
-def heavy_tailed(trainer: Trainer, num_jobs: int) -> list[Job]:
-    """A step of each of several jobs."""
-    work = Workload("heavy tail", 4, 8, (PROMPT, PROMPT + 1), (1, 2))
-    jobs: list[Job] = []
-    for job in range(num_jobs):
-        step = make_step(work, job, num_written=lambda g, s, job=job: answer_tokens(TrajectoryRef("train", job, g, s)))
-        jobs.append((all_active(step), initial_state(trainer, job, LORA)))
-    return jobs
-
-
-def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dict[str, float]:
-    """Fused and separate steps in turn; operations and padding of one fused step."""
-    device = trainer.backbone.device
-    runs: dict[str, Callable[[], object]] = {
-        "fused": lambda: fused(trainer, jobs),
-        "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
-    }
-    seconds = in_turns({name: timed(done(work, device)) for name, work in runs.items()}, repetitions)
-    peak = _peak_bytes(device, runs["fused"])
-    with FlopCounterMode(display=False) as counter:
-        metrics = [trained.metrics for trained in fused(trainer, jobs)]
-    forward = [m["forward_tokens"] or 0.0 for m in metrics]
-    padding = sum(tokens * (m["padding_share"] or 0.0) for tokens, m in zip(forward, metrics, strict=True)) / sum(
-        forward
-    )
-    fused_s = statistics.median(seconds["fused"])
-    num_tokens = sum(len(step.rows.tokens) for step, _ in jobs)
-    return {
-        "tokens": num_tokens,
-        "tokens_per_s": num_tokens / fused_s,
-        "to_separate": ratio(seconds["separate"], seconds["fused"]),
-        "flops_per_s": counter.get_total_flops() * (1 - padding) / fused_s,
-        "padding": padding,
-        "peak_bytes": peak,
-    }
-
-
-def _peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
-    """The most memory of a GPU that is taken at one time; NaN elsewhere."""
-    if device.type != "cuda":
-        return float("nan")
-    torch.cuda.reset_peak_memory_stats(device)
-    work()
-    return float(torch.cuda.max_memory_allocated(device))
-
-
-# ---- decoding -------------------------------------------------------------------------------------------------------
-
-
-def random_adapters(decoder: Decoder, num: int) -> list[FusedAdapter]:
-    shapes, layers = decoder.linear_shapes(), decoder.config.num_layers
-    files = (adapter_files(decoder, seed) for seed in range(num))
-    return [fuse(load_adapter(each), shapes, layers, like=decoder.embedding) for each in files]
-
-
-def rows_of(adapters: Sequence[FusedAdapter]) -> list[TurnRow]:
-    """ROWS turns, evenly over the adapters, of the law's lengths, with prompts of their own."""
-    rng = np.random.default_rng(0)
-    rows: list[TurnRow] = []
-    for number in range(ROWS):
-        job = number % len(adapters)
-        num_tokens = answer_tokens(TrajectoryRef("train", 1, number // 8, number % 8))
-        asked = request(AdapterRef("bench", f"job{job}", 1), rng.integers(0, 250, PROMPT), number, num_tokens)
-        rows.append(TurnRow(asked, adapters[job], handle=None))
-    return rows
-
-
-def decode(decoder: Decoder, rows: Sequence[TurnRow], num_steps: int = LONGEST) -> float:
-    """Seconds of the forwards after the first, prefills left out."""
-    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
-    with torch.inference_mode():
-        for row in rows:
-            batch.add(TurnRow(row.request, row.adapter, handle=None))
-        batch.advance()
-        first_s = batch.meter.decode_s
-        for _ in range(num_steps):
-            if batch.has_work:
-                batch.advance()
-    return batch.meter.decode_s - first_s
-
-
-def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
-    """Bytes that all forwards but the first have to read at least."""
-    config, size = decoder.config, decoder.embedding.element_size()
-    row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
-    shapes = decoder.linear_shapes().values()
-    weights = size * (sum(out * width for out, width in shapes) + decoder.head.numel())
-    steps_of: Counter[FusedAdapter] = Counter()
-    total = 0.0
-    for row in rows:
-        steps = row.request.sampling.max_tokens - 1
-        total += row_bytes * sum(row.request.num_prompt + t for t in range(1, steps + 1))
-        assert row.adapter is not None, "every row has an adapter"
-        steps_of[row.adapter] = max(steps_of[row.adapter], steps)
-    return total + weights * max(steps_of.values()) + sum(a.num_bytes * n for a, n in steps_of.items())
-
-
-def measure_decoding(decoder: Decoder, adapters: Sequence[FusedAdapter], repetitions: int) -> dict[str, float]:
-    """Decodes with one adapter and with all in turn."""
-    alone, mixed = rows_of(adapters[:1]), rows_of(adapters)
-    num_tokens = sum(row.request.sampling.max_tokens - 1 for row in mixed)
-    decode(decoder, mixed)
-    seconds = [(decode(decoder, alone), decode(decoder, mixed)) for _ in range(repetitions)]
-    mixed_s = statistics.median(s for _, s in seconds)
-    return {
-        "tokens_per_s": num_tokens / mixed_s,
-        "to_one_adapter": statistics.median(one / all_ for one, all_ in seconds),
-        "bytes_per_s": bytes_read(decoder, mixed) / mixed_s,
-    }
-
-
-# ---- the device -----------------------------------------------------------------------------------------------------
-
-
-def done(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Waits for the device after the work, so that a clock around it counts all of it; and now, for what came before."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def do() -> None:
-        work()
-        wait()
-
-    wait()
-    return do
-
-
-def busiest(run: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
-    """Operations by their share of the device's time, the largest first."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as profiled:
-        run()
-    events: list[Any] = list(profiled.key_averages())
-    kind = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    shares = Counter({event.key: getattr(event, kind) for event in events})
-    return [(name[:60], 100 * took / max(1.0, shares.total())) for name, took in shares.most_common(TOP)]
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"parts": self.found, "failures": self.failures}
 
 
 def peaks(device: torch.device) -> tuple[float, float]:
     """Operations and bytes a second; NaN for a device that is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in PEAKS.items() if known in name), (float("nan"), float("nan")))
+    return next((peak for known, peak in PEAKS.items() if known in name), (UNKNOWN, UNKNOWN))
 
 
-def measure(
-    decoder: Decoder, jobs: Sequence[int], repetitions: int, tokens: int, backbone: Backbone | None = None
-) -> dict[str, Any]:
-    """`backbone`: trains, instead of the decoder."""
-    trainer = Trainer(backbone or DecoderBackbone(decoder), Budget(tokens))
-    fit(trainer, 0)
-    adapters = random_adapters(decoder, max(jobs))
-    found: dict[str, Any] = {"training": {}, "decoding": {}}
-    for n in jobs:
-        found["training"][n] = measure_training(trainer, heavy_tailed(trainer, n), repetitions)
-        found["decoding"][n] = measure_decoding(decoder, adapters[:n], repetitions)
-    found["small"] = measure_training(trainer, make_jobs(trainer, SHAPES[0], max(jobs)), repetitions)
-    last, rows = heavy_tailed(trainer, max(jobs)), rows_of(adapters)
-    found["busiest"] = {
-        "a fused step": busiest(lambda: fused(trainer, last), decoder.device),
-        "decoding": busiest(lambda: decode(decoder, rows, PROFILED), decoder.device),
+def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> None:
+    """All parts of one shape."""
+    decoder = random_decoder(SHAPES_OF_BASES[shape], device, torch.bfloat16)
+    if given.compile:
+        decoder.compile()
+    backbone = DecoderBackbone(decoder) if given.backbone == "decoder" else random_modules(decoder)
+    trainer = Trainer(backbone, Budget(given.tokens))
+    fit(trainer, given.memory_bytes)
+    most, times = max(given.jobs), given.repetitions
+    for n in given.jobs:
+        jobs = parts.heavy_tailed(trainer, n)
+        run.run(f"{shape}, training, N = {n}", partial(parts.measure_training, trainer, jobs, times))
+    small = make_jobs(trainer, SHAPES[0], most)
+    run.run(f"{shape}, small steps, N = {most}", partial(parts.measure_training, trainer, small, times))
+    jobs = parts.heavy_tailed(trainer, min(PEFT_JOBS, most))
+    against = partial(parts.measure_against_peft, trainer, decoder, jobs, times)
+    run.run(f"{shape}, peft, N = {len(jobs)}", against)
+    adapters = parts.random_adapters(decoder, most)
+    for n in given.jobs:
+        decoding = partial(parts.measure_decoding, decoder, adapters[:n], times)
+        run.run(f"{shape}, decoding, N = {n}", decoding)
+    run.run(f"{shape}, gap", lambda: parts.measure_gap(trainer, decoder))
+    last, rows = parts.heavy_tailed(trainer, most), parts.rows_of(adapters)
+    busiest: dict[str, Callable[[], object]] = {
+        "a fused step": lambda: fused(trainer, last),
+        "decoding": lambda: parts.decode(decoder, rows, parts.PROFILED),
     }
-    return found
+    for what, work in busiest.items():
+        run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
 
 
 TRAINING = ("", "tokens", "tokens/s", "x separate", "TFLOP/s", "MFU %", "padding %", "peak GiB")
 
 
-def tables(found: dict[str, Any], peak: tuple[float, float]) -> list[Any]:
+def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[Any]:
+    kinds = {name: name.split(", ")[1] for name in found if ", " in name}
     training = [
         (
-            f"N = {n}",
+            name,
             f["tokens"],
             f["tokens_per_s"],
             f["to_separate"],
@@ -313,31 +130,56 @@ def tables(found: dict[str, Any], peak: tuple[float, float]) -> list[Any]:
             100 * f["padding"],
             f["peak_bytes"] / 2**30,
         )
-        for n, f in found["training"].items()
+        for name, f in found.items()
+        if kinds.get(name) in ("training", "small steps")
     ]
     decoding = [
-        (f"N = {n}", f["tokens_per_s"], f["to_one_adapter"], f["bytes_per_s"] / 1e9, 100 * f["bytes_per_s"] / peak[1])
-        for n, f in found["decoding"].items()
+        (name, f["tokens_per_s"], f["to_one_adapter"], f["bytes_per_s"] / 1e9, 100 * f["bytes_per_s"] / peak[1])
+        for name, f in found.items()
+        if kinds.get(name) == "decoding"
+    ]
+    others = [
+        (f"{name}: {figure}", value)
+        for name, f in found.items()
+        if kinds.get(name) in ("peft", "gap", "whole job")
+        for figure, value in f.items()
     ]
     return [
         make_table("Fused training", TRAINING, training),
-        make_table(f"Decoding {ROWS} rows", ("", "tokens/s", "x one adapter", "GB/s", "MBU %"), decoding),
-        *(make_table(f"Time of {what}", ("", "%"), shares) for what, shares in found["busiest"].items()),
+        make_table(f"Decoding {parts.ROWS} rows", ("", "tokens/s", "x one adapter", "GB/s", "MBU %"), decoding),
+        make_table("Both ends", ("", ""), others),
+        *(make_table(name, ("", "%"), list(f.items())) for name, f in found.items() if kinds.get(name) == "busiest"),
     ]
 
 
-def goals(found: dict[str, Any]) -> list[Goal]:
-    most = f"{NUM_JOBS} jobs of 2 rows of 16 tokens"
+def goals(found: dict[str, dict[str, Any]], shapes: Sequence[str], peak: tuple[float, float]) -> list[Goal]:
+    """A part that failed has no goal: its failure is told beside them."""
+    promised = [
+        (f"training, N = {NUM_JOBS}", "flops_per_s", "MFU of a fused step", 100 / peak[0], 40.0, " %"),
+        (
+            f"small steps, N = {NUM_JOBS}",
+            "to_separate",
+            "fused to separate steps of 2 rows of 16 tokens",
+            1.0,
+            4.0,
+            " x",
+        ),
+        (f"peft, N = {PEFT_JOBS}", "to_peft", f"steps/s to transformers + PEFT, {PEFT_JOBS} jobs", 1.0, 4.0, " x"),
+        (f"decoding, N = {NUM_JOBS}", "bytes_per_s", "bandwidth used in decoding", 100 / peak[1], 60.0, " %"),
+        (f"decoding, N = {NUM_JOBS}", "to_one_adapter", f"decoding with {NUM_JOBS} adapters to one", 1.0, 0.9, " x"),
+    ]
     return [
-        Goal(f"fused to separate steps, {most}", found["small"]["to_separate"], 4.0, " x"),
-        Goal(f"decoding with {NUM_JOBS} adapters to one", found["decoding"][NUM_JOBS]["to_one_adapter"], 0.9, " x"),
+        Goal(f"{shape}: {what}", found[f"{shape}, {part}"][figure] * factor, limit, unit)
+        for shape in shapes
+        for part, figure, what, factor, limit, unit in promised
+        if f"{shape}, {part}" in found and factor == factor
     ]
 
 
 def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
     """Reasons why columns are empty, or goals are not judged."""
     found: list[str] = []
-    if np.isnan(peak).any():
+    if peak[0] != peak[0] or peak[1] != peak[1]:
         found.append(
             "MFU and MBU need the device's peaks: --peak-tflops and --peak-gbs fill the columns that are empty"
         )
@@ -346,38 +188,60 @@ def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
     return found
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--device", default="cuda")
-    options.add_argument("--shape", choices=SHAPES_OF_BASES, default="qwen3-0.6b")
-    options.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
-    options.add_argument("--repetitions", type=positive, default=5, help="default 5")
-    options.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
-    options.add_argument("--compile", action="store_true", help="as MARLAAS_TRAINER_COMPILE")
-    options.add_argument("--backbone", choices=("decoder", "transformers"), default="decoder", help="what trains")
-    options.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
-    options.add_argument("--peak-gbs", type=float, help="of the device's memory")
-    given = options.parse_args()
+def options() -> Any:
+    known = parser(__doc__)
+    known.add_argument("--device", default="cuda")
+    known.add_argument("--shapes", choices=SHAPES_OF_BASES, nargs="+", default=["qwen3-0.6b", "qwen3-8b"])
+    known.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
+    known.add_argument("--repetitions", type=positive, default=3, help="default 3")
+    known.add_argument("--seconds", type=positive, default=540, help="after which no part begins; default 540")
+    known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
+    known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
+    known.add_argument("--memory-bytes", type=int, default=0, help="as MARLAAS_TRAINER_MEMORY_BYTES")
+    known.add_argument("--compile", action="store_true", help="compile the decoder, as MARLAAS_TRAINER_COMPILE")
+    known.add_argument("--backbone", choices=("decoder", "transformers"), default="transformers", help="what trains")
+    known.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
+    known.add_argument("--peak-gbs", type=float, help="of the device's memory")
+    given = known.parse_args()
     if max(given.jobs) > NUM_JOBS:
-        options.error(f"argument --jobs: {NUM_JOBS} at most")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        console.print("no GPU here: nothing was measured (--device cpu --shape tiny tries the benchmark itself)")
-        return
-    device = find_device(given.device, "--device")
-    prepare_cpu(1)
-    decoder = random_decoder(SHAPES_OF_BASES[given.shape], device, torch.bfloat16)
-    if given.compile:
-        decoder.compile()
-    backbone = random_modules(decoder) if given.backbone == "transformers" else None
-    found = measure(decoder, given.jobs, given.repetitions, given.tokens, backbone)
+        known.error(f"argument --jobs: {NUM_JOBS} at most")
+    if given.quick:
+        given.shapes, given.repetitions = given.shapes[:1], 1
+    return given
+
+
+def report(given: Any, device: torch.device) -> Report:
+    run = Parts(time.monotonic() + given.seconds, given.json)
+    for shape in given.shapes:
+        try:
+            measure_shape(run, shape, given, device)
+        except (ImportError, RuntimeError, MemoryError) as error:
+            run.failures.append(f"{shape}: failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        give_back_memory()  # for the next base, or the services
+    first = given.shapes[0]
+    run.run(f"{first}, whole job", lambda: parts.measure_job(first, device))
     known = peaks(device)
     peak = (
         1e12 * given.peak_tflops if given.peak_tflops else known[0],
         1e9 * given.peak_gbs if given.peak_gbs else known[1],
     )
     judged = device.type == "cuda" and NUM_JOBS in given.jobs
-    shown = Report(tables(found, peak), found, goals(found) if judged else [], notes(peak, judged=judged))
-    show(shown, given.json)
+    reached = goals(run.found, given.shapes, peak) if judged else []
+    said = [*notes(peak, judged=judged), *run.failures, f"torch {torch.__version__} on {name_of(device)}"]
+    return Report(tables(run.found, peak), run.figures, reached, said)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def main() -> None:
+    given = options()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        console.print("no GPU here: nothing was measured (--device cpu --shapes tiny tries the benchmark itself)")
+        return
+    prepare_cpu(1)
+    show(report(given, find_device(given.device, "--device")), given.json)
 
 
 if __name__ == "__main__":

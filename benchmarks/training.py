@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
@@ -96,10 +94,11 @@ def initial_state(trainer: Trainer, seed: int, spec: LoraSpec) -> TrainState:
 
 
 class PeftLoop:
-    """A plain PEFT training loop."""
+    """A plain PEFT training loop over a base model of transformers, which it changes."""
 
-    def __init__(self) -> None:
-        base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    def __init__(self, base: Any) -> None:
+        from peft import LoraConfig, get_peft_model  # here: a lent GPU may lack it
+
         config = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules="all-linear", lora_dropout=0.0)
         self.model: Any = get_peft_model(base, config)
         self.model.train()
@@ -109,11 +108,12 @@ class PeftLoop:
     def step(self, batch: SampledRows) -> None:
         terms = row_terms(batch, LossSpec())
         for rows in padded_micro_batches(batch):
-            tokens_BT, mask_BT, written_BT, sampled_BT = (torch.from_numpy(x) for x in padded(batch, rows))
+            device = self.model.device
+            tokens_BT, mask_BT, written_BT, sampled_BT = (torch.from_numpy(x).to(device) for x in padded(batch, rows))
             logits = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
-            logprobs_BT = logits[:, :-1].log_softmax(-1).gather(2, tokens_BT[:, 1:, None]).squeeze(2)
-            advantages_B = torch.from_numpy(terms.advantages_R[rows]).float()[:, None]
-            weights_B = torch.from_numpy(terms.weights_R[rows]).float()[:, None]
+            logprobs_BT = logits[:, :-1].float().log_softmax(-1).gather(2, tokens_BT[:, 1:, None]).squeeze(2)
+            advantages_B = torch.from_numpy(terms.advantages_R[rows]).float()[:, None].to(device)
+            weights_B = torch.from_numpy(terms.weights_R[rows]).float()[:, None].to(device)
             ratio_BT = (logprobs_BT - sampled_BT[:, 1:]).exp()
             gain_BT = torch.minimum(ratio_BT * advantages_B, ratio_BT.clamp(0.8, 1.2) * advantages_B)
             loss: Tensor = -(gain_BT * weights_B * written_BT[:, 1:]).sum()
@@ -148,7 +148,9 @@ def padded(batch: SampledRows, rows: list[int]) -> tuple[np.ndarray, ...]:
 def contenders(step: TrainStep) -> dict[str, Callable[[], object]]:
     decoder = Decoder.load(TINY)
     batch = parse_rows(step.rows, version=0, vocab=decoder.config.vocab, context=decoder.config.context)
-    peft = PeftLoop()
+    from transformers import AutoModelForCausalLM  # here: who needs the steps of this module alone may lack it
+
+    peft = PeftLoop(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32))
     shared, plain = (
         Trainer(DecoderBackbone(decoder), Budget(BUDGET)),
         Trainer(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False),

@@ -1,34 +1,21 @@
-"""An env worker that bounds each answer by a length drawn from a heavy-tailed law: `python -m benchmarks.paper.lengths`.
+"""An env worker that bounds each answer by a length drawn from the law of `_lengths.py`: `python -m benchmarks.paper.lengths`.
 
 With a base model that does not end its turns, the bounds are the answers' lengths. Nothing but `max_tokens` of the turn requests
-is changed: bus, engine and trainer take the path of any other job. A length is a function of seed, group and sample.
+is changed: bus, engine and trainer take the path of any other job.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
 import msgspec
 
-from common import rng
+from benchmarks._lengths import answer_tokens
 from common.bus import Out
-from common.messages import Failure, Message, TrajectoryRef, TurnRequest
+from common.messages import Failure, Message, TurnRequest
 from common.service import BuiltService, Parts, run
 from env_service.__main__ import build
 from env_service.handler import EnvHandler
 from env_service.settings import EnvSettings
-
-MEDIAN = 16
-SIGMA = math.log(10) / NormalDist().inv_cdf(0.99)
-"""The 99th percentile is ten times the median."""
-LONGEST = 40 * MEDIAN
-
-
-def answer_tokens(ref: TrajectoryRef) -> int:
-    uniform = float(rng.uniform(ref.seed, "length", ref.group, ref.sample))
-    tokens = MEDIAN * math.exp(SIGMA * NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9)))
-    return min(max(1, round(tokens)), LONGEST)
 
 
 def bounded(message: Message) -> Message:

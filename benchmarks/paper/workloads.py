@@ -2,7 +2,7 @@
 
     single    one question (`sort 40213`), one short answer
     agentic   the environment of `agentic.py`: two to four tool calls, each with a simulated latency
-    tail      answers whose lengths are forced by the law of `lengths.py`: log-normal, the 99th percentile ten times the median
+    tail      answers whose lengths are forced by the law of `_lengths.py`: log-normal, the 99th percentile ten times the median
 
 Job number k has the seed k, so a job samples the same tokens and waits for the same tools under every policy, alone or not.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks._lengths import LONGEST
 from benchmarks.paper import agentic, lengths
 from common.settings import TINY
 from common.skills import generate
@@ -88,7 +89,7 @@ WORKLOADS: dict[str, Workload] = {
             name="tail",
             skill="reverse",
             method={"grader": ALIKE},
-            hyper={"batch_size": 4, "group_size": 8, "max_tokens": lengths.LONGEST},
+            hyper={"batch_size": 4, "group_size": 8, "max_tokens": LONGEST},
             endless=True,
             env_module=lengths.__name__,
         ),

@@ -1,27 +1,23 @@
 """The benchmark for GPUs, tried on a CPU."""
 
+import json
 import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from base_model.decoder import Decoder
+from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules
+from benchmarks._gpu_parts import PROMPT, bytes_read, measure_gap, measure_training, random_adapters, rows_of
+from benchmarks._lengths import answer_tokens
 from benchmarks.fused import SHAPES, make_jobs
-from benchmarks.gpu import (
-    PROMPT,
-    SHAPES_OF_BASES,
-    bytes_read,
-    measure,
-    measure_training,
-    notes,
-    random_adapters,
-    random_decoder,
-    random_modules,
-    rows_of,
-    tables,
-)
-from benchmarks.paper.lengths import answer_tokens
+from benchmarks.gpu import Parts, goals, notes
 from common.messages import TrajectoryRef
 from common.settings import TINY
 from trainer_service.backbone.interface import Sequences
@@ -30,19 +26,21 @@ from trainer_service.packing import Tree
 from trainer_service.training import Trainer
 
 
-def tiny() -> Decoder:
+def tiny(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Decoder:
     torch.set_num_threads(1)
-    return random_decoder(SHAPES_OF_BASES["tiny"], torch.device("cpu"), torch.bfloat16)
+    return random_decoder(SHAPES_OF_BASES["tiny"], torch.device(device), dtype)
 
 
 def test_the_shape_tiny_is_that_of_the_model() -> None:
     assert tiny().linear_shapes() == Decoder.load(TINY).linear_shapes()
 
 
-def test_transformers_modules_have_the_decoders_weights() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_modules_have_the_decoders_weights(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given both over the same weights in float32
-    torch.set_num_threads(1)
-    decoder = random_decoder(SHAPES_OF_BASES["tiny"], torch.device("cpu"), torch.float32)
+    shape = SHAPES_OF_BASES["tiny"]
+    monkeypatch.setitem(SHAPES_OF_BASES, "tiny", replace(shape, config=replace(shape.config, tied=tied)))
+    decoder = tiny(torch.float32)
     tokens = np.arange(20)
     tree = Tree(0, (0,), tokens, tokens, np.zeros(20, np.int64), (np.arange(5, 19),))
     sequences = Sequences([tree], [tokens[6:]], [1.0])
@@ -63,9 +61,29 @@ def test_bytes_of_a_row_are_weights_adapter_and_its_own_keys_and_values_at_each_
 
 
 def test_it_says_why_columns_are_empty_and_goals_are_not_judged() -> None:
-    unknown, goals = notes((math.nan, 1e12), judged=False)
-    assert "--peak-tflops" in unknown and "GPU with 32 jobs" in goals
+    unknown, unjudged = notes((math.nan, 1e12), judged=False)
+    assert "--peak-tflops" in unknown and "GPU with 32 jobs" in unjudged
     assert notes((1e12, 1e12), judged=True) == []
+
+
+def test_a_part_that_fails_keeps_the_others_and_says_why(tmp_path: Path) -> None:
+    def lacks() -> dict[str, float]:
+        raise ImportError("No module named 'peft'\nat all")
+
+    run = Parts(time.monotonic() + 1000, tmp_path / "found.json")
+    run.run("base, peft, N = 8", lacks)
+    run.run("base, decoding, N = 32", lambda: {"bytes_per_s": 3e11, "to_one_adapter": 0.95})
+    late = Parts(time.monotonic() - 1, None)
+    late.run("base, gap", lacks)
+
+    assert run.failures == ["base, peft, N = 8: failed, ImportError: No module named 'peft'"]
+    assert json.loads((tmp_path / "found.json").read_text()) == run.figures
+    assert late.failures == ["base, gap: left out, the time is up"]
+    reached = {goal.what: goal.reached for goal in goals(run.found, ["base"], (1e12, 1e12))}
+    assert reached == {
+        "base: bandwidth used in decoding": False,
+        "base: decoding with 32 adapters to one": True,
+    }
 
 
 def test_transformers_modules_train_without_padding() -> None:
@@ -74,12 +92,26 @@ def test_transformers_modules_train_without_padding() -> None:
     assert found["padding"] == 0 and found["flops_per_s"] > 0 and math.isnan(found["peak_bytes"])
 
 
+def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> None:
+    gaps = [
+        measure_gap(Trainer(random_modules(decoder)), decoder)
+        for decoder in (tiny(torch.float32, device), tiny(torch.bfloat16, device))
+    ]
+    assert gaps[0]["gap"] < 1e-4 < gaps[1]["gap"] < 0.1
+    assert gaps[0]["tokens"] > 64
+
+
 @pytest.mark.slow
-def test_it_measures_training_and_decoding() -> None:
-    found = measure(tiny(), [2], 1, 2048)
-    for n in found["training"]:
-        training, decoding = found["training"][n], found["decoding"][n]
-        assert training["tokens"] >= n * 32 * PROMPT
-        assert min(training["flops_per_s"], training["to_separate"], decoding["bytes_per_s"]) > 0
-    assert len(tables(found, (1e12, 1e9))) == 4
-    assert found["small"]["tokens"] == 2 * 2 * 16
+@pytest.mark.timeout(600)
+def test_it_measures_all_parts_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--shapes", "tiny", "--jobs", "1", "2"]
+    subprocess.run([*command, "--repetitions", "1", "--json", str(file)], check=True)
+
+    found = json.loads(file.read_text())["figures"]
+    assert found["failures"] == []
+    kinds = [name.split(", ")[1] for name in found["parts"]]
+    assert kinds == [*["training"] * 2, "small steps", "peft", *["decoding"] * 2, "gap", *["busiest"] * 2, "whole job"]
+    assert found["parts"]["tiny, training, N = 2"]["tokens"] >= 2 * 32 * PROMPT
+    assert all(found["parts"][f"tiny, decoding, N = {n}"]["bytes_per_s"] > 0 for n in (1, 2))
+    assert found["parts"]["tiny, peft, N = 2"]["to_peft"] > 0

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks import _lengths as lengths
 from benchmarks._report import empty
-from benchmarks.paper import agentic, figures, lengths, table
+from benchmarks.paper import agentic, figures, table
 from benchmarks.paper.__main__ import FULL, plan
 from benchmarks.paper.measure import Seen, measure
 from benchmarks.paper.results import (

@@ -1,0 +1,266 @@
+"""The measurements of `benchmarks.gpu` on a base model, a function each."""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from base_model.adapter import load_adapter, save_adapter
+from base_model.decoder import Decoder
+from base_model.stacked import FusedAdapter, fuse
+from benchmarks._gpu_bases import random_model
+from benchmarks._lengths import LONGEST, answer_tokens
+from benchmarks._report import in_turns, ratio, timed
+from benchmarks.fused import Job, all_active, fused
+from benchmarks.rollout import GROUP_SIZE, NoEnd, adapter_files, request
+from benchmarks.training import ADAPTER, LORA, PeftLoop, Workload, initial_state, make_step, step_of
+from common.messages import AdapterRef, Rows, TrajectoryRef, f32, i32, u8
+from harness.bases import FIRST_WORD, LAST_WORD, QWEN3_06B, make_random_base
+from rollout_service.embedded.batch import RunningRows
+from rollout_service.embedded.pools import EngineLimits
+from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.torch_engine import TorchEngine
+from trainer_service.batch import parse_rows
+from trainer_service.open_step import TrainState
+from trainer_service.training import Trainer
+
+ROWS = 64
+PROMPT = 64
+TOP = 8
+PROFILED = 32
+"""Steps of decoding: a profiler keeps every call."""
+JOB_S = 300.0
+"""The longest that two jobs are waited for."""
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def heavy_tailed(trainer: Trainer, num_jobs: int) -> list[Job]:
+    """A step of each of several jobs."""
+    work = Workload("heavy tail", 4, 8, (PROMPT, PROMPT + 1), (1, 2))
+    jobs: list[Job] = []
+    for job in range(num_jobs):
+        step = make_step(work, job, num_written=lambda g, s, job=job: answer_tokens(TrajectoryRef("train", job, g, s)))
+        jobs.append((all_active(step), initial_state(trainer, job, LORA)))
+    return jobs
+
+
+def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dict[str, float]:
+    """Fused and separate steps in turn; operations and padding of one fused step."""
+    device = trainer.backbone.device
+    runs: dict[str, Callable[[], object]] = {
+        "fused": lambda: fused(trainer, jobs),
+        "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
+    }
+    seconds = in_turns({name: timed(done(work, device)) for name, work in runs.items()}, repetitions)
+    peak = _peak_bytes(device, runs["fused"])
+    with FlopCounterMode(display=False) as counter:
+        metrics = [trained.metrics for trained in fused(trainer, jobs)]
+    forward = [m["forward_tokens"] or 0.0 for m in metrics]
+    padding = sum(tokens * (m["padding_share"] or 0.0) for tokens, m in zip(forward, metrics, strict=True)) / sum(
+        forward
+    )
+    fused_s = statistics.median(seconds["fused"])
+    num_tokens = sum(len(step.rows.tokens) for step, _ in jobs)
+    return {
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / fused_s,
+        "to_separate": ratio(seconds["separate"], seconds["fused"]),
+        "flops_per_s": counter.get_total_flops() * (1 - padding) / fused_s,
+        "padding": padding,
+        "peak_bytes": peak,
+    }
+
+
+def _peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
+    """The most memory of a GPU that is taken at one time; NaN elsewhere."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return float(torch.cuda.max_memory_allocated(device))
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def random_adapters(decoder: Decoder, num: int) -> list[FusedAdapter]:
+    shapes, layers = decoder.linear_shapes(), decoder.config.num_layers
+    files = (adapter_files(decoder, seed) for seed in range(num))
+    return [fuse(load_adapter(each), shapes, layers, like=decoder.embedding) for each in files]
+
+
+def rows_of(adapters: Sequence[FusedAdapter]) -> list[TurnRow]:
+    """ROWS turns, evenly over the adapters, of the law's lengths, with prompts of their own."""
+    rng = np.random.default_rng(0)
+    rows: list[TurnRow] = []
+    for number in range(ROWS):
+        job = number % len(adapters)
+        num_tokens = answer_tokens(TrajectoryRef("train", 1, number // 8, number % 8))
+        asked = request(AdapterRef("bench", f"job{job}", 1), rng.integers(0, 250, PROMPT), number, num_tokens)
+        rows.append(TurnRow(asked, adapters[job], handle=None))
+    return rows
+
+
+def decode(decoder: Decoder, rows: Sequence[TurnRow], num_steps: int = LONGEST) -> float:
+    """Seconds of the forwards after the first, prefills left out."""
+    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
+    with torch.inference_mode():
+        for row in rows:
+            batch.add(TurnRow(row.request, row.adapter, handle=None))
+        batch.advance()
+        first_s = batch.meter.decode_s
+        for _ in range(num_steps):
+            if batch.has_work:
+                batch.advance()
+    return batch.meter.decode_s - first_s
+
+
+def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
+    """Bytes that all forwards but the first have to read at least."""
+    config, size = decoder.config, decoder.embedding.element_size()
+    row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
+    shapes = decoder.linear_shapes().values()
+    weights = size * (sum(out * width for out, width in shapes) + decoder.head.numel())
+    steps_of: Counter[FusedAdapter] = Counter()
+    total = 0.0
+    for row in rows:
+        steps = row.request.sampling.max_tokens - 1
+        total += row_bytes * sum(row.request.num_prompt + t for t in range(1, steps + 1))
+        assert row.adapter is not None, "every row has an adapter"
+        steps_of[row.adapter] = max(steps_of[row.adapter], steps)
+    return total + weights * max(steps_of.values()) + sum(a.num_bytes * n for a, n in steps_of.items())
+
+
+def measure_decoding(decoder: Decoder, adapters: Sequence[FusedAdapter], repetitions: int) -> dict[str, float]:
+    """Decodes with one adapter and with all in turn."""
+    alone, mixed = rows_of(adapters[:1]), rows_of(adapters)
+    num_tokens = sum(row.request.sampling.max_tokens - 1 for row in mixed)
+    decode(decoder, mixed)
+    seconds = [(decode(decoder, alone), decode(decoder, mixed)) for _ in range(repetitions)]
+    mixed_s = statistics.median(s for _, s in seconds)
+    return {
+        "tokens_per_s": num_tokens / mixed_s,
+        "to_one_adapter": statistics.median(one / all_ for one, all_ in seconds),
+        "bytes_per_s": bytes_read(decoder, mixed) / mixed_s,
+    }
+
+
+# ---- both ends ------------------------------------------------------------------------------------------------------
+
+
+def measure_against_peft(trainer: Trainer, decoder: Decoder, jobs: list[Job], repetitions: int) -> dict[str, float]:
+    """Fused steps, and one step of a plain PEFT loop for each job, in turn. Raises ImportError without PEFT."""
+    loop, base = PeftLoop(random_model(decoder, "sdpa")), trainer.backbone
+    batches = [parse_rows(step.rows, version=0, vocab=base.vocab, context=base.context) for step, _ in jobs]
+    runs: dict[str, Callable[[], object]] = {
+        "fused": lambda: fused(trainer, jobs),
+        "peft": lambda: [loop.step(batch) for batch in batches],
+    }
+    seconds = in_turns({name: timed(done(work, base.device)) for name, work in runs.items()}, repetitions)
+    return {
+        "steps_per_s": len(jobs) / statistics.median(seconds["fused"]),
+        "peft_steps_per_s": len(jobs) / statistics.median(seconds["peft"]),
+        "to_peft": ratio(seconds["peft"], seconds["fused"]),
+    }
+
+
+def measure_gap(trainer: Trainer, decoder: Decoder) -> dict[str, float]:
+    """Samples rows on the embedded engine with an adapter that is not at zero, and trains on them: the mean difference between
+    both log-probs of a token, and what both base models are in."""
+    initial = initial_state(trainer, 0, LORA)
+    noise_P = torch.randn(len(initial.values_P), generator=torch.Generator().manual_seed(0)) * 0.02
+    state = replace(initial, values_P=initial.values_P + noise_P.to(initial.values_P.device))
+    trained = trainer.step(step_of(asyncio.run(_sampled(decoder, state))), state, lambda: None)
+    return {"gap": trained.metrics["sampling_gap"] or 0.0, "tokens": float(trained.trained_tokens)}
+
+
+async def _sampled(decoder: Decoder, state: TrainState) -> Rows:
+    """A group of 8 samples for each of some prompts."""
+    engine = TorchEngine(decoder, NoEnd(), limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
+    await engine.start()
+    await engine.load_files(ADAPTER, save_adapter(state.adapter, "base"))
+    prompts = np.random.default_rng(0).integers(0, 250, (ROWS // GROUP_SIZE, PROMPT)).repeat(GROUP_SIZE, axis=0)
+    asked = [
+        request(ADAPTER, prompt, n, answer_tokens(TrajectoryRef("train", 2, n, 0))) for n, prompt in enumerate(prompts)
+    ]
+    found = await asyncio.gather(*(engine.generate(each, beat=lambda: None) for each in asked))
+    await engine.stop()
+    counts = [len(each.tokens) for each in found]
+    return Rows(
+        tokens=i32(np.concatenate([[*prompt, *each.tokens] for prompt, each in zip(prompts, found, strict=True)])),
+        logprobs=f32(np.concatenate([[0.0] * PROMPT + each.logprobs for each in found])),
+        written=u8(np.concatenate([[0] * PROMPT + [1] * count for count in counts])),
+        lengths=i32([PROMPT + count for count in counts]),
+        groups=i32(np.arange(ROWS) // GROUP_SIZE),
+        samples=i32(np.arange(ROWS) % GROUP_SIZE),
+        rewards=f32(np.arange(ROWS) % 2),
+        versions=i32([0] * ROWS),
+        truncated=u8([0] * ROWS),
+    )
+
+
+def measure_job(shape: str, device: torch.device) -> dict[str, float]:
+    """A step of each of two jobs through all services, on one device. Raises ImportError for what the services lack."""
+    sizes, last_word = ({}, FIRST_WORD) if shape == "tiny" else (QWEN3_06B, LAST_WORD)
+    names = ("MARLAAS_ROLLOUT_DEVICE", "MARLAAS_TRAINER_DEVICE")
+    variables = dict.fromkeys(names, str(device)) | {"MARLAAS_MAX_CONTEXT": "2048"}
+    with tempfile.TemporaryDirectory() as folder:
+        base = make_random_base(Path(folder) / "base", last_word=last_word, **sizes)
+        return asyncio.run(_trained({"MARLAAS_BASE_MODELS": f"base={base}", **variables}))
+
+
+async def _trained(variables: dict[str, str]) -> dict[str, float]:
+    from benchmarks import real_shape  # here: a lent GPU may lack what the services need, Redis first of all
+    from harness.live import running
+
+    since = time.monotonic()
+    async with running(environment=variables, notify=print) as (_, api):
+        start_s = time.monotonic() - since
+        ids = [await real_shape.submit(api, 1, seed) for seed in range(2)]
+        ended = await api.until_done(*ids, seconds=JOB_S)
+        whole_s = time.monotonic() - since
+        if failed := [job["error"] for job in ended if job["status"] != "succeeded"]:
+            raise RuntimeError(f"a job ended otherwise than well: {failed[0]}")
+        metrics = [row for job in ids for row in await real_shape.steps_of(api, job)]
+    return {"start_s": start_s, "whole_s": whole_s, "gap": max(row["sampling_gap"] for row in metrics)}
+
+
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+
+def done(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Waits for the device after the work, so that a clock around it counts all of it; and now, for what came before."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def do() -> None:
+        work()
+        wait()
+
+    wait()
+    return do
+
+
+def busiest(run: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
+    """Operations by their share of the device's time, the largest first."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as profiled:
+        run()
+    events: list[Any] = list(profiled.key_averages())
+    kind = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    shares = Counter({event.key: getattr(event, kind) for event in events})
+    return [(name[:60], 100 * took / max(1.0, shares.total())) for name, took in shares.most_common(TOP)]
