@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -96,8 +96,8 @@ class MeasuredBus(Bus):
     async def read(self, *args: Any, **options: Any) -> list[Delivery]:
         return self._noted(await super().read(*args, **options))
 
-    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
-        return self._noted(await super().read_in_order(streams, group, consumer, count=count))
+    async def read_in_order(self, *args: Any, **options: Any) -> list[Delivery]:
+        return self._noted(await super().read_in_order(*args, **options))
 
     def _noted(self, found: list[Delivery]) -> list[Delivery]:
         now_ms = time.time() * 1000

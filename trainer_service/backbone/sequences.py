@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, RunLayer, directly, plain
-from base_model.free_memory import free_bytes
+from base_model.device import free_bytes
 from common.errors import InvalidInput
 from common.footprint import kept_with_checkpoints
 from trainer_service.backbone.head import target_logprobs

@@ -12,8 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from base_model.device import prepare_cpu
-from base_model.free_memory import free_bytes
+from base_model.device import free_bytes, prepare_cpu
 from common.helpers import LENGTH_BYTES, die_with_parent
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import forget_pass

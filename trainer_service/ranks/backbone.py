@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base_model.free_memory import free_bytes
+from base_model.device import free_bytes
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import forget_pass
