@@ -98,14 +98,14 @@ def least_bytes(copies: Sequence[Copies], setup: Setup) -> float:
 def fit(copies: Sequence[Copies], setup: Setup, contexts: Sequence[int]) -> WorkerBytes | None:
     """The longest context of which enough rows fit at once, else the shortest that fits at all; None if none does.
 
-    On a processor layers are computed again only where ENOUGH tokens would not fit without: there it is all of them in each step, or
-    none.
+    On a processor layers are computed again, all of them in each step, only for contexts up to ENOUGH: a third of training's time is
+    too much for a longer one.
     """
     tried = [_fit(copies, setup, context, checkpointed=again) for again in (False, True) for context in contexts]
     enough = [each for each in tried if each.rows >= setup.wanted_rows]
     if not setup.device.gpu:
-        without = [each for each in enough if not each.checkpointed]
-        enough = without if any(each.context >= min(ENOUGH, contexts[-1]) for each in without) else enough
+        most = max(ENOUGH, contexts[0])
+        enough = [each for each in enough if not each.checkpointed or each.context <= most]
     if enough:
         return max(enough, key=lambda each: (each.context, not each.checkpointed))
     return min((each for each in tried if each.rows), key=lambda each: (each.context, -each.rows), default=None)
