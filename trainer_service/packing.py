@@ -67,23 +67,24 @@ class Cost:
         return self.per_token * length + self.per_pair * pairs
 
 
-def pack(batch: Batch, cost: Cost | None) -> list[Tree]:
+def pack(batch: Batch, cost: Cost | None, most: float = math.inf) -> list[Tree]:
     """Packs all wanted rows into sequences: first those that can learn, so that it changes nothing for them whether others are wanted."""
-    return trees(batch, batch.wanted_R & batch.learned_R, cost) + trees(batch, batch.wanted_R & ~batch.learned_R, cost)
+    learned, others = batch.wanted_R & batch.learned_R, batch.wanted_R & ~batch.learned_R
+    return trees(batch, learned, cost, most) + trees(batch, others, cost, most)
 
 
-def trees(batch: Batch, active_R: Bools, cost: Cost | None) -> list[Tree]:
-    """Packs all active rows into sequences, in order of group. `cost` None: each row on its own."""
+def trees(batch: Batch, active_R: Bools, cost: Cost | None, most: float = math.inf) -> list[Tree]:
+    """Packs all active rows into sequences, in order of group. `cost` None: each row on its own. `most`: tokens of rows together."""
     made: list[Tree] = []
     active = np.flatnonzero(active_R)
     for group in np.unique(batch.groups_R[active]):
         rows = active[batch.groups_R[active] == group].tolist()
-        size = 1 if cost is None else _best_size(batch, rows, cost)
+        size = 1 if cost is None else _best_size(batch, rows, cost, most)
         made += [_tree(batch, rows[i : i + size]) for i in range(0, len(rows), size)]
     return made
 
 
-def _best_size(batch: Batch, rows: list[int], cost: Cost) -> int:
+def _best_size(batch: Batch, rows: list[int], cost: Cost, most: float) -> int:
     """The cheapest number of rows to a tree: all of the group, half of it, a quarter, ..., 1."""
     lengths = [len(batch.inputs[row]) for row in rows]
     shared = _common(batch, rows)
@@ -91,8 +92,9 @@ def _best_size(batch: Batch, rows: list[int], cost: Cost) -> int:
     size = len(rows)
     while size > 1 and shared > 0:
         parts = [lengths[i : i + size] for i in range(0, len(rows), size)]
-        total = sum(cost.of(shared + sum(n - shared for n in part), dense=True) for part in parts)
-        if total < best_cost:
+        together = [shared + sum(n - shared for n in part) for part in parts]
+        total = sum(cost.of(length, dense=True) for length in together)
+        if total < best_cost and max(together) <= most:
             best, best_cost = size, total
         size = (size + 1) // 2
     return best
@@ -149,6 +151,14 @@ class Budget:
         tokens = num_sequences * width
         per_token = self.bytes_per_token + (width * self.bytes_per_pair if branched else 0.0)
         return tokens <= self.tokens and tokens * per_token <= self.num_bytes
+
+    @property
+    def most_branched(self) -> float:
+        """Tokens of the longest branched sequence of which a rank's bytes hold what it keeps."""
+        if not (self.bytes_per_pair and math.isfinite(self.num_bytes)):
+            return self.num_bytes / self.bytes_per_token if self.bytes_per_token else math.inf
+        half = self.bytes_per_token / (2 * self.bytes_per_pair)
+        return math.sqrt(half**2 + self.num_bytes / self.bytes_per_pair) - half
 
     def holds_packed(self, sequences: Sequence[Tree], num_ranks: int) -> bool:
         """Whether sequences fit end to end, without padding, the fullest rank's share of them too."""

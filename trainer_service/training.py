@@ -74,7 +74,8 @@ class Trainer:
         """Opens a batch whose gradient is added to `grad_P`; without wanted rows it is done."""
         start = self.clock()
         cost = self.backbone.cost() if self.share_prefixes else None
-        queue = in_order(pack(batch, cost), exact=self.deterministic)
+        most = math.inf if self.deterministic else self.budget.most_branched  # bits depend on no machine's memory
+        queue = in_order(pack(batch, cost, most), exact=self.deterministic)
         stack = self._stack(state.layout)
         place = stack.put(state.values_P, state.spec.alpha / state.spec.rank, grad_P)
         opened = OpenBatch(state, batch, stack, place, queue)

@@ -100,6 +100,26 @@ async def test_rows_that_share_a_beginning_are_computed_apart_where_they_are_too
     torch.testing.assert_close(found.state.values_P, expected.state.values_P, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bytes_per_pair", [0.0, 0.02])
+def test_rows_share_a_beginning_only_while_the_memory_holds_what_they_keep(
+    decoder: Decoder, bytes_per_pair: float
+) -> None:
+    # Given memory for some of eight rows that share one
+    budget = Budget(2048, num_bytes=700.0, bytes_per_token=10.0, bytes_per_pair=bytes_per_pair)
+    roomy, tight = Trainer(DecoderBackbone(decoder)), Trainer(DecoderBackbone(decoder), budget)
+    one = job(roomy, 0, num_groups=2, group_size=8)
+    whole, parts = roomy.begin(*one).opened, tight.begin(*one).opened
+    assert not any(budget.holds(1, len(tree), branched=True) for tree in whole.queue)
+
+    # Then fewer share it, and learn the same
+    assert any(tree.branched for tree in parts.queue)
+    assert all(budget.holds(1, len(tree), branched=True) for tree in parts.queue if tree.branched)
+    roomy.discard(whole)
+    tight.discard(parts)
+    expected, found = roomy.step(*one, nothing), tight.step(*one, nothing)
+    torch.testing.assert_close(found.state.values_P, expected.state.values_P, atol=1e-5, rtol=1e-5)
+
+
 async def test_a_row_that_is_too_large_alone_fails_with_what_to_set_and_harms_no_other(decoder: Decoder) -> None:
     base = Small(decoder, room=30)
     fusion = Fusion(Trainer(base, Budget(2048)))
