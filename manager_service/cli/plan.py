@@ -9,6 +9,7 @@ from common.base_shape import BaseShape
 from common.decoder_families import unsupported
 from common.errors import InvalidInput
 from common.host_memory import host_limit
+from common.modules_families import unsupported_by_modules
 from common.settings import Settings, resolve_config
 from common.text.model_folder import read_json
 from manager_service.local.engines import CORE, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
@@ -52,8 +53,9 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that the engine does not compute, or of which the sizes are not known here."""
-    config, shape = read_shape(resolve_config(where))
+    """Raises InvalidInput for a model that the engine or the trainer does not compute, or of which the sizes are not known here."""
+    folder = resolve_config(where)
+    config, shape = read_shape(folder)
     refused = list(unsupported(config))
     if refused and engine == "torch":
         raise InvalidInput(
@@ -64,6 +66,8 @@ def plan_for(
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
     modules = device.gpu or bool(refused)
+    if modules and (refused := list(unsupported_by_modules(_config_of(folder)))):
+        raise InvalidInput(f"{where}: trainers do not compute {', nor '.join(refused)}")
     chosen = PlannedEngine.of(engine, device)
     return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
 
@@ -75,6 +79,16 @@ def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
         return config, BaseShape.of(config)
     except ValueError as error:
         raise InvalidInput(f"{folder}: {error}") from error
+
+
+def _config_of(folder: Path) -> Any:
+    """The configuration as transformers reads it. Raises InvalidInput for one that it does not know."""
+    from transformers import AutoConfig  # here: it takes a second, and few commands need it
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(f"{folder}: transformers cannot read it: {error}") from error
 
 
 def as_record(found: Plan) -> dict[str, Any]:

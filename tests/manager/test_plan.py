@@ -364,6 +364,22 @@ def test_the_command_names_what_the_embedded_engine_refuses_and_plans_it_for_vll
     assert status == 0 and "3,353 M of them for a token" in printed
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}},
+            "rope_parameters of type 'dynamic'",
+        ),
+        ({"model_type": "nobody_knows"}, "transformers cannot read it"),
+    ],
+)
+def test_the_command_names_what_trainers_refuse(qwen: Path, sizes: dict[str, Any], reason: str) -> None:
+    larger(qwen, sizes)
+    with pytest.raises(InvalidInput, match=reason):
+        plan_for(str(qwen), gpu="80GB", engine="vllm")
+
+
 def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 24 << 30)
     status, printed = run(str(qwen), "--json")

@@ -10,16 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from common.errors import InvalidInput
+from common.modules_families import unsupported_by_modules
 from trainer_service.backbone.attention import NAME, Pack
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.batch import Ints
 from trainer_service.packing import Tree
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of RoPE that depend on the longest row of a pass, so that rows would change their neighbours."""
-SCALED_SCORES = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Of the mean difference between log-probs of packed rows and of rows one by one."""
 
@@ -40,7 +37,7 @@ def load_modules(
     logging.disable_progress_bar()
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _refuse(folder, _unsupported(config))
+        _refuse(folder, unsupported_by_modules(config))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
@@ -66,29 +63,6 @@ def load_modules(
 def _refuse(folder: Path, reasons: Iterable[str]) -> None:
     if found := list(reasons):
         raise InvalidInput(f"{folder}: the transformers backbone does not compute {', nor '.join(found)}")
-
-
-def _unsupported(config: Any) -> Iterator[str]:
-    """Names the fields of a configuration that this code does not compute."""
-    text = config.get_text_config()
-    if quantized := getattr(config, "quantization_config", None):
-        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else type(quantized).__name__
-        yield f"quantization_config {method!r} (load the weights that were not quantized)"
-    if not isinstance(getattr(text, "max_position_embeddings", None), int):
-        yield "a configuration without max_position_embeddings"
-    if text is not config:
-        yield f"model_type {config.model_type!r} (it reads more than text; take its language model alone)"
-    if others := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - LAYER_TYPES):
-        yield f"layer_types {', '.join(others)}"
-    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    for kind in sorted({str(each.get("rope_type")) for each in (rope, *nested)} & BY_LENGTH):
-        yield f"rope_parameters of type {kind!r}"
-    for name in SCALED_SCORES:
-        if getattr(text, name, None) not in (None, 1.0):
-            yield f"{name} {getattr(text, name)}"
-    if getattr(text, "use_bidirectional_attention", False):
-        yield "use_bidirectional_attention"
 
 
 def _incomplete(about: dict[str, Any]) -> Iterator[str]:

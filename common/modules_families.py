@@ -1,0 +1,32 @@
+"""Says what of a base model's configuration trainers do not compute with transformers' own modules."""
+
+from collections.abc import Iterator
+from typing import Any
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+BY_LENGTH = {"dynamic", "longrope"}
+"""Kinds of RoPE that depend on the longest row of a pass, so that rows would change their neighbours."""
+SCALED_SCORES = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def unsupported_by_modules(config: Any) -> Iterator[str]:
+    """Names the fields of one of transformers' configurations that the transformers backbone refuses."""
+    text = config.get_text_config()
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else type(quantized).__name__
+        yield f"quantization_config {method!r} (load the weights that were not quantized)"
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
+        yield "a configuration without max_position_embeddings"
+    if text is not config:
+        yield f"model_type {config.model_type!r} (it reads more than text; take its language model alone)"
+    if others := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - LAYER_TYPES):
+        yield f"layer_types {', '.join(others)}"
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    for kind in sorted({str(each.get("rope_type")) for each in (rope, *nested)} & BY_LENGTH):
+        yield f"rope_parameters of type {kind!r}"
+    for name in SCALED_SCORES:
+        if getattr(text, name, None) not in (None, 1.0):
+            yield f"{name} {getattr(text, name)}"
+    if getattr(text, "use_bidirectional_attention", False):
+        yield "use_bidirectional_attention"
