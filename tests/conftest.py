@@ -1,8 +1,9 @@
 """Fixtures: a real Redis for the whole run, emptied before each test; a bus and an object store on it."""
 
-from collections.abc import AsyncIterator, Iterator
+import gc
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
@@ -52,6 +53,17 @@ def _only_kind(config: pytest.Config) -> str | None:
 def _may_have(path: Path, kind: str) -> bool:
     text = path.read_text()
     return f"mark.{kind}" in text or "engines_under_test" in text or (kind == "gpu" and "device: str" in text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keeps the garbage collector from looking through all that was imported, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
