@@ -12,10 +12,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from common.errors import REFUSED
 
@@ -39,19 +39,50 @@ class Command:
     """Standard output and error are appended here."""
 
 
+class ChildProcess(Protocol):
+    """A child of this process: asyncio's, or one that a test starts in another way."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def send_signal(self, signal: int, /) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def start_tied(command: Command) -> ChildProcess:
+    """Starts a child that the kernel ends with this process. It leads its own session."""
+    with open_log(command.log) as log:
+        return await asyncio.create_subprocess_exec(
+            *_tied_to_this_process(command.argv),
+            env=dict(command.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+Start = Callable[[Command], Awaitable[ChildProcess]]
+
+
 class KeptProcess:
     """A command that is started again whenever it ends, until `stop`. Each run leads its own session, so that a
     Ctrl-C in the terminal reaches the supervisor alone."""
 
-    def __init__(self, command: Command, notify: Notify) -> None:
+    def __init__(self, command: Command, notify: Notify, start: Start = start_tied) -> None:
         self.command = command
+        self._start = start
         self.num_exits = 0
         """Times that it ended without having been asked to."""
         self.refused = False
         """It ended because of its settings. It is tried again now and then: what they name may come up."""
         self._notify = notify
         self._kept_from = size(command.log)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -102,15 +133,7 @@ class KeptProcess:
 
     async def _run_once(self) -> int:
         """Runs the command to its end. Returns its exit status, or minus the signal that ended it."""
-        with open_log(self.command.log) as log:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *_tied_to_this_process(self.command.argv),
-                env=dict(self.command.environment),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._process = process = await self._start(self.command)
         if self._stopping.is_set():  # while it was being started
             self.signal(signal.SIGTERM)
         try:

@@ -32,7 +32,7 @@ from common.settings import parse_base_models, pinned
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.gpus import SERVICES, LocalWorker
-from manager_service.local.processes import Command, KeptProcess, Notify, rotate
+from manager_service.local.processes import Command, KeptProcess, Notify, Start, rotate, start_tied
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
@@ -74,9 +74,10 @@ class LocalCluster:
         environment: Mapping[str, str] | None = None,
         notify: Notify = lambda line: None,
         services: "Services | None" = None,
+        start: Start = start_tied,
     ) -> None:
         """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
-        `services`: commands to run instead of the real ones, for tests."""
+        For tests: `services`, commands to run instead of the real ones; `start`, which starts a child."""
         self.data_dir = data_dir.resolve()
         self.host = "127.0.0.1"
         self.port = port
@@ -86,6 +87,7 @@ class LocalCluster:
         self._notify = notify
         self._is_up = False
         self._commands = services or service_commands
+        self._start = start
         self._redis: KeptProcess | None = None
         self._services: dict[str, KeptProcess] = {}
         self._lock: TextIO | None = None
@@ -237,7 +239,7 @@ class LocalCluster:
             "MARLAAS_PORT": str(self.port),
         }
         command = Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
-        return KeptProcess(command, self._hear)
+        return KeptProcess(command, self._hear, self._start)
 
     def _hear(self, line: str) -> None:
         """Passes on what a child's keeper tells. A child that refuses its settings ends the start, whose error says why."""

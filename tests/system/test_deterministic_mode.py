@@ -10,8 +10,9 @@ import pytest
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
-from harness.live import Api, running
+from harness.live import Api
 from manager_service.local.supervisor import LocalCluster
+from tests.support.forked import running
 
 pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.timeout(240)]
 DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1"}

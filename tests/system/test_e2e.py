@@ -11,9 +11,10 @@ import pytest
 from common.bus import Bus
 from common.streams import Cell
 from harness.bases import FIRST_WORD, make_random_base
-from harness.live import Api, adapter_hashes, is_balanced, running
+from harness.live import Api, adapter_hashes, is_balanced
 from manager_service.local.supervisor import LocalCluster
 from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
+from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.live import Api, running
+from harness.live import Api
 from manager_service.local.supervisor import LocalCluster
+from tests.support.forked import running
 from tests.support.installed import ROOT
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from harness.bases import FIRST_WORD, make_random_base
-from harness.live import Api, jsonl, running
+from harness.live import Api, jsonl
+from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

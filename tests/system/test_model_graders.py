@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from common.skills import generate
-from harness.live import Api, is_balanced, jsonl, running
+from harness.live import Api, is_balanced, jsonl
+from tests.support.forked import running
 from tests.support.verifiers_python import model_by_script
 
 pytestmark = pytest.mark.slow

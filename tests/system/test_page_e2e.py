@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from common.skills import generate
-from harness.live import jsonl, running
+from harness.live import jsonl
 from tests.support.browser import Tab, browsing
+from tests.support.forked import running
 
 RAISES = """def grade(sample, item):
     if sample["output_text"].endswith("3"):

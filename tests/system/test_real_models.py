@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.live import running
+from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from examples.new_skill import as_example, client_of, learn, questions
-from harness.live import Api, adapter_hashes, is_balanced, jsonl, running
+from harness.live import Api, adapter_hashes, is_balanced, jsonl
 from manager_service.local.supervisor import LocalCluster
+from tests.support.forked import running
 
 pytestmark = pytest.mark.slow
 

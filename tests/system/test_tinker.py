@@ -10,10 +10,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from common.objects import Objects
-from harness.live import Api, adapter_hashes, running
+from harness.live import Api, adapter_hashes
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
 from tests.common.test_worker import until
+from tests.support.forked import running
 from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python
 from tests.system.tinker_kills import disturbed
 

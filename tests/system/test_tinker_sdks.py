@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from harness.live import running
 from manager_service.local.supervisor import LocalCluster
+from tests.support.forked import running
 from tests.support.tinker_sdk import VERSION, run_sdk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.asyncio(loop_scope="module")]

@@ -8,7 +8,8 @@ import pytest
 
 from examples.simulated_user import NUM_TURNS
 from examples.three_turns import client_of, installed, learn
-from harness.live import is_balanced, running
+from harness.live import is_balanced
+from tests.support.forked import running
 
 pytestmark = pytest.mark.slow
 

@@ -34,9 +34,10 @@ from common.messages import AdapterRef
 from common.objects import Objects
 from common.operations import OperationResult
 from common.streams import Cell
-from harness.live import Api, running
+from harness.live import Api
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
+from tests.support.forked import running
 from tests.support.tinker_sdk import run_sdk
 
 TENANT = "default"
