@@ -53,6 +53,8 @@ ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Many small processes share the machine; more threads in each only disturb the others."""
+NO_PLUGINS = {"PYDANTIC_DISABLE_PLUGINS": "__all__", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""None of ours has any, and to look for them reads the metadata of each installed package."""
 
 
 class StartError(MarlaasError):
@@ -229,6 +231,7 @@ class LocalCluster:
         rotate(self.log_file(name))
         shared = {
             **ONE_THREAD,
+            **NO_PLUGINS,
             **self._environment,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH", "")])),
             "PYTHONSAFEPATH": "1",  # a folder `common` where the user happens to be is not ours

@@ -5,9 +5,9 @@ import gc
 import importlib
 import os
 
-from manager_service.local.supervisor import ONE_THREAD
+from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD
 
-os.environ.update(ONE_THREAD)  # read when numpy and torch are imported
+os.environ.update(ONE_THREAD | NO_PLUGINS)  # read when numpy and torch are imported
 for program in ("manager_service", "manager_service.export", "rollout_service", "env_service", "trainer_service"):
     importlib.import_module(f"{program}.__main__")
 gc.freeze()  # a collection in a forked process would copy all of it
