@@ -21,6 +21,7 @@ from common.skills import SKILLS
 from manager_service.api.hyperparameters import parse_hyperparameters, resolve
 from manager_service.kept import LIMITS
 from simulator.calibration import jain
+from tests.support import forked
 
 SETTINGS = Settings(num_watched=2, num_jobs=8, deterministic_steps=3, default_steps=3, num_seeds=4)
 
@@ -267,7 +268,8 @@ def test_a_step_on_another_versions_trajectories_is_stale() -> None:
 @pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_job_alone_and_among_others_on_real_clusters() -> None:
+async def test_a_job_alone_and_among_others_on_real_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "running", forked.running)  # which starts processes sooner
     settings = Settings(num_watched=1, num_jobs=3, deterministic_steps=2, num_items=32, num_held_out=4, eval_samples=1)
     job, beside = WATCHED[0], background(2)
     async with measure.tenants(measure.scene("deterministic", alone=True)) as theirs:
