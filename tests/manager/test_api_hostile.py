@@ -55,7 +55,6 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
     async with running_api(redis_url, tmp_path / "data", inference_timeout_s=60.0) as running:
         gc.freeze()  # as the manager's `main` does
         yield running
-        gc.unfreeze()
 
 
 async def longest_stop(work: Awaitable[T]) -> tuple[T, float]:
