@@ -23,16 +23,15 @@ class KvBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and self._counts(func, made) and made.untyped_storage().data_ptr() not in given:
+        if isinstance(made, Tensor) and made.ndim > 2 and self._counts(func, made) and not _is_view(made, args):
             self._add(made)
         return made
 
     def _counts(self, func: Any, made: Tensor) -> bool:
         """Keys and values, or lanes: only they are made as zeros of three axes."""
         is_lanes = func.overloadpacket is torch.ops.aten.new_zeros and made.ndim == 3
-        return is_lanes or (made.ndim > 2 and tuple(made.shape[-2:]) == self._last_two)
+        return is_lanes or tuple(made.shape[-2:]) == self._last_two
 
     def _add(self, made: Tensor) -> None:
         storage = made.untyped_storage()
@@ -41,3 +40,8 @@ class KvBytes(TorchDispatchMode):
             self._alive[key] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, key)
         self.peak = max(self.peak, sum(self._alive.values()))
+
+
+def _is_view(made: Tensor, args: tuple[Any, ...]) -> bool:
+    """Has one of these tensors its storage?"""
+    return made.untyped_storage().data_ptr() in [a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)]
