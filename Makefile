@@ -36,7 +36,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS)
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CLUSTER = $(COMPOSE) --env-file .env.cluster
-RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python
+RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYDANTIC_DISABLE_PLUGINS=__all__ TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -145,10 +145,10 @@ clean:
 	@start=$$SECONDS; $(PIP) -e . && echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 
-.venv/.ready-dev: .venv/.ready pyproject.toml
-	@echo "[+] what tests and checks need"
+.venv/.ready-dev: .venv/.torch pyproject.toml
+	@echo "[2/2] the other packages, with what tests and checks need (a minute or two, once)"
 	@start=$$SECONDS; $(PIP) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
-	@touch $@
+	@touch .venv/.ready $@
 
 # tml-renderers, which the cookbook names, has no wheel for Python 3.11, and its recipes here do without.
 
