@@ -1,4 +1,5 @@
-"""Connections to Redis that pack commands in C; in a Redis Cluster they find the shard that has their keys.
+"""Connections to Redis that pack commands in C, and a client that does little around a command; in a Redis Cluster they find
+the shard that has their keys.
 
     redis://host:port/0     rediss://…            one Redis; with TLS
     redis+cluster://user:password@host:port,host:port     rediss+cluster://…     a Redis Cluster, by some of its nodes
@@ -39,6 +40,49 @@ class FastConnection(Connection):
         words = name.split() if isinstance(name, str) else (name,)  # "XGROUP CREATE" is two arguments
         command: Any = (*words, *args[1:])  # hiredis' own type says that a command has one word
         return [hiredis.pack_command(command)]
+
+    @property
+    def is_open(self) -> bool:
+        """Is it connected, and has the server not closed it meanwhile?"""
+        return self._reader is not None and self._writer is not None and not self._reader.at_eof()
+
+
+class FastPool(aioredis.ConnectionPool):
+    """Hands out connections, and counts nothing.
+
+    redis-py's own waits for a lock and for metrics that nobody reads whenever it gives a connection or takes it back. A connection
+    has no answer left to read when it comes back: what interrupts a command closes it.
+    """
+
+    async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> Any:
+        connection: Any = self.get_available_connection()
+        opened = connection.is_open
+        try:
+            if not opened:
+                await self.ensure_connection(connection)
+                opened = True
+        finally:
+            if not opened:
+                await self.release(connection)
+        return connection
+
+    async def release(self, connection: Any) -> None:
+        self._in_use_connections.remove(connection)
+        if connection.should_reconnect():
+            await connection.disconnect()
+        self._available_connections.append(connection)
+
+
+class FastClient(aioredis.Redis):
+    """Sends a command and reads its answer, once: whoever calls tries again."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        connection = await self.connection_pool.get_connection()
+        try:
+            await connection.send_command(*args)
+            return await self.parse_response(connection, args[0], **options)
+        finally:
+            await self.connection_pool.release(connection)
 
 
 class SecureConnection(SSLConnection, FastConnection):
@@ -120,8 +164,7 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
         found = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
         found["shard"] = Shard(nodes, key, dict(found))
     chosen: dict[str, Any] = {**found, **options, "connection_class": kind, "decode_responses": False}
-    pool = aioredis.ConnectionPool(max_connections=MAX_CONNECTIONS, **chosen)
-    return aioredis.Redis.from_pool(pool)
+    return FastClient.from_pool(FastPool(max_connections=MAX_CONNECTIONS, **chosen))
 
 
 def _nodes(rest: str) -> tuple[list[tuple[str, int]], str]:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import redis.asyncio as aioredis
 
 from common.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched, connect
 from common.errors import InvalidInput
@@ -396,6 +397,29 @@ async def test_calls_wait_for_a_redis_that_comes_back(redis_server: RedisServer,
     finally:
         await bus.close()
         server.stop()
+
+
+async def test_the_answer_to_a_call_that_was_cancelled_reaches_no_other_call(bus: Bus) -> None:
+    # Given a call that waits in Redis, and is cancelled
+    waiting = asyncio.create_task(bus.client.blpop(["list"], 60))
+    async with asyncio.timeout(10):
+        while not (await bus.client.info("clients"))["blocked_clients"]:
+            await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    # When Redis would answer it
+    await bus.client.rpush("list", "late")
+    # Then the next calls have answers of their own
+    assert await bus.client.get("nothing") is None
+    assert await bus.client.ping()
+
+
+async def test_calls_one_after_another_share_a_connection_until_redis_closes_it(bus: Bus, redis_url: str) -> None:
+    first = await bus.client.client_id()
+    assert [await bus.client.client_id() for _ in range(3)] == [first] * 3
+    async with aioredis.Redis.from_url(redis_url) as other:
+        await other.client_kill_filter(_id=str(first))
+    assert await bus.retrying(bus.client.client_id) > first
 
 
 async def test_a_lost_group_is_made_again(bus: Bus) -> None:
