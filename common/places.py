@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from common.fairness import Fairness
 
+TELL_EVERY_S = 0.25
+"""Between two times that those who wait hear that the queue moves."""
 KEPT = 1
 """Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
 
@@ -24,6 +25,24 @@ class Claim:
     since_s: float = 0.0  # by the clock, when it was given its place
 
 
+@dataclass(slots=True)
+class Holdings:
+    """The places that one tenant holds."""
+
+    num: int = 0
+    rate: float = 0.0  # sum of 1 / weight
+    since: float = 0.0  # sum of since_s / weight
+
+    def add(self, claim: Claim, sign: int) -> None:
+        self.num += sign
+        self.rate += sign / claim.weight
+        self.since += sign * claim.since_s / claim.weight
+
+    def served(self, now: float) -> float:
+        """Seconds over weight for which they are held."""
+        return now * self.rate - self.since
+
+
 class Places:
     """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places, and among
     equals to the one that holds the fewest. What one tenant asks for waits in its own order. Safe to use from many tasks."""
@@ -32,7 +51,8 @@ class Places:
         """`num`: how many there are, asked whenever a call begins or ends; there is always one."""
         self._num = num
         self._clock = clock
-        self._held: list[Claim] = []
+        self._held: dict[str, Holdings] = {}  # by tenant; no tenant without a place
+        self._told_s = float("-inf")
         self._waiting: dict[str, dict[Claim, None]] = {}  # by tenant, in order of arrival; no tenant without a claim
         self._fairness = Fairness()
 
@@ -72,10 +92,14 @@ class Places:
         if claim in self._waiting.get(claim.tenant, ()):
             self._leave(claim)
             return
-        self._held.remove(claim)
-        self._fairness.charge(claim.tenant, self._clock() - claim.since_s, claim.weight)
-        for claims in self._waiting.values():
-            for waiting in claims:
+        now, held = self._clock(), self._held[claim.tenant]
+        held.add(claim, -1)
+        if not held.num:
+            del self._held[claim.tenant]
+        self._fairness.charge(claim.tenant, now - claim.since_s, claim.weight)
+        if now - self._told_s >= TELL_EVERY_S and self._waiting:
+            self._told_s = now
+            for waiting in [one for claims in self._waiting.values() for one in claims]:
                 waiting.advanced()
         self.serve()
 
@@ -87,29 +111,23 @@ class Places:
 
     def serve(self) -> None:
         """Gives away what is free. Call when there may be more places than before."""
-        self._fairness.busy([*self._waiting, *(claim.tenant for claim in self._held)])
+        self._fairness.busy(self._waiting.keys() | self._held.keys())
         while claim := self._next():
             self._leave(claim)
-            self._held.append(claim)
             claim.since_s = self._clock()
+            self._held.setdefault(claim.tenant, Holdings()).add(claim, 1)
             claim.given.set()
 
     def _next(self) -> Claim | None:
         """The claim whose turn it is; None if it must wait."""
-        held = Counter(claim.tenant for claim in self._held)
+        left = max(1, self._num()) - sum(held.num for held in self._held.values())
+        if left <= -KEPT or not self._waiting:
+            return None
         firsts = [next(iter(claims)) for claims in self._waiting.values()]
-        allowed = [claim for claim in firsts if self._may_have(held.total(), held[claim.tenant])]
-        served = self._served()
-        return min(allowed, key=lambda one: (served[one.tenant], held[one.tenant] / one.weight), default=None)
+        allowed = [claim for claim in firsts if left > 0 or claim.tenant not in self._held]
+        return min(allowed, key=self._served, default=None)
 
-    def _may_have(self, num_held: int, num_own: int) -> bool:
-        return num_held < max(1, self._num()) + (0 if num_own else KEPT)
-
-    def _served(self) -> dict[str, float]:
-        """Seconds over weight of each tenant, with those of the places that it holds now."""
-        now = self._clock()
-        served = {tenant: self._fairness.virtual_time(tenant) for tenant in self._waiting}
-        for claim in self._held:
-            if claim.tenant in served:
-                served[claim.tenant] += (now - claim.since_s) / claim.weight
-        return served
+    def _served(self, claim: Claim) -> tuple[float, float]:
+        """Seconds over weight that its tenant was served, with those of the places that it holds now; and their number."""
+        held = self._held.get(claim.tenant, Holdings())
+        return self._fairness.virtual_time(claim.tenant) + held.served(self._clock()), held.num / claim.weight

@@ -85,6 +85,19 @@ async def test_one_tenants_calls_begin_in_their_order_and_hear_that_the_queue_mo
     assert (calls.begun, calls.beats) == (["a", "a"], Counter(a=1))
 
 
+async def test_those_who_wait_hear_from_time_to_time_that_the_queue_moves() -> None:
+    clock = Clock()
+    calls = Calls(Places(lambda: 1, clock=clock))
+    for _ in range(5):
+        await calls.begin("a")
+    await calls.end_oldest()
+    await calls.end_oldest()
+    assert calls.beats == Counter(a=4), "once, and four waited then"
+    clock.now += 1.0
+    await calls.end_oldest()
+    assert calls.beats == Counter(a=6)
+
+
 async def test_a_call_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     calls = Calls(Places(lambda: 1))
     running, waiting = await calls.begin("a"), await calls.begin("a")
