@@ -14,7 +14,7 @@ from common.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTr
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import begin, count, leave_out, next_unit
-from manager_service.jobs.groups import MIN_USABLE, next_batch, sound
+from manager_service.jobs.groups import MIN_USABLE, sound
 from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
@@ -306,7 +306,7 @@ class Job:
 
     def _drop_groups(self, changes: Changes) -> None:
         hyper, state = self.spec.hyper, self.state
-        for number in sorted(number for number, group in self.open.groups.items() if group.decided):
+        for number in self.open.take_undropped():
             group = self.open.groups[number]
             if len(group.scored) < min(MIN_USABLE, hyper.group_size):
                 state.failed_groups += 1
@@ -328,11 +328,10 @@ class Job:
         state, hyper = self.state, self.spec.hyper
         if state.status != "running" or state.training or state.version < 0 or state.version >= self.num_steps:
             return None
-        found = next_batch(self.open.groups, window=state.window, end=state.next_group, batch_size=hyper.batch_size)
-        if found is not None:
+        if (found := self.open.next_batch(state.window, state.next_group)) is not None:
             return found
         exhausted = hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size
-        return sorted(self.open.groups) if exhausted and all(g.decided for g in self.open.groups.values()) else None
+        return sorted(self.open.groups) if exhausted and len(self.open.decided) == len(self.open.groups) else None
 
     def next_step(self, numbers: list[int]) -> TrainStep:
         """The message that hands these groups to the trainers."""
@@ -394,6 +393,7 @@ class Job:
     def _commit(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
         state, hyper = self.state, self.spec.hyper
         state.version = message.adapter.version
+        self.open.look_again()
         if hyper.keep_versions is not None:
             state.stored.append(state.version)
         changes.published.append(self.orders.new_version(state, message.adapter))
@@ -403,8 +403,8 @@ class Job:
             changes.checkpoints.append((self.id, CheckpointRecord(state.version, int(now), message.metrics)))
         if state.version in (0, self.num_steps) or (hyper.eval_interval and state.version % hyper.eval_interval == 0):
             begin(self.spec, self.state)
-        sampling = [group.version for group in self.open.groups.values()]
-        changes.oldest_in_use[self.id] = min([state.version, *sampling, *map(int, state.evals)])
+        versions = {group.version for group in self.open.groups.values()}.union(map(int, state.evals))
+        changes.oldest_in_use[self.id] = min(versions, default=state.version)
 
     def _stop(self, stop: Stop, why: str, now: float, changes: Changes) -> None:
         """Ends training after the step under way. What is sampled for later ones is taken back."""

@@ -17,7 +17,7 @@ import msgspec
 from common.messages import Purpose, ScoredTrajectory, TrajectoryRef, TurnRequest, trajectory_key
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.groups import Group, Scored
+from manager_service.jobs.groups import Group, Scored, next_batch
 from manager_service.records import JobSpec, JobState
 
 
@@ -77,12 +77,17 @@ class OpenTrajectories:
     def __init__(self, cell: Cell, spec: JobSpec) -> None:
         self.groups: dict[int, Group] = {}
         """Groups by number, without those that a batch has used or that were dropped."""
+        self.decided: set[int] = set()
+        """Those of them that wait for nothing."""
+        self.num_in_groups = 0
+        """Trajectories for training that were issued and are not back yet."""
+        self._undropped: set[int] = set()  # decided groups that may have to be dropped
         self.evals: dict[TrajectoryKey, int] = {}
         """Trajectories of evaluations -> the attempt that may settle them."""
         self.parked: dict[TrajectoryKey, ParkedTurn] = {}
         """Turns of waiting trajectories."""
         self._counted: set[TrajectoryKey] = set()  # while loading: waiting ones whose result the last owner had counted
-        self._job = spec.id
+        self._job, self._batch_size = spec.id, spec.hyper.batch_size
         self._open, self._evals = cell.open(spec.id), cell.evals(spec.id)
         self._inbox = cell.scored(partition_of(spec.tenant))
 
@@ -90,11 +95,6 @@ class OpenTrajectories:
     def num_waiting(self) -> int:
         """Trajectories issued and not back yet, evaluations included."""
         return self.num_in_groups + len(self.evals)
-
-    @property
-    def num_in_groups(self) -> int:
-        """Those of them that are for training."""
-        return sum(len(group.waiting) for group in self.groups.values())
 
     @property
     def held_entries(self) -> set[str]:
@@ -136,7 +136,35 @@ class OpenTrajectories:
         """Marks as waiting, in memory alone, a trajectory that is open in Redis already."""
         if key.group not in self.groups:
             self.groups[key.group] = Group(version)
-        self.groups[key.group].waiting[key.sample] = attempt
+        waiting = self.groups[key.group].waiting
+        self.num_in_groups += key.sample not in waiting
+        self.decided.discard(key.group)
+        waiting[key.sample] = attempt
+
+    def _came(self, number: int, sample: int) -> Group:
+        """Takes a trajectory out of those that its group waits for."""
+        group = self.groups[number]
+        del group.waiting[sample]
+        self.num_in_groups -= 1
+        if group.decided:
+            self.decided.add(number)
+            self._undropped.add(number)
+        return group
+
+    def take_undropped(self) -> list[int]:
+        """Decided groups that were not looked at since they were decided, or since the last `look_again`; in order."""
+        taken, self._undropped = sorted(self._undropped & self.decided), set()
+        return taken
+
+    def next_batch(self, window: int, end: int) -> list[int] | None:
+        """See `groups.next_batch`."""
+        if len(self.decided) < self._batch_size:
+            return None
+        return next_batch(self.groups, window=window, end=end, batch_size=self._batch_size)
+
+    def look_again(self) -> None:
+        """Lets `take_undropped` give all decided groups: a new version may have made them too old."""
+        self._undropped |= self.decided
 
     def issue(self, key: TrajectoryKey, version: int, attempt: int, changes: Changes) -> None:
         """Marks a trajectory as sent out, for the first time or again."""
@@ -150,14 +178,12 @@ class OpenTrajectories:
     def score(self, entry: str, message: ScoredTrajectory, changes: Changes) -> None:
         """Takes a result into its group. The entry stays pending."""
         ref, version = message.trajectory, message.adapter.version
-        group = self.groups[ref.group]
-        del group.waiting[ref.sample]
-        group.scored[ref.sample] = Scored(entry, message)
+        self._came(ref.group, ref.sample).scored[ref.sample] = Scored(entry, message)
         changes.open(self._open, ref.key(), str(OpenTrajectory(ref.attempt, version, scored=True)))
 
     def fail(self, key: TrajectoryKey, changes: Changes) -> None:
         """Settles a trajectory that has no usable result."""
-        del self.groups[key.group].waiting[key.sample]
+        self._came(key.group, key.sample)
         self.settle("failed", [str(key)], changes)
 
     def end_eval(self, key: TrajectoryKey, changes: Changes) -> None:
@@ -179,16 +205,20 @@ class OpenTrajectories:
 
     def drop(self, number: int, outcome: str, changes: Changes) -> Group:
         """Removes a decided group, and settles its results."""
-        group = self.groups.pop(number)
+        group = self._removed(number)
         self.settle(outcome, [trajectory_key(number, sample) for sample in group.scored], changes)
         self._ack_results(group, changes)
         return group
 
     def take(self, number: int, changes: Changes) -> Group:
         """Removes a group that goes to a trainer. Its trajectories stay open in Redis until the answer."""
-        group = self.groups.pop(number)
+        group = self._removed(number)
         self._ack_results(group, changes)
         return group
+
+    def _removed(self, number: int) -> Group:
+        self.decided.discard(number)
+        return self.groups.pop(number)
 
     def cancel(self, changes: Changes) -> None:
         """Settles everything but the batch that a trainer has."""
@@ -200,6 +230,7 @@ class OpenTrajectories:
             self.ack(turn.entry, changes)
         changes.close(self._evals, *map(str, self.evals))
         self.groups, self.evals, self.parked = {}, {}, {}
+        self.decided, self.num_in_groups = set(), 0
 
     def settle(self, outcome: str, fields: Sequence[str], changes: Changes) -> None:
         """Moves trajectories from in_flight to another count of the ledger. `fields`: of `open:<job>`."""
@@ -229,6 +260,9 @@ class OpenTrajectories:
             self.groups[key.group].waiting[key.sample] = trajectory.attempt
             if trajectory.scored:
                 self._counted.add(key)
+        self.decided = {number for number, group in self.groups.items() if group.decided}
+        self.num_in_groups = sum(len(group.waiting) for group in self.groups.values())
+        self.look_again()
         self.evals = {TrajectoryKey.parse(name.decode()): int(attempt) for name, attempt in evals.items()}
 
     def restore(self, entry: str, message: ScoredTrajectory) -> bool:
@@ -238,8 +272,7 @@ class OpenTrajectories:
         if key not in self._counted or self.attempt_of(key, version) != ref.attempt:
             return False
         self._counted.remove(key)
-        del self.groups[ref.group].waiting[ref.sample]
-        self.groups[ref.group].scored[ref.sample] = Scored(entry, message)
+        self._came(ref.group, ref.sample).scored[ref.sample] = Scored(entry, message)
         return True
 
     def expect_counted(self) -> None:

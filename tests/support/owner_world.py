@@ -92,6 +92,8 @@ class World:
         else:
             job.on_scored(f"{self.entries}-0", message, change)
         job.advance(self.now, change)
+        assert job.open.decided == {number for number, group in job.open.groups.items() if group.decided}
+        assert job.open.num_in_groups == sum(len(group.waiting) for group in job.open.groups.values())
         if job.settled:
             assert job.state.status in self.ends, job.state
             self.jobs.remove(job.id)
