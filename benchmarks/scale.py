@@ -14,6 +14,7 @@ the machine disturbed least, and the table says how much of the time managers an
                takes from its publication to having been read, by workers and by owners
     managers   the same with 1,000 jobs and several managers
     workers    rollout workers of 64 slots and 1 s a trajectory, so that they and nothing else are the limit
+    reports    as fast as it goes with 1,000 jobs, beside 10 and 1,000 more rollout workers that report and take nothing
     recovery   a manager is killed: how long after its last lease ran out another has all jobs in memory again
     lists      GET /v1/fine_tuning/jobs?limit=20 of a tenant with all the jobs
 """
@@ -26,14 +27,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
 from benchmarks._report import Goal, Report, console, make_table, parser, show
 from benchmarks._scale_cluster import Moment, ScaleCluster, running
 from harness.standin_load import Seen, Workers, working
 
-FAST: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 0.25}
-"""8,192 trajectories a second, more than two cores can pass around."""
-GOAL_RATE = 5000.0
+FAST: dict[str, Any] = {"rollout": 8, "rollout_slots": 512, "delay_s": 0.25}
+"""16,384 trajectories a second, more than two cores can pass around."""
+IDLE = (10, 1000)
+"""Rollout workers that report and take nothing."""
+GOAL_RATE, WALL_RATE = 5000.0, 8000.0
 HALF: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 4 * 512 / (GOAL_RATE / 2)}
 SETTLE_S = 4.0
 WINDOWS = 3
@@ -159,6 +163,15 @@ async def with_rollout_workers(numbers: Sequence[int], seconds: float) -> dict[i
     return found
 
 
+async def with_idle_workers(seconds: float) -> dict[int, Figures]:
+    found: dict[int, Figures] = {}
+    async with started(1000) as cluster:
+        for number in IDLE:
+            async with working(cluster.load(**FAST, idle=number)) as workers:
+                found[number] = await measure(cluster, workers, seconds, cost)
+    return found
+
+
 async def recovery(num_jobs: int) -> float:
     """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
     async with started(num_jobs) as cluster, working(cluster.load(**FAST)):
@@ -207,38 +220,51 @@ async def every(given: Any) -> Report:
         runs[1000, number] = (f"1000 jobs, {number} managers", lambda n=number: with_jobs(1000, n, given.seconds))
     found = {key: await _said(name, run) for key, (name, run) in runs.items()}
     scaling = await _said("rollout workers", lambda: with_rollout_workers(worker_numbers, given.seconds))
+    idle = await _said("idle rollout workers", lambda: with_idle_workers(given.seconds))
     most = job_numbers[-1]
     recovered_s = await _said("recovery", lambda: recovery(most))
     list_ms = await _said("lists", lambda: lists(most))
-    tables = [
-        make_table("As fast as it goes", ("", *COLUMNS), [row(runs[key][0], fast) for key, (fast, _) in found.items()]),
+    others = [
+        (f"{most} jobs: s from a dead manager's last lease to all jobs in memory", recovered_s),
+        (f"GET jobs?limit=20 of a tenant with {most} jobs, ms: median", list_ms[0]),
+        ("99 %", list_ms[1]),
+    ]
+    data = {
+        "jobs": {f"{n} jobs, {m} managers": {"fast": fast, "half": half} for (n, m), (fast, half) in found.items()},
+        "workers": {str(n): f for n, f in scaling.items()},
+        "idle": {str(n): f for n, f in idle.items()},
+        "recovery_s": recovered_s,
+        "list_ms": list_ms,
+    }
+    shown = tables({runs[key][0]: both for key, both in found.items()}, scaling, idle)
+    return Report(
+        [*shown, make_table("Others", ("", "measured"), others)],
+        msgspec.to_builtins(data),
+        goals(found, scaling, idle, most),
+    )
+
+
+def tables(
+    found: Mapping[str, tuple[Figures, Figures]], scaling: Mapping[int, Figures], idle: Mapping[int, Figures]
+) -> list[Table]:
+    fast = [row(name, fast) for name, (fast, _) in found.items()]
+    return [
+        make_table(
+            "As fast as it goes",
+            ("", *COLUMNS),
+            fast + [row(f"1000 jobs, {number} idle workers", f) for number, f in idle.items()],
+        ),
         make_table(
             "Hand-overs at half of 5,000/s, ms from being published to having been read",
             ("", "trajectories/s", "workers: median", "99 %", "owners: median", "99 %", "waited"),
-            [handovers(runs[key][0], half) for key, (_, half) in found.items()],
+            [handovers(name, half) for name, (_, half) in found.items()],
         ),
         make_table(
             "Rollout workers of 64 slots, 1 s a trajectory, 200 jobs",
             ("workers", "trajectories/s", "of what they can do", "manager cores", "waited"),
             [(str(n), f.rate, f.rate / (64 * n), f.manager_cores, f.waited) for n, f in scaling.items()],
         ),
-        make_table(
-            "Others",
-            ("", "measured"),
-            [
-                (f"{most} jobs: s from a dead manager's last lease to all jobs in memory", recovered_s),
-                (f"GET jobs?limit=20 of a tenant with {most} jobs, ms: median", list_ms[0]),
-                ("99 %", list_ms[1]),
-            ],
-        ),
     ]
-    data = {
-        "jobs": {f"{n} jobs, {m} managers": {"fast": fast, "half": half} for (n, m), (fast, half) in found.items()},
-        "workers": {str(n): f for n, f in scaling.items()},
-        "recovery_s": recovered_s,
-        "list_ms": list_ms,
-    }
-    return Report(tables, msgspec.to_builtins(data), goals(found, scaling, most))
 
 
 async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:
@@ -247,11 +273,25 @@ async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:
     return found
 
 
-def goals(found: dict[tuple[int, int], tuple[Figures, Figures]], scaling: dict[int, Figures], most: int) -> list[Goal]:
+def goals(
+    found: dict[tuple[int, int], tuple[Figures, Figures]],
+    scaling: dict[int, Figures],
+    idle: dict[int, Figures],
+    most: int,
+) -> list[Goal]:
     one, sixteen = scaling[1].rate, scaling[16].rate
     growth = found[most, 1][0].manager_us / found[10, 1][0].manager_us
     fast, half = found[1000, 1]
+    few, many = (idle[number].manager_us for number in IDLE)
     return [
+        Goal("trajectories a second, 1,000 jobs", fast.rate, WALL_RATE),
+        Goal(
+            "a trajectory's cost to the manager beside 1,000 workers against 10",
+            many / few,
+            1.3,
+            " x",
+            more_is_better=False,
+        ),
         Goal("1 to 16 rollout workers, throughput against 16 times that of one", sixteen / (16 * one), 0.9, " x"),
         Goal("trajectories for a second of the manager's processor time, 1,000 jobs", fast.per_core, GOAL_RATE),
         Goal(

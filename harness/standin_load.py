@@ -9,6 +9,7 @@ the end of the input ends it.
 
 import asyncio
 import contextlib
+import itertools
 import random
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, connect
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
+from common.tasks import cancel_all
+from common.telemetry import Reporter
 from common.worker import Inbox, Worker
 from harness.standin import OneTurnEnv, OneTurnRollout, StandInTrainer, stand_in_worker
 
@@ -40,6 +43,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     env: int = 1
     env_slots: int = 64
     trainer_slots: int = 8
+    idle: int = 0  # rollout workers of one slot that report once a second and take nothing
     delay_s: float = 1.0  # of a trajectory on average; single ones take half of it to one and a half
 
 
@@ -115,10 +119,20 @@ def workers(load: Load, bus: Bus, rollout: OneTurnRollout) -> list[Worker]:
     return [stand_in_worker(bus, *parts[:3], slots=parts[3], lease_s=LEASE_S) for parts in all_of_them]
 
 
+async def report_idle(bus: Bus, num: int) -> None:
+    """Reports for so many workers, a tenth of them at a time."""
+    reporters = [Reporter(f"idle-{n}", "rollout", BASE_MODEL, slots=1) for n in range(num)]
+    for turn in itertools.count():
+        some = [(bus.cell.telemetry, reporter.report("idle", 0)) for reporter in reporters[turn % 10 :: 10]]
+        await bus.publish(some)
+        await asyncio.sleep(0.1)
+
+
 async def main(load: Load) -> None:
     bus, rng, stop = MeasuredBus(load.redis_url), random.Random(1), asyncio.Event()
     rollout = OneTurnRollout(bus.cell, lambda: load.delay_s * rng.uniform(0.5, 1.5))
     running = [asyncio.create_task(worker.run(stop)) for worker in workers(load, bus, rollout)]
+    reporting = asyncio.create_task(report_idle(bus, load.idle))
     cpu_s = 0.0
     while await asyncio.to_thread(sys.stdin.readline):
         used, ages, num = time.process_time(), bus.ages_ms, rollout.num
@@ -128,6 +142,7 @@ async def main(load: Load) -> None:
         print(msgspec.json.encode(seen).decode(), flush=True)
     stop.set()
     await asyncio.gather(*running)
+    await cancel_all([reporting])
     await bus.close()
 
 

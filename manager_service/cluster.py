@@ -4,8 +4,10 @@ reads: telemetry   holds: last reports, spans of the last hour (lost on a crash,
 waits for: a worker's report   unblocked by: every worker, once a second
 """
 
+import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.bus import Bus
@@ -21,6 +23,10 @@ MAX_SPANS = 200_000
 BLOCK_MS = 1000
 READ_COUNT = 100
 """Reports at a time: a manager that starts has an hour of them to read, and partitions to serve meanwhile."""
+GATHER_S = 0.2
+"""Between two reads: each worker reports once a second, and a thousand of them must not wake the manager a thousand times."""
+SUMS_S = 0.25
+"""Most age of sums over the workers: as many decisions as there are messages ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,31 @@ class _Heard:
     at_s: float  # monotonic, here
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sums over the live workers of a service, or of all."""
+
+    slots: int
+    num: int  # workers
+    kv_tokens: int | None
+    least_kv_tokens: int | None
+    gap_bound: float
+
+    @classmethod
+    def of(cls, working: Sequence[WorkerReport]) -> "Capacity":
+        """A worker that announces no `kv_tokens` counts as the others do for its slots."""
+        slots = sum(worker.slots for worker in working)
+        announced = [(worker.kv_tokens, worker.slots) for worker in working if worker.kv_tokens is not None]
+        known, of_slots = sum(kv for kv, _ in announced), sum(num for _, num in announced)
+        return cls(
+            slots=slots,
+            num=len(working),
+            kv_tokens=known * slots // of_slots if announced else None if working else 0,
+            least_kv_tokens=min((kv for kv, _ in announced), default=None),
+            gap_bound=max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in working), default=0.0),
+        )
+
+
 class Cluster:
     """The workers of one cell, as their broadcasts show them."""
 
@@ -44,17 +75,20 @@ class Cluster:
         self._heard: dict[str, _Heard] = {}
         self._spans: deque[WorkerSpan] = deque(maxlen=MAX_SPANS)
         self._cursor = "0"
+        self._sums: dict[str | None, Capacity] = {}
+        self._summed_at_s = 0.0  # monotonic
 
     async def run(self) -> None:
         """Follows the telemetry until cancelled, beginning with what the stream still holds."""
         while True:
-            await self.follow_once(block_ms=BLOCK_MS)
+            if await self.follow_once(block_ms=BLOCK_MS) < READ_COUNT:
+                await asyncio.sleep(GATHER_S)
 
-    async def follow_once(self, *, block_ms: int | None = None) -> None:
-        """Takes in the reports that are there."""
+    async def follow_once(self, *, block_ms: int | None = None) -> int:
+        """Takes in the reports that are there, at most READ_COUNT. Returns their number."""
         entries = await self._bus.follow(self._bus.cell.telemetry, self._cursor, block_ms=block_ms, count=READ_COUNT)
         if not entries:
-            return
+            return 0
         seconds, micros = await self._bus.retrying(self._bus.client.time)
         redis_now_s, now_s = seconds + micros / 1e6, time.monotonic()
         for entry, message in entries:
@@ -62,6 +96,8 @@ class Cluster:
             if isinstance(message, WorkerReport):
                 self._take(message, now_s - (redis_now_s - int(entry.split("-")[0]) / 1000))
         self._forget(now_s)
+        self._sums = {}
+        return len(entries)
 
     def _take(self, report: WorkerReport, at_s: float) -> None:
         self._heard[report.id] = _Heard(report, at_s)
@@ -88,27 +124,28 @@ class Cluster:
         """Live workers that have joined the cell: of one service, or of all."""
         return [w for w in self.workers() if w.state not in ("refused", "starting") and service in (None, w.service)]
 
+    def _capacity(self, service: str | None = None) -> Capacity:
+        now_s = time.monotonic()
+        if now_s - self._summed_at_s > SUMS_S:
+            self._sums, self._summed_at_s = {}, now_s
+        if service not in self._sums:
+            self._sums[service] = Capacity.of(self.working(service))
+        return self._sums[service]
+
     def slots(self, service: str) -> int:
         """Pieces of work that the live workers of a service can do at once."""
-        return sum(worker.slots for worker in self.working(service))
+        return self._capacity(service).slots
 
     def num_workers(self, service: str) -> int:
-        return len(self.working(service))
+        return self._capacity(service).num
 
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values all rollout engines hold at once; None: no engine announces it. One that does not counts as the
-        others do for its slots."""
-        working = self.working("rollout")
-        announced = [worker for worker in working if worker.kv_tokens is not None]
-        if not announced:
-            return None if working else 0
-        known = sum(worker.kv_tokens or 0 for worker in announced)
-        return known * sum(worker.slots for worker in working) // sum(worker.slots for worker in announced)
+        """Tokens whose keys and values all rollout engines hold at once; None: no engine announces it."""
+        return self._capacity("rollout").kv_tokens
 
     def least_kv_tokens(self) -> int | None:
         """Tokens that the smallest rollout engine holds, of those that announce it; None: none does, or none is alive."""
-        announced = [worker.kv_tokens for worker in self.working("rollout") if worker.kv_tokens is not None]
-        return min(announced, default=None)
+        return self._capacity("rollout").least_kv_tokens
 
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: no worker announces one."""
@@ -121,9 +158,7 @@ class Cluster:
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the coarsest dtype of a live worker explains."""
-        return max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in self.working()), default=0.0) or min(
-            GAP_BOUNDS.values()
-        )
+        return self._capacity().gap_bound or min(GAP_BOUNDS.values())
 
     def waits_for(self, job: str) -> str:
         """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""

@@ -69,6 +69,14 @@ class Slots(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """An owner's part of the cell, during one decision."""
+
+    share: float  # of the rollout workers' capacity, 0 to 1
+    in_env: float  # trajectories that env workers work on
+
+
 @dataclass(slots=True)
 class Allocator:
     """Shares the cell's workers between the tenants of the partitions that its owner has."""
@@ -227,13 +235,13 @@ class Allocator:
         if not demand.rollouts.tenants:
             return
         self._rollouts.busy(demand.tenants())
-        share = self.share
-        self._issue_first_groups(share, now, changes)
-        left = self.room(self.in_env, share)
+        part = OwnPart(self.share, self.in_env)
+        self._issue_first_groups(part, now, changes)
+        left = self.room(part.in_env, part.share)
         if left <= 0:
             return
         virtual = {t: self._virtual_time(t) for t in demand.rollouts.tenants if self._within_quota(t, now, changes)}
-        serve(virtual, lambda tenant: self._grant(tenant, share, now, changes), left)
+        serve(virtual, lambda tenant: self._grant(tenant, part, now, changes), left)
 
     def _issue_examples(self, now: float, changes: dict[int, Changes]) -> None:
         """Issues examples of supervised jobs, which need no room of rollout workers and are no service of theirs."""
@@ -267,13 +275,13 @@ class Allocator:
         self._examples.charge(tenant, issued * job.lengths.tokens, self._weight(tenant))
         return issued * job.lengths.tokens / self._weight(tenant), issued
 
-    def _issue_first_groups(self, share: float, now: float, changes: dict[int, Changes]) -> None:
+    def _issue_first_groups(self, part: OwnPart, now: float, changes: dict[int, Changes]) -> None:
         """Issues one group for each tenant whose next job has had none, though earlier jobs fill the slots."""
         for tenant in dict.fromkeys(self.demand.fresh.values()):
-            if self.room(self.in_env, share, FIRST_GROUPS) <= 0:
+            if self.room(part.in_env, part.share, FIRST_GROUPS) <= 0:
                 return
             if self.demand.rollouts.next_job(tenant) in self.demand.fresh and self._within_quota(tenant, now, changes):
-                self._grant(tenant, share, now, changes)
+                self._grant(tenant, part, now, changes)
 
     def room(self, in_env: float, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
         """Trajectories that may be issued now. `in_env`: those under way that need no rollout slot; both are this owner's."""
@@ -295,15 +303,15 @@ class Allocator:
         part = mine / (mine + self.other_weight) if mine else 0.0
         return part * min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
 
-    def _fits(self, job: Job, share: float) -> bool:
+    def _fits(self, job: Job, part: OwnPart) -> bool:
         """Is there room for the keys and values of what the job is issued next? What is alone under way always fits."""
         demand = self.demand
-        at_rollout = max(0.0, 1 - self.in_env / max(1, demand.open_work))
-        left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=share)
+        at_rollout = max(0.0, 1 - part.in_env / max(1, demand.open_work))
+        left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=part.share)
         return demand.open_work == 0 or job.next_kv_tokens <= left
 
-    def _grant(self, tenant: str, share: float, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
-        """Issues one group, or one item of an evaluation, of the tenant's job whose turn it is. `share`: this owner's.
+    def _grant(self, tenant: str, part: OwnPart, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
+        """Issues one group, or one item of an evaluation, of the tenant's job whose turn it is.
 
         If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. A job whose group never
         fits fails. Returns tokens over weight and trajectories that this added, or None if the tenant wants nothing.
@@ -316,7 +324,7 @@ class Allocator:
         if job.next_kv_tokens > largest_group(self.cluster.least_kv_tokens()):
             self._guarded(job, now, changes, self._fail_as_too_large)
             return 0.0, 0
-        if not self._fits(job, share):
+        if not self._fits(job, part):
             return 0.0, sys.maxsize
         self._guarded(job, now, changes, _issue_one)
         self.demand.rollouts.granted(tenant, name)
