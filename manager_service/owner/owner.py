@@ -13,27 +13,28 @@ import asyncio
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import structlog
 
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, Undecodable, Unfetched
-from common.errors import Fenced, Unavailable
+from common.errors import Unavailable
 from common.fullness import MAX_MEMORY_USED
 from common.messages import TrainStep
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from manager_service.archive.archiver import Archiver
-from manager_service.jobs.changes import Changes, commands
+from manager_service.jobs.changes import Changes, Command, commands
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.sample_mover import SampleMover
 from manager_service.owner.surroundings import Seen, Surroundings
-from manager_service.owner.transaction import Fence, Lost
+from manager_service.owner.transaction import Commits, Fence
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
@@ -41,6 +42,8 @@ from manager_service.tenants import Tenants
 
 READ_COUNT = 512
 BLOCK_MS = 100
+GATHER_S = 0.002
+"""Least time from one pass to the next. Redis wakes whoever waits for several streams with the entries of one; the next read has all."""
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
@@ -77,7 +80,7 @@ class Owner:
         self._cluster = cluster
         self._store, self._objects = store, objects
         self._lease_s, self._limits = lease_s, limits
-        self._token = secrets.token_hex(16)
+        self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus = 0  # partitions to give back
         self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
@@ -158,7 +161,7 @@ class Owner:
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
             self._with_payloads.update(partition.jobs)  # of the last owner, for all that is known
-            await self._commit(number, changes)
+            await self._commit({number: changes})
             self._samples.resume(partition.jobs)
         if partition.arriving:
             self._arrived.set()
@@ -189,7 +192,7 @@ class Owner:
                 asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
             if not failure or job_id in partition.jobs:
                 await partition.take_in(job_id, time.time(), changes)
-            await self._commit(number, changes)
+            await self._commit({number: changes})
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
@@ -216,8 +219,10 @@ class Owner:
             await self._reconcile()
             owned = dict(self._owned) if self._leases.surely_held(2 * BLOCK_MS / 1000) else {}
             deliveries = await self._read(owned)
+            next_at = time.monotonic() + GATHER_S
             async with self._lock:
                 await self._pass([d for d in deliveries if self._still_owned(d, owned)])
+            await asyncio.sleep(next_at - time.monotonic())
 
     def _still_owned(self, delivery: Delivery, owned: Mapping[int, tuple[Partition, Fence]]) -> bool:
         """Is a partition the same as when its entry was read? If not, a fresh take-over must read the entry again."""
@@ -255,7 +260,7 @@ class Owner:
             time.time(), changes, quiet_s=self._lease_s, nothing_under_way=self._nothing_under_way
         )
         if changes:
-            await self._commit(number, changes)
+            await self._commit({number: changes})
         self._wanted.set()
 
     # ---- beside the passes: what waits for object storage -----------------------------------------------------------
@@ -306,7 +311,7 @@ class Owner:
 
     async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()
-        changes = {number: Changes() for number in self._owned}
+        changes: defaultdict[int, Changes] = defaultdict(Changes)
         for delivery in deliveries:
             number = _partition_number(delivery)
             await self._owned[number][0].handle(delivery, now, changes[number])
@@ -317,7 +322,7 @@ class Owner:
             self._allocator.follow(partition.runs.table, now)
         await self._look_at_env()
         self._allocator.decide(now, changes)
-        await asyncio.gather(*(self._commit(number, change) for number, change in changes.items() if change))
+        await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_at_env(self) -> None:
         """Counts the trajectories and examples with env workers, only when that decides whether more may be issued."""
@@ -328,23 +333,31 @@ class Owner:
             backlog = await self._surroundings.env_backlog()
         allocator.env_backlog = backlog
 
-    async def _commit(self, number: int, changes: Changes) -> None:
-        partition, fence = self._owned[number]
-        partition.note(changes, time.time())
-        self._allocator.charge(changes)
-        paths = [self._big_steps.path(message) for _, message in changes.published]
-        encoded = [
-            (out[0], self._bus.fields_at(out[1], path)) for out, path in zip(changes.published, paths, strict=True)
-        ]
-        try:
-            await fence.commit(commands(changes, self._cell, number, encoded, time.time()))
-        except (Fenced, Lost) as error:
-            self._forget(number, f"{type(error).__name__}: {error}")
+    async def _commit(self, changes: Mapping[int, Changes]) -> None:
+        """Writes the changes of several partitions by one script, and forgets those partitions where that is refused."""
+        if not changes:
             return
+        writes = [(self._owned[number][1], self._commands(number, change)) for number, change in changes.items()]
+        for (number, change), error in zip(changes.items(), await self._commits.apply(writes), strict=True):
+            if error is None:
+                self._committed(self._owned[number][0], change)
+            else:
+                self._forget(number, f"{type(error).__name__}: {error}")
+
+    def _commands(self, number: int, changes: Changes) -> list[Command]:
+        self._owned[number][0].note(changes, time.time())
+        self._allocator.charge(changes)
+        encoded = [
+            (stream, self._bus.fields_at(message, self._big_steps.path(message)))
+            for stream, message in changes.published
+        ]
+        return commands(changes, self._cell, number, encoded, time.time())
+
+    def _committed(self, partition: Partition, changes: Changes) -> None:
         self._samples.follow(changes, partition.jobs)
+        self._with_payloads.update(message.job for _, message in changes.published if self._big_steps.path(message))
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
-        self._with_payloads.update(out[1].job for out, path in zip(changes.published, paths, strict=True) if path)
         for job in self._with_payloads & changes.oldest_in_use.keys():
             self._untidy.put_nowait((job, changes.oldest_in_use[job]))
         for job in (*changes.finished, *changes.settled, *(moved.job for moved in changes.over)):
@@ -373,7 +386,7 @@ class Owner:
         """False: the partition is another's now."""
         async with self._lock:
             if number in self._owned:
-                await self._commit(number, changes)
+                await self._commit({number: changes})
             return number in self._owned
 
     # ---- what is watched --------------------------------------------------------------------------------------------
@@ -389,12 +402,13 @@ class Owner:
     async def _tell_stalls(self) -> None:
         """Lets jobs that wait in vain say so in their events."""
         async with self._lock:
-            for number, (partition, _) in list(self._owned.items()):
-                changes = Changes()
+            changes = {number: Changes() for number in self._owned}
+            for number, (partition, _) in self._owned.items():
                 for job in partition.jobs.values():
-                    job.journal.check_stall(time.time(), max(STALL_S, 3 * self._lease_s), self._diagnosis, changes)
-                if changes:
-                    await self._commit(number, changes)
+                    job.journal.check_stall(
+                        time.time(), max(STALL_S, 3 * self._lease_s), self._diagnosis, changes[number]
+                    )
+            await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_after_runs(self) -> None:
         """Lets runs know of trainers that died, ends those whose user has gone, and lets versions go that nobody needs."""
@@ -402,11 +416,10 @@ class Owner:
         silent = await self._surroundings.silent_sessions({run.spec.session for run in runs})
         live = {report.id for report in self._cluster.working("trainer")}
         async with self._lock:
-            for number, (partition, _) in list(self._owned.items()):
-                changes = Changes()
-                await partition.look_after_runs(live, silent, time.time(), changes)
-                if changes:
-                    await self._commit(number, changes)
+            changes = {number: Changes() for number in self._owned}
+            for number, (partition, _) in self._owned.items():
+                await partition.look_after_runs(live, silent, time.time(), changes[number])
+            await self._commit({number: change for number, change in changes.items() if change})
 
     def _diagnosis(self, job: str) -> str:
         """Says what keeps a job from going on, as far as it can be seen from here."""

@@ -58,6 +58,7 @@ class Partition:
         self.runs = Runs(number, bus)
         self._bus = bus
         self._cell = bus.cell
+        self.inboxes = bus.cell.inboxes(number)
         self._objects = objects
         self._store = store
         self._limits = limits
@@ -69,10 +70,6 @@ class Partition:
         self.fetching: set[tuple[str, str]] = set()
         """Streams and entries whose payloads are to be fetched from the store. They stay pending meanwhile."""
         self._unfetched: list[tuple[str, str, Fetch]] = []
-
-    @property
-    def inboxes(self) -> tuple[str, ...]:
-        return self._cell.inboxes(self.number)
 
     # ---- taking over ------------------------------------------------------------------------------------------------
 

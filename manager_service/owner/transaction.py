@@ -1,33 +1,42 @@
-"""Writes an owner's changes by one script, which first compares the lease.
+"""Writes an owner's changes by one script for all of its partitions, which first compares the lease of each.
 
 A stamp beside the lease names the last write by its number and a random part. The script can be repeated after a lost
 reply, because a stamp is written once. An owner sees by the stamp if another one wrote, or if Redis lost its last moment.
 """
 
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from redis.exceptions import ResponseError
 
 from common.bus import Bus
 from common.errors import Fenced, Unavailable
+from common.redis_connection import passes
 from manager_service.jobs.changes import Command
 
-# KEYS[1] lease, KEYS[2] rev. ARGV: token, stamp of the write before, stamp of this one, then the commands, each as its
-# length and its words.
+# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV, for each partition: lease, rev, token, stamp of the
+# write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each; a command
+# that Redis refuses ends its own partition's write alone. Above its memory limit Redis refuses a script's first write, and none
+# after it: then nothing at all is written.
 COMMIT = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
-local last = redis.call('GET', KEYS[2]) or ''
-if last == ARGV[3] then return 'done' end
-if last ~= ARGV[2] then return 'lost' end
-local at = 4
+local at, answers = 1, {}
+local function take() at = at + 1; return ARGV[at - 1] end
 while at <= #ARGV do
-  local words = tonumber(ARGV[at])
-  redis.call(unpack(ARGV, at + 1, at + words))
-  at = at + words + 1
+  local lease, rev, token, before, stamp, commands = take(), take(), take(), take(), take(), tonumber(take())
+  local last, answer = redis.call('GET', rev) or '', 'done'
+  if redis.call('GET', lease) ~= token then answer = 'fenced' elseif last ~= before and last ~= stamp then answer = 'lost' end
+  local writes = answer == 'done' and last == before
+  for _ = 1, commands do
+    local words = tonumber(take())
+    local reply = writes and redis.pcall(unpack(ARGV, at, at + words - 1))
+    if type(reply) == 'table' and reply.err then writes, answer = false, reply.err end
+    at = at + words
+  end
+  if writes then redis.call('SET', rev, stamp) end
+  answers[#answers + 1] = answer
 end
-redis.call('SET', KEYS[2], ARGV[3])
-return 'done'
+return answers
 """
 
 CHUNK = 4000
@@ -39,13 +48,12 @@ class Lost(Unavailable):
 
 
 class Fence:
-    """Writes to one partition. A write fails once the lease is not this owner's."""
+    """Lets one partition be written, until the lease is not this owner's."""
 
     def __init__(self, bus: Bus, partition: int, token: str) -> None:
         self._bus = bus
         self._token = token
         self._lease, self._rev_key = bus.cell.lease(partition), bus.cell.rev(partition)
-        self._commit = bus.client.register_script(COMMIT)
         self._stamp = ""  # of the last write, as this owner knows it
 
     async def read_stamp(self) -> None:
@@ -53,23 +61,44 @@ class Fence:
         value: Any = await self._bus.retrying(lambda: self._bus.client.get(self._rev_key))
         self._stamp = value.decode() if value else ""
 
-    async def commit(self, commands: list[Command]) -> None:
-        """Applies all commands or none. Raises Fenced, or Lost, which also means that Redis refused a command."""
+    def words(self, commands: list[Command]) -> tuple[str, list[Any]]:
+        """The stamp of a write of these commands, and what COMMIT takes for it."""
         number = int(self._stamp.partition(":")[0] or 0) + 1
-        stamp = f"{number}:{secrets.token_hex(8)}"
-        words: list[Any] = [self._token, self._stamp, stamp]
-        for command in _chunked(commands):
+        stamp, chunked = f"{number}:{secrets.token_hex(8)}", _chunked(commands)
+        words: list[Any] = [self._lease, self._rev_key, self._token, self._stamp, stamp, len(chunked)]
+        for command in chunked:
             words += [len(command), *command]
-        keys = [self._lease, self._rev_key]
-        try:
-            answer = await self._bus.retrying(lambda: self._commit(keys=keys, args=words))
-        except ResponseError as error:
-            raise Lost(f"{self._rev_key}: {error}") from error
-        if answer == b"fenced":
-            raise Fenced(self._lease)
-        if answer == b"lost":
-            raise Lost(self._rev_key)
-        self._stamp = stamp
+        return stamp, words
+
+    def answered(self, answer: str, stamp: str) -> Fenced | Lost | None:
+        """Takes in what COMMIT answered for this partition. Lost also means that Redis refused a command."""
+        if answer == "done":
+            self._stamp = stamp
+            return None
+        return Fenced(self._lease) if answer == "fenced" else Lost(f"{self._rev_key}: {answer}")
+
+
+class Commits:
+    """Applies, for each of several partitions, all of its commands or none."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._commit = bus.client.register_script(COMMIT)
+
+    async def apply(self, writes: Iterable[tuple[Fence, list[Command]]]) -> list[Fenced | Lost | None]:
+        """Returns, for each, the reason for which it was not applied."""
+        made = [(fence, *fence.words(commands)) for fence, commands in writes]
+        words = [word for _, _, part in made for word in part]
+
+        async def call() -> list[str]:
+            answers = [answer.decode() for answer in await self._commit(keys=[words[0]], args=words)]
+            for refused in map(ResponseError, answers):
+                if passes(refused):
+                    raise refused
+            return answers
+
+        answers = await self._bus.retrying(call)
+        return [fence.answered(answer, stamp) for (fence, stamp, _), answer in zip(made, answers, strict=True)]
 
 
 def _chunked(commands: list[Command]) -> list[Command]:

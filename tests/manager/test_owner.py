@@ -50,7 +50,7 @@ from manager_service.owner.memory import measured
 from manager_service.owner.owner import Owner
 from manager_service.owner.partition import Partition
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
-from manager_service.owner.transaction import Fence, Lost
+from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records import JSON, EventRecord, JobState, TenantRecord, Training
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS
@@ -465,13 +465,35 @@ async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system
     await forget_leases(system.bus)
     assert (await other.round({})).leases[3] is Held.TAKEN
     await others.read_stamp()
-    await others.commit([["SET", system.bus.cell.key("x"), "by the other"]])
+    commits, x = Commits(system.bus), system.bus.cell.key("x")
+    assert await commits.apply([(others, [["SET", x, "by the other"]])]) == [None]
     await other.leave()
     # Then the first sees that its lease was not renewed, and its write is refused, not taken for done
     assert (await one.round({})).leases[3] is Held.TAKEN
-    with pytest.raises(Lost):
-        await ones.commit([["SET", system.bus.cell.key("x"), "by the first"]])
-    assert await system.bus.client.get(system.bus.cell.key("x")) == b"by the other"
+    (refused,) = await commits.apply([(ones, [["SET", x, "by the first"]])])
+    assert isinstance(refused, Lost)
+    assert await system.bus.client.get(x) == b"by the other"
+
+
+async def test_a_command_that_redis_refuses_harms_no_other_partition(system: System) -> None:
+    # Given an owner of three partitions
+    await system.kill_owner()
+    await forget_leases(system.bus)
+    leases = await Leases(system.bus, "one", 60).round({})
+    assert {leases.leases[number] for number in (1, 2, 3)} == {Held.TAKEN}
+    fences, key = [Fence(system.bus, number, "one") for number in (1, 2, 3)], system.bus.cell.key
+    for fence in fences:
+        await fence.read_stamp()
+    commits, good = Commits(system.bus), ["SET", key("x"), "1"]
+    # When Redis refuses the second command for one of them
+    bad = [["SET", key("y"), "1"], ["LPUSH", key("x"), "1"], ["SET", key("z"), "1"]]
+    first, refused, last = await commits.apply(list(zip(fences, ([good], bad, [["SET", key("v"), "1"]]), strict=True)))
+    # Then it is refused for that one alone, and what stands behind it is not written
+    assert (first, last) == (None, None)
+    assert isinstance(refused, Lost) and "WRONGTYPE" in str(refused)
+    assert await system.bus.client.mget([key("x"), key("y"), key("z"), key("v")]) == [b"1", b"1", None, b"1"]
+    # And the others go on writing, where it may not
+    assert await commits.apply([(fences[0], [good]), (fences[2], [good])]) == [None, None]
 
 
 async def test_an_entry_that_was_delivered_and_reached_nobody_is_found(system: System) -> None:
