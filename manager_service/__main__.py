@@ -1,12 +1,11 @@
 """Starts one manager: the HTTP API, and an owner for each base model's cell."""
 
 import asyncio
-import gc
 import signal
 
 import structlog
 
-from common.service import run_with
+from common.service import run_with, spare_collections
 from common.tasks import running
 from manager_service.api.context import Api, Base
 from manager_service.api.server import keep_keys, make_api, serve
@@ -25,7 +24,7 @@ async def main(settings: ManagerSettings) -> None:
         bases = api.bases.values()
         owners = [make_owner(api, base).run(stop) for base in bases]
         async with running(*owners, *(base.run() for base in bases), keep_keys(api)) as tasks:
-            gc.freeze()  # imported code stays: a collection that looks through it stops the owners for 100 ms
+            spare_collections()
             await serve(api, stop)
             stop.set()
             await asyncio.wait(tasks[: len(owners)])
