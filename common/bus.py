@@ -285,7 +285,7 @@ class Bus:
             progress = self.cell.partial(delivery.stream, delivery.entry)
             num_outputs = -1 if outputs is None else len(outputs)
             arguments += [delivery.stream, delivery.group, delivery.entry, progress, num_outputs]
-            all_fields = (await self.written(settlement)).fields or ()
+            all_fields = settlement.fields or (await self.written(settlement)).fields or ()
             for (stream, _), fields in zip(outputs or (), all_fields, strict=True):
                 arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
         calls: list[Awaitable[Any]] = []

@@ -20,9 +20,9 @@ PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
 
 def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
     """Names and values, flat, as XADD takes them. `path`: of the payload in object storage; empty: it travels itself."""
-    known = [message.id, message.job, message.partition, message.epoch, type(message).__name__]
-    plain = [part for pair in zip(PLAIN, known, strict=True) for part in pair]
-    return [*plain, *(["ref", path] if path else ["payload", payload])]
+    kind, travels = type(message).__name__, ["ref", path] if path else ["payload", payload]
+    known = ["id", message.id, "job", message.job, "partition", message.partition, "epoch", message.epoch]
+    return [*known, "kind", kind, *travels]
 
 
 class Payloads:

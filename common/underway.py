@@ -39,6 +39,7 @@ class Underway:
 
     def __init__(self) -> None:
         self._active: dict[str, Active] = {}
+        self.num_taken_over = 0
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -54,10 +55,6 @@ class Underway:
         return sum(active.orphan for active in self._active.values())
 
     @property
-    def num_taken_over(self) -> int:
-        return sum(active.delivery.deliveries > 1 for active in self._active.values())
-
-    @property
     def fetching(self) -> bool:
         """Does one wait for its payload?"""
         return any(isinstance(active.delivery.message, Unfetched) for active in self._active.values())
@@ -68,6 +65,7 @@ class Underway:
     def begin(self, delivery: Delivery, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=delivery.entry)
         self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
+        self.num_taken_over += delivery.deliveries > 1
         return task
 
     def beat(self, entry: str) -> None:
@@ -99,7 +97,8 @@ class Underway:
                 active.task.cancel()
 
     def end(self, entry: str) -> None:
-        self._active.pop(entry, None)
+        if active := self._active.pop(entry, None):
+            self.num_taken_over -= active.delivery.deliveries > 1
         self._ended.set()
         self._changed.set()
 

@@ -28,6 +28,8 @@ class Conversation:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._read: tuple[TurnResult | None, str] = None, ""
+        """The turn that was read last, with its text: a turn is shown to the environment, then to the job's owner."""
 
     async def opening(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()
@@ -52,7 +54,11 @@ class Conversation:
 
     def text(self, result: TurnResult) -> str:
         """The text of the model's turn, up to the stop string."""
-        return _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
+        turn, text = self._read
+        if turn is not result:
+            text = _cut(self._tokenizer.decode(result.tokens.numpy().tolist()), result.stop_string)
+            self._read = result, text
+        return text
 
     def _opening(self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int]) -> list[int]:
         if tokens:

@@ -60,7 +60,6 @@ from env_service.trajectory import Context, decode_context, decode_state, encode
 Out = tuple[str, Message]
 T = TypeVar("T")
 
-
 PUT_BACK_S = 2.0
 """A message that waited for a slot for so long goes to the end of the stream."""
 
@@ -122,6 +121,8 @@ class EnvHandler:
 
     async def _claim(self, message: Message, doing: work.Work) -> Claim | None:
         """Waits for the seat of a live session, if the message needs one, and for a slot. None: that takes long."""
+        if not self._live.needs_seat(message) and (free := self._slots.take_now(doing.tenant, doing.weight)):
+            return free
         try:
             async with asyncio.timeout(PUT_BACK_S):
                 await self._live.take_seat(message, doing)

@@ -44,13 +44,18 @@ class Trajectories:
 
     async def take_seat(self, message: Message, doing: Work) -> None:
         """Waits for the seat of the message's session, or for a free one if it needs that."""
-        match message, self._sessions:
-            case TurnResult(request=request), Sessions() as sessions if request.session:
-                doing.seat = await sessions.take(message, request.session, request.turn, doing)
-            case Start(samples=(_,)), Sessions() as sessions if self._environments.is_live(message.env):
-                doing.seat = await sessions.take(message, "", 0, doing)
+        if self._sessions is not None and self.needs_seat(message):
+            of = message.request if isinstance(message, TurnResult) else None
+            doing.seat = await self._sessions.take(message, of.session if of else "", of.turn if of else 0, doing)
+
+    def needs_seat(self, message: Message) -> bool:
+        match message:
+            case TurnResult(request=request):
+                return bool(request.session)
+            case Start(samples=(_,)):
+                return self._environments.is_live(message.env)
             case _:
-                pass
+                return False
 
     def may_wait(self, message: Message) -> bool:
         """May it go on waiting for room for its session? It was refused just now."""
