@@ -52,6 +52,7 @@ class Places:
         self._num = num
         self._clock = clock
         self._held: dict[str, Holdings] = {}  # by tenant; no tenant without a place
+        self._num_held = 0
         self._told_s = float("-inf")
         self._waiting: dict[str, dict[Claim, None]] = {}  # by tenant, in order of arrival; no tenant without a claim
         self._fairness = Fairness()
@@ -80,6 +81,10 @@ class Places:
     def take_now(self, tenant: str, weight: float) -> Claim | None:
         """Takes a place if one is the tenant's at this moment."""
         claim = Claim(tenant, weight, lambda: None)
+        if not self._waiting and self._may_have(tenant):
+            self._give(claim)
+            self._fairness.busy(self._held)
+            return claim
         self._waiting.setdefault(tenant, {})[claim] = None
         self.serve()
         if claim.given.is_set():
@@ -94,6 +99,7 @@ class Places:
             return
         now, held = self._clock(), self._held[claim.tenant]
         held.add(claim, -1)
+        self._num_held -= 1
         if not held.num:
             del self._held[claim.tenant]
         self._fairness.charge(claim.tenant, now - claim.since_s, claim.weight)
@@ -114,18 +120,21 @@ class Places:
         self._fairness.busy(self._waiting.keys() | self._held.keys())
         while claim := self._next():
             self._leave(claim)
-            claim.since_s = self._clock()
-            self._held.setdefault(claim.tenant, Holdings()).add(claim, 1)
-            claim.given.set()
+            self._give(claim)
+
+    def _give(self, claim: Claim) -> None:
+        claim.since_s = self._clock()
+        self._held.setdefault(claim.tenant, Holdings()).add(claim, 1)
+        self._num_held += 1
+        claim.given.set()
+
+    def _may_have(self, tenant: str) -> bool:
+        return self._num_held < max(1, self._num()) + (0 if tenant in self._held else KEPT)
 
     def _next(self) -> Claim | None:
         """The claim whose turn it is; None if it must wait."""
-        left = max(1, self._num()) - sum(held.num for held in self._held.values())
-        if left <= -KEPT or not self._waiting:
-            return None
-        firsts = [next(iter(claims)) for claims in self._waiting.values()]
-        allowed = [claim for claim in firsts if left > 0 or claim.tenant not in self._held]
-        return min(allowed, key=self._served, default=None)
+        firsts = (next(iter(claims)) for tenant, claims in self._waiting.items() if self._may_have(tenant))
+        return min(firsts, key=self._served, default=None)
 
     def _served(self, claim: Claim) -> tuple[float, float]:
         """Seconds over weight that its tenant was served, with those of the places that it holds now; and their number."""

@@ -8,7 +8,8 @@ sample.output_tools     the tool calls of that turn, in OpenAI's form
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from common.errors import InvalidInput
@@ -17,6 +18,8 @@ from common.spelling import nearest
 SAMPLE_FIELDS = ("output_text", "output_json", "output_tools")
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
+KEPT = 1024
+"""Templates and variables whose words are kept."""
 MAX_NAME_CHARACTERS = 256
 """Of one variable."""
 MAX_TEXT_CHARACTERS = 2 * 1024 * 1024
@@ -57,8 +60,9 @@ def render_short(template: str, item: Mapping[str, Any], sample: Mapping[str, An
     if len(template) > most:
         return None
     parts, size = list[str](), 0
-    for text, value in _filled(template, item, sample):
-        if isinstance(value, Mapping | list | tuple):
+    for text, name in _kept_pieces(template):
+        value = "" if name is None else lookup(name, item, sample)
+        if isinstance(value, dict | list | tuple):
             return None
         parts += (text, _text(value))
         size += len(text) + len(parts[-1])
@@ -84,17 +88,23 @@ def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
     yield template[at:], None
 
 
+@lru_cache(KEPT)
+def _kept_pieces(template: str) -> tuple[tuple[str, str | None], ...]:
+    return tuple(_pieces(template))
+
+
 def lookup(name: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> Any:
     """The value of one variable. Raises InvalidInput."""
-    _check(name)
-    root, *path = name.split(".")
+    root, *path = _check(name)
     value: Any = item if root == "item" else sample
     for depth, key in enumerate(path, 1):
-        value = _child(value, key, ".".join([root, *path[:depth]]))
+        value = _child(value, key, root, path[:depth])
     return value
 
 
-def _check(name: str) -> None:
+@lru_cache(KEPT)
+def _check(name: str) -> tuple[str, ...]:
+    """The words of a variable. Raises InvalidInput."""
     if len(name) > MAX_NAME_CHARACTERS:
         raise InvalidInput(f"a variable's name has at most {MAX_NAME_CHARACTERS} characters, not {len(name)}")
     if not _PATH.fullmatch(name):
@@ -107,14 +117,15 @@ def _check(name: str) -> None:
     if root == "sample" and path[0] not in SAMPLE_FIELDS:
         near = nearest(path[0], SAMPLE_FIELDS, likeness=0.0) or SAMPLE_FIELDS[0]
         raise InvalidInput(f"unknown variable {{{{{name}}}}}: did you mean {{{{sample.{near}}}}}?")
+    return root, *path
 
 
-def _child(value: Any, key: str, name: str) -> Any:
-    children: Any = value
-    if isinstance(value, Mapping) and key in value:
-        return children[key]
-    if isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(children):
-        return children[int(key)]
+def _child(value: Any, key: str, root: str, path: Sequence[str]) -> Any:
+    if isinstance(value, dict | Mapping) and key in value:
+        return value[key]
+    if isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+        return value[int(key)]
+    name = ".".join([root, *path])
     if name.startswith("sample.output_json") and value is None:
         raise InvalidInput("{{sample.output_json}}: the output is not JSON")
     raise InvalidInput(f"{{{{{name}}}}}: there is no such field")

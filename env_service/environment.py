@@ -17,9 +17,10 @@ A session stays with the env worker that opened it, whose death others answer wi
 turns that there were. What comes back must be what the model was shown, else the trajectory is masked.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 from common.errors import InvalidInput
 from common.messages import StopReason
@@ -104,10 +105,15 @@ class Session(Protocol):
         ...
 
 
-@runtime_checkable
-class LiveEnvironment(Protocol):
-    """May also have `make_item`, as an environment. Its class is told from others by `open`."""
+class LiveEnvironment(ABC):
+    """May also have `make_item`, as an environment. Its class is told from others by `open`, and need not inherit from this one: this is
+    no Protocol because those take 10 us to look at an environment, which each message asks for."""
 
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> bool:
+        return hasattr(subclass, "open")
+
+    @abstractmethod
     async def open(self, item: dict[str, Any], seed: int) -> Session:
         """Begins a trajectory: those of one group have the same item and seed. May be slow, within the time limit of a step."""
         ...

@@ -55,11 +55,13 @@ class AdapterCache:
         entry = self._enter(adapter)
         entry.users += 1
         try:
-            await asyncio.shield(entry.loading)
+            if not _loaded(entry):
+                await asyncio.shield(entry.loading)
             yield
         finally:
             entry.users -= 1
-            await self._trim()
+            if self._loaded_bytes > self._idle_bytes:
+                await self._trim()
 
     def prefetch(self, adapter: AdapterRef) -> None:
         """Loads an adapter that will soon be named. A failure shows when it is named."""

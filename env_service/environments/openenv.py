@@ -12,7 +12,7 @@ from typing import Any
 from common.environments import OpenEnvArgs
 from common.errors import InvalidInput
 from common.text.tokens import ToolCall
-from env_service.environment import Step, Turn, item_messages
+from env_service.environment import LiveEnvironment, Step, Turn, item_messages
 from env_service.environments.openenv_mapping import ACT, ActionShape, shape_of, shown, shown_result, tools_told
 from env_service.environments.openenv_server import ActionRefused, Observation, OpenEnvConnection, Servers
 from env_service.environments.tool_loop import MAX_CALLS
@@ -22,7 +22,7 @@ RESET_S = 120.0
 MAX_SEED = 1 << 31
 
 
-class OpenEnv:
+class OpenEnv(LiveEnvironment):
     def __init__(self, args: OpenEnvArgs, servers: Servers) -> None:
         self._args = args
         self._servers = servers

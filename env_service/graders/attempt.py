@@ -24,11 +24,12 @@ class Attempt:
     @cached_property
     def sample(self) -> dict[str, Any]:
         """The model's last turn as templates and tenants' code see it."""
-        return {
-            "output_text": self.output_text,
-            "output_tools": self._output_tools,
-            "output_json": _json(self.output_text),
-        }
+        return {**self.unparsed, "output_json": _json(self.output_text)}
+
+    @property
+    def unparsed(self) -> dict[str, Any]:
+        """The same without `output_json`."""
+        return {"output_text": self.output_text, "output_tools": self._output_tools}
 
     @cached_property
     def encoded(self) -> bytes:

@@ -81,6 +81,7 @@ def _short(grader: StringCheck | MathGrader, attempt: Attempt, most: int) -> tup
     """The texts to compare; None if one is long, or takes long to make."""
     if len(attempt.output_text) > SHORT_CHARACTERS:
         return None
-    text = templates.render_short(grader.input, attempt.item, attempt.sample, most=most)
-    reference = templates.render_short(grader.reference, attempt.item, attempt.sample, most=most)
+    sample = attempt.sample if "output_json" in grader.input + grader.reference else attempt.unparsed
+    text = templates.render_short(grader.input, attempt.item, sample, most=most)
+    reference = templates.render_short(grader.reference, attempt.item, sample, most=most)
     return None if text is None or reference is None else (text, reference)

@@ -16,6 +16,8 @@ from manager_service.records import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
 from manager_service.tenants import Tenants
 
+BACKLOG_S = 0.02
+"""Least time between two counts of the env workers' entries: two round trips, which each pass of a busy owner asks for."""
 KEEP_CANCELS, KEEP_HINTS, KEEP_ANSWERS = 10_000, 1_000, 10_000
 """Messages that the streams `control`, `adapters:new` and `done` keep at most."""
 
@@ -38,6 +40,7 @@ class Surroundings:
         self._tenants = tenants
         self._allocator = allocator
         self._limits = limits
+        self._backlog, self._counted_at = 0, float("-inf")
         self._completed: dict[str, float] = {}
         """Tenant with jobs here -> tokens of its completions, as they were charged."""
 
@@ -73,7 +76,9 @@ class Surroundings:
         self._completed = totals
 
     async def env_backlog(self) -> int:
-        """Entries of the stream of all env workers, and of each one's own."""
+        """Entries of the stream of all env workers, and of each one's own; as they were at most BACKLOG_S ago."""
+        if time.monotonic() - self._counted_at < BACKLOG_S:
+            return self._backlog
         streams = [self._cell.env, *await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))]
 
         async def call() -> list[int]:
@@ -82,7 +87,8 @@ class Surroundings:
                 pipe.xlen(stream)
             return await pipe.execute()
 
-        return sum(await self._bus.retrying(call))
+        self._backlog, self._counted_at = sum(await self._bus.retrying(call)), time.monotonic()
+        return self._backlog
 
     async def nothing_under_way(self, inboxes: Sequence[str], trainers: Sequence[str]) -> bool:
         """Are all streams of work empty, and these? All are read in one transaction, so that nothing can move from one to another
