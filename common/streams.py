@@ -68,7 +68,7 @@ The braces are literal: Redis Cluster hashes only what stands between them, so o
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NUM_PARTITIONS = 16
 
@@ -83,9 +83,13 @@ class Cell:
     """Key names of one base model's cell."""
 
     base_model: str
+    _prefix: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_prefix", f"marlaas:{{{self.base_model}}}:")
 
     def key(self, name: str) -> str:
-        return f"marlaas:{{{self.base_model}}}:{name}"
+        return self._prefix + name
 
     @property
     def env(self) -> str:
@@ -108,9 +112,10 @@ class Cell:
 
         A reply stream belongs to an API replica, and nobody else may bring one into being: "", nowhere.
         """
-        if stream.startswith(self.reply("")):
+        name = stream.removeprefix(self._prefix)
+        if name.startswith("reply:"):
             return ""
-        return self.env if stream.startswith(self.env_worker("")) else stream
+        return self.env if name.startswith("env:") else stream
 
     @property
     def rollout(self) -> str:
@@ -162,10 +167,10 @@ class Cell:
 
     def partial(self, stream: str, entry: str) -> str:
         """`stream`: a key of this cell; "*" for any entry."""
-        return self.key(f"partial:{stream.removeprefix(self.key(''))}:{entry}")
+        return self.key(f"partial:{stream.removeprefix(self._prefix)}:{entry}")
 
     def looked(self, stream: str) -> str:
-        return self.key(f"looked:{stream.removeprefix(self.key(''))}")
+        return self.key(f"looked:{stream.removeprefix(self._prefix)}")
 
     def owner_inbox(self, stream: str, partition: int) -> str:
         """The stream in which a partition's owner hears of an entry of a work stream."""

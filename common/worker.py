@@ -47,7 +47,7 @@ from common.underway import Active, Inbox, Underway
 MAX_ATTEMPTS = 3
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
-FIRST_LOOK_S, LOOK_EVERY_S = 0.002, 0.02
+FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
 """For leftovers: after a delivery has ended, as another often follows it, and in the long run."""
 
 M = TypeVar("M", bound=Message)

@@ -190,16 +190,18 @@ class Journal:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
         others = 0 if self._spec.is_supervised else self._limits.other_samples
         compared = advantages(batch, self._spec.hyper.loss.name)
+        found = chosen(batch, groups=self._limits.sample_groups, others=others)
+        items = {number: orders.item(number) for number in {number for number, *_ in found}}
         records = [
             record_of(
                 scored.message,
-                orders.item(number),
+                items[number],
                 kept,
                 whole=kept != "first" or place < WHOLE_SAMPLES,
                 advantage=compared[number][place],
                 supervised=self._spec.is_supervised,
             )
-            for number, place, scored, kept in chosen(batch, groups=self._limits.sample_groups, others=others)
+            for number, place, scored, kept in found
         ]
         self._keep(self._state.version + 1, records, changes)
 
