@@ -77,7 +77,7 @@ class FastClient(aioredis.Redis):
     """Sends a command and reads its answer, once: whoever calls tries again."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        connection = await self.connection_pool.get_connection()
+        connection: Any = await self.connection_pool.get_connection()
         try:
             await connection.send_command(*args)
             return await self.parse_response(connection, args[0], **options)

@@ -42,7 +42,7 @@ from manager_service.tenants import Tenants
 
 READ_COUNT = 512
 BLOCK_MS = 100
-GATHER_S = 0.002
+GATHER_S = 0.004
 """Least time from one pass to the next. Redis wakes whoever waits for several streams with the entries of one; the next read has all."""
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""

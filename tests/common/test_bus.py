@@ -401,7 +401,7 @@ async def test_calls_wait_for_a_redis_that_comes_back(redis_server: RedisServer,
 
 async def test_the_answer_to_a_call_that_was_cancelled_reaches_no_other_call(bus: Bus) -> None:
     # Given a call that waits in Redis, and is cancelled
-    waiting = asyncio.create_task(bus.client.blpop(["list"], 60))
+    waiting = asyncio.ensure_future(bus.client.blpop(["list"], 60))
     async with asyncio.timeout(10):
         while not (await bus.client.info("clients"))["blocked_clients"]:
             await asyncio.sleep(0.01)
