@@ -132,13 +132,14 @@ async def _to_its_end(name: str, work: Coroutine[Any, Any, None]) -> None:
     leave()
 
 
-def spare_collections() -> None:
-    """Keeps what start-up made out of the garbage collector's sight, and lets it look seldom. Call when a service is built: a
-    collection that looks through all imported code stops the event loop for 100 ms.
+def spare_collections(*, holds_tensors: bool = False) -> None:
+    """Keeps what start-up made out of the garbage collector's sight, and lets it look seldom unless a cycle may hold tensors. Call when
+    a service is built: a collection that looks through all imported code stops the event loop for 100 ms.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
+    if not holds_tensors:
+        gc.set_threshold(YOUNG_OBJECTS)
 
 
 def _first(error: BaseException) -> Exception:
@@ -189,7 +190,7 @@ async def _serve(
     worker = _worker(settings, bus, service, reporter)
     try:
         if await _join(membership, reporter, bus, stop):
-            spare_collections()
+            spare_collections(holds_tensors=name in NEED_WEIGHTS)
             async with running(membership.keep(stop), *(loop() for loop in service.beside)):
                 await worker.run(stop)
     finally:
