@@ -216,6 +216,7 @@ class Start(Message, frozen=True, kw_only=True):
     max_turns: int = 8
     tool_timeout_s: float = 10.0
     weight: float = 1.0  # the tenant's, where env workers share what they have
+    untrained: bool = False  # `adapter` is a version 0 that changes nothing; the store need not have it yet
 
 
 class TurnRequest(Message, frozen=True, kw_only=True):
@@ -235,11 +236,10 @@ class TurnRequest(Message, frozen=True, kw_only=True):
     context: bytes = b""  # the environment's own, not read by rollout
     usage: Usage = Usage()
     reply_to: str = ""  # a reply stream; "": the env stream
-    session: str = (
-        ""  # `<env worker>/<number>`: of a live environment, held by that worker, which gets the result; "": any
-    )
+    session: str = ""  # `<env worker>/<number>`: of a live environment; that worker gets the result; "": any
     stream: bool = False  # inference: send TurnDelta as tokens come
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
+    untrained: bool = False  # as in Start
 
     @property
     def trajectory_adapter(self) -> AdapterRef:
@@ -343,6 +343,7 @@ class TrainStep(Message, frozen=True, kw_only=True):
     next_group: int  # the data cursor, kept in the manifest
     drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
     weight: float = 1.0  # the tenant's, among those whose steps a trainer holds
+    untrained: bool = False  # `adapter` is a version 0 to be drawn from `seed`, unless a trainer has done so
 
 
 class AdapterUpdate(Message, frozen=True, kw_only=True):

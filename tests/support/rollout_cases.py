@@ -98,6 +98,7 @@ def request(
     reply_to: str = "",
     stream: bool = False,
     seeded: bool = True,
+    untrained: bool = False,
     **sampling: Any,
 ) -> TurnRequest:
     given = list(prompt() if tokens is None else tokens)
@@ -117,6 +118,7 @@ def request(
         sampling=Sampling(seeded=seeded, **sampling),
         reply_to=reply_to,
         stream=stream,
+        untrained=untrained,
     )
 
 
