@@ -45,6 +45,8 @@ ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
 """Payloads that are fetched from object storage at once."""
+TAKEN_TOGETHER = 8
+"""New jobs of a partition that are read before the first of them starts."""
 FETCH_AGAIN_S = 1.0
 """Between two tries to read a new job's files."""
 STALL_S = 30.0
@@ -170,26 +172,29 @@ class Owner:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            for number, owned in list(self._owned.items()):
-                for job_id in owned[0].arriving:
-                    await self._take_in(number, owned, job_id)
+            waited_for = [(n, owned) for n, owned in self._owned.items() if owned[0].arriving]
+            await asyncio.gather(*(self._take_in(number, owned) for number, owned in waited_for))
 
-    async def _take_in(self, number: int, owned: tuple[Partition, Fence], job_id: str) -> None:
-        partition, changes = owned[0], Changes()
-        failure: Unavailable | None = None
-        try:
-            await partition.fetch(job_id, time.time(), changes)
-        except Unavailable as error:
-            failure = error
-        async with self._lock:
-            if self._owned.get(number) is not owned:  # the next owner does it
-                return
-            if failure:
-                await partition.delay(job_id, failure, time.time(), changes)
-                asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
-            if not failure or job_id in partition.jobs:
-                await partition.take_in(job_id, time.time(), changes)
-            await self._commit(number, changes)
+    async def _take_in(self, number: int, owned: tuple[Partition, Fence]) -> None:
+        """Reads a partition's new jobs, some at a time, and decides at once what follows, as a pass does."""
+        partition, arriving = owned[0], owned[0].arriving
+        for first in range(0, len(arriving), TAKEN_TOGETHER):
+            jobs, changes = arriving[first : first + TAKEN_TOGETHER], Changes()
+            failures = [await _fetch_job(partition, job, changes) for job in jobs]
+            async with self._lock:
+                if self._owned.get(number) is not owned:  # the next owner does it
+                    return
+                for job, failure in zip(jobs, failures, strict=True):
+                    await self._enter(partition, job, failure, changes)
+                await self._decide({n: changes if n == number else Changes() for n in self._owned}, time.time())
+
+    async def _enter(self, partition: Partition, job: str, failure: Unavailable | None, changes: Changes) -> None:
+        """Takes in a new job that was read, or notes why it could not be. Call under the lock."""
+        if failure:
+            await partition.delay(job, failure, time.time(), changes)
+            asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
+        if not failure or job in partition.jobs:
+            await partition.take_in(job, time.time(), changes)
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
@@ -312,6 +317,10 @@ class Owner:
             await self._owned[number][0].handle(delivery, now, changes[number])
             if self._owned[number][0].arriving:
                 self._arrived.set()
+        await self._decide(changes, now)
+
+    async def _decide(self, changes: dict[int, Changes], now: float) -> None:
+        """Decides what follows from what has changed, and commits it. `changes`: of each owned partition."""
         for partition, _ in self._owned.values():
             self._allocator.follow(partition.jobs, now)
             self._allocator.follow(partition.runs.table, now)
@@ -423,6 +432,15 @@ class Owner:
         inboxes = [name for partition in partitions for name in partition.inboxes]
         trainers = {name for partition in partitions for name in partition.runs.trainer_streams}
         return await self._surroundings.nothing_under_way(inboxes, sorted(trainers))
+
+
+async def _fetch_job(partition: Partition, job: str, changes: Changes) -> Unavailable | None:
+    """Reads a new job's record and files, or returns why they cannot be read now."""
+    try:
+        await partition.fetch(job, time.time(), changes)
+    except Unavailable as error:
+        return error
+    return None
 
 
 def _partition_number(delivery: Delivery) -> int:
