@@ -404,6 +404,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
         0  # of the items: those with an answer to learn, for supervised jobs; of these `longest` counts it too
     )
     num_texts: int = 0  # of the examples: those of plain text
+    fields: frozenset[str] = frozenset()  # some that all items have
     adapter: Brought | None = None  # that the file holds; None: it holds items
 
 

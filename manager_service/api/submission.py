@@ -382,7 +382,7 @@ async def _check_items(
         await _each(api, tenant, record, lambda part, before: CheckKind(part, before, plan.supervised, param))
     most = plan.most_tokens(base)
     fits = base.name in record.longest and record.longest[base.name] <= most
-    if plan.fields:
+    if not record.fields.issuperset(plan.fields):
         await _each(api, tenant, record, lambda part, before: CheckRows(part, before, plan.fields, param))
     if not fits:
         await _check_lengths(api, tenant, record, plan, base, param)
