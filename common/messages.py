@@ -3,8 +3,7 @@
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
 take their default, so that old and new workers can run side by side; a change of meaning needs a new class name, and so does
 a change of a default, since a field that has it is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens with
-who wrote them as a `Transcript`.
-`tests/common/test_messages.py` pins the wire format.
+who wrote them as a `Transcript`. `tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
@@ -215,6 +214,7 @@ class Start(Message, frozen=True, kw_only=True):
     max_turns: int = 8
     tool_timeout_s: float = 10.0
     weight: float = 1.0  # the tenant's, where env workers share what they have
+    untrained: bool = False  # `adapter` is a version 0 that changes nothing; the store need not have it yet
 
 
 class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
@@ -235,6 +235,7 @@ class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     session: str = ""  # `<env worker>/<number>` of a live environment: that worker gets the result; "": any
     stream: bool = False  # inference: send TurnDelta as tokens come
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
+    untrained: bool = False  # as in Start
 
     @property
     def trajectory_adapter(self) -> AdapterRef:
@@ -343,6 +344,7 @@ class TrainStep(Message, frozen=True, kw_only=True):
     next_group: int  # the data cursor, kept in the manifest
     drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
     weight: float = 1.0  # the tenant's, among those whose steps a trainer holds
+    untrained: bool = False  # `adapter` is a version 0 to be drawn from `seed`, unless a trainer has done so
 
 
 class AdapterUpdate(Message, frozen=True, kw_only=True):

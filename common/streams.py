@@ -33,7 +33,7 @@
     served                     hash     what was served -> seconds of rollout engines: `jobs`, `rollout` (completions), `samples` (in bulk)
     inference                  hash     API replica -> until when it counts as alive, ms, and which tenants ask it for places
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
-    begun                      set      ids of the cell's unfinished jobs that have a version 0
+    begun                      set      ids of the cell's unfinished jobs of which something was issued
     job:<job>                  hash     `spec` (immutable), `state` (mutable): JSON
     tenant-jobs:<tenant>       zset     job id by creation time
     unfinished:<tenant>        hash     job -> bytes of its record: the jobs that its owner has not finished

@@ -31,6 +31,7 @@ def first_requests(start: Start, tokens: Sequence[int], context: bytes, usage: U
             **start.about(),
             id=turn_id(start.job, ref, start.adapter.version, 0),
             adapter=start.adapter,
+            untrained=start.untrained,
             trajectory=ref,
             turn=0,
             transcript=prompt,

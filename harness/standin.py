@@ -14,6 +14,7 @@ from common.bus import Bus, Out
 from common.errors import AlreadyExists
 from common.handlers import Beat, Handler
 from common.messages import (
+    AdapterRef,
     AdapterUpdate,
     EnvSpec,
     Failure,
@@ -121,25 +122,30 @@ class StandInTrainer(StandIn):
             self.seen.append(message)
             if failure := self.refuse(message):
                 return [self._refused(message, failure)]
+            if message.untrained:
+                await self._commit(message.adapter, f"{message.job}/init", message.seed)
+        manifest = await self._commit(target, message.id, message.seed)
+        return [(self.cell.adapters(message.partition), update_of(manifest, message.about()))]
+
+    async def _commit(self, target: AdapterRef, batch: str, seed: int) -> Manifest:
         manifest = Manifest(
             adapter=target,
             base_model=self.cell.base_model,
             attempt="",
             files={},
             parent=None,
-            batch=message.id,
-            seed=message.seed,
+            batch=batch,
+            seed=seed,
             next_group=0,
             metrics={"reward_mean": 0.5, "reward_std": 0.5, "loss": 0.0},
             usage=Usage(trained_tokens=10),
         )
         try:
-            manifest = await self.store.commit(manifest, {"adapter_model.safetensors": b"1"})
+            return await self.store.commit(manifest, {"adapter_model.safetensors": b"1"})
         except AlreadyExists:
             found = await self.store.manifest(target)
             assert found is not None
-            manifest = found
-        return [(self.cell.adapters(message.partition), update_of(manifest, message.about()))]
+            return found
 
     def _refused(self, message: Init | TrainStep, failure: Failure) -> Out:
         update = AdapterUpdate(
@@ -176,6 +182,7 @@ class OneTurnEnv(StandIn):
             **start.about(),
             id=turn_id(start.job, ref, start.adapter.version, 0),
             adapter=start.adapter,
+            untrained=start.untrained,
             trajectory=ref,
             turn=0,
             transcript=PROMPT,

@@ -221,7 +221,7 @@ class JobState(msgspec.Struct, kw_only=True):
     status: Status = "validating_files"
     epoch: int = 0  # raised by pause, resume and cancel
     attempt: int = 0  # of trajectories issued from now on
-    version: int = -1  # newest committed; -1: version 0 is still being made
+    version: int = -1  # newest committed, or a drawn version 0; -1: version 0 is still being made
     initialising: bool = False  # an Init is under way
     window: int = 0  # first group that no batch has used yet
     next_group: int = 0  # first group that was not issued yet
@@ -404,6 +404,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
         0  # of the items: those with an answer to learn, for supervised jobs; of these `longest` counts it too
     )
     num_texts: int = 0  # of the examples: those of plain text
+    fields: frozenset[str] = frozenset()  # some that all items have
     adapter: Brought | None = None  # that the file holds; None: it holds items
 
 

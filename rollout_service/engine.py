@@ -91,7 +91,7 @@ class Engine(Protocol):
         ...
 
     def resident(self) -> list[AdapterRef]:
-        """Lists the adapters that `generate` accepts now; the base model always is accepted, and is not listed."""
+        """Lists the adapters that `generate` accepts now; the base model, and what is untrained, it always accepts unlisted."""
         ...
 
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:

@@ -32,6 +32,7 @@ from common.streams import Cell
 from common.transcript import wrote
 from rollout_service.adapters import AdapterCache
 from rollout_service.engine import CorruptAdapter, Engine, Generated
+from rollout_service.turns import weights_of
 
 SHORT_TURN = 64
 """Tokens of a turn of which no progress is kept: sampling them again costs less."""
@@ -66,7 +67,7 @@ class RolloutHandler:
         """Generates the turn. Raises Unavailable when the store is away; any other trouble of this request is a failed TurnResult."""
         request = self._restarted(message)
         try:
-            async with self._adapters.hold(request.adapter):
+            async with self._adapters.hold(weights_of(request)):
                 generated = await self._generate(request, beat)
         except (CorruptObject, CorruptAdapter) as error:
             return [self._failed_turn(message, Failure("corrupt_adapter", str(error)))]

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from common.errors import InvalidInput
-from common.messages import Array, Sampling, TurnRequest, f32
+from common.messages import BASE, AdapterRef, Array, Sampling, TurnRequest, f32
 from rollout_service.engine import Partial
 
 KEPT_PARTIALS = 1024
@@ -18,6 +18,11 @@ MAX_STOP_IDS = 128
 """Each step of the torch engine compares with as many ids as some turn has had."""
 
 T = TypeVar("T")
+
+
+def weights_of(request: TurnRequest) -> AdapterRef:
+    """The weights that compute the turn. Caches and results name `request.adapter` all the same."""
+    return BASE if request.untrained else request.adapter
 
 
 def check_request(request: TurnRequest, *, vocab: int, context: int, max_temperature: float = math.inf) -> None:

@@ -294,7 +294,8 @@ class TrainerWorker:
             self.host.ended()
 
     def _commit(self, message: Init | TrainStep) -> None:
-        self.host.clock.after(self.machine.commit_s, lambda: self._committed(message))
+        versions = 2 if isinstance(message, TrainStep) and message.untrained else 1
+        self.host.clock.after(versions * self.machine.commit_s, lambda: self._committed(message))
 
     def _committed(self, message: Init | TrainStep) -> None:
         self._num_held -= 1

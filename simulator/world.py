@@ -46,7 +46,7 @@ class RunProgress:
 
     submitted_s: float
     first_token_s: float | None = None
-    versions_s: list[float] = field(default_factory=list[float])  # when each was committed, version 0 first
+    versions_s: list[float] = field(default_factory=list[float])  # when each was committed, from version 1
     ended_s: float | None = None
     tokens: int = 0  # of trained trajectories
 
@@ -248,7 +248,7 @@ class World:
         start = min(job.submitted_s for job in jobs)
         ends = [job.ended_s for job in jobs if job.ended_s is not None]
         makespan_s = max(ends) - start
-        steps = [later - at for job in jobs for at, later in pairwise(job.versions_s)]
+        steps = [later - at for job in jobs for at, later in pairwise([job.first_token_s or start, *job.versions_s])]
         waits = [job.first_token_s - job.submitted_s for job in jobs if job.first_token_s is not None]
         rates = [job.tokens / (end - job.submitted_s) for job, end in zip(jobs, ends, strict=True)]
         return PolicyRun(
@@ -257,7 +257,7 @@ class World:
             training_queue=self.discipline,
             workload=workload,
             n=len(jobs),
-            steps=max(len(job.versions_s) - 1 for job in jobs),
+            steps=max(len(job.versions_s) for job in jobs),
             makespan_s=makespan_s,
             tokens_per_s=sum(job.tokens for job in jobs) / makespan_s,
             steps_per_s=len(steps) / makespan_s,

@@ -212,12 +212,20 @@ class TrainHandler:
 
     async def _compute(self, message: Init | TrainStep, beat: Callable[[], None]) -> Trained:
         if isinstance(message, TrainStep):
+            if message.untrained:
+                await self._ensure_drawn(message, beat)
             return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
         if message.file:
             return Trained(await self._versions.read_brought(message.file, message.lora, beat), {}, 0, 0.0)
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
+
+    async def _ensure_drawn(self, step: TrainStep, beat: Callable[[], None]) -> None:
+        """Makes the version 0 that a job's first step trains, unless there is one: a trainer may have died right after it."""
+        if await self._versions.manifest(step.adapter) is None:
+            init = Init(id=f"{step.job}/init", **step.about(), adapter=step.adapter, seed=step.seed, lora=step.lora)
+            await self._make(init, step.adapter, beat)
 
     async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:
         """A version as another adapter's. Raises InvalidInput if it is of another rank or other targets than were asked for."""

@@ -174,10 +174,11 @@ async def job_figures(
     manifests = [manifest for manifest in found if manifest is not None]
     assert len(manifests) == steps + 1, f"{job} has not all of its versions"
     usage = next(row for row in (await tenant.api.get("/usage"))["data"] if row["job"] == job)
+    first_s = min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout")
     return JobFigures(
         submitted_s=submitted,
-        first_s=min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout"),
-        versions_s=[manifest.created_at for manifest in manifests],
+        first_s=first_s,
+        versions_s=[first_s, *(manifest.created_at for manifest in manifests[1:])],
         rewards=[metric(manifest, "reward_mean") for manifest in manifests[1:]],
         tokens=round(sum(metric(manifest, "trained_tokens") for manifest in manifests[1:])),
         written=round(sum(metric(manifest, "written_tokens") for manifest in manifests[1:])),

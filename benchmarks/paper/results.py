@@ -16,7 +16,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     submitted_s: float
     first_s: float  # its first turn at the rollout engine
-    versions_s: list[float]  # when each was committed, version 0 first
+    versions_s: list[float]  # when each was committed; version 0 when it first sampled
     rewards: list[float]  # of each step's batch, mean
     tokens: int  # prompt and sampled ones of its trained trajectories
     written: int  # of them, sampled

@@ -103,6 +103,7 @@ class Files:
             tokens=items.tokens,
             num_examples=items.num_examples,
             num_texts=items.num_texts,
+            fields=items.fields or frozenset(),
             adapter=adapter,
         )
         if num_bytes > PART_BYTES:

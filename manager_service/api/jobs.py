@@ -24,7 +24,7 @@ from manager_service.api.schemas import ErrorObject, HyperparameterObject, JobOb
 from manager_service.api.submission import JobGiven, build_spec
 from manager_service.kept import Kept
 from manager_service.receivers import Receivers
-from manager_service.records import FINAL, JobError, Status, TenantRecord
+from manager_service.records import FINAL, JobError, JobState, Status, TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
 
@@ -67,7 +67,7 @@ async def create(
         spec = msgspec.structs.replace(spec, created_at=int(now))
         known = await store.create(api.bases[spec.base_model], spec, score=now, once=once)
         if known is None:
-            return shown(await store.find(tenant.id, spec.id))
+            return shown(JobRow(api.bases[spec.base_model], spec, JobState()))
     assert once is not None
     return shown(await _first(store, tenant, known, once))
 

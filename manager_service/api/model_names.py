@@ -12,7 +12,7 @@ from common.messages import BASE, AdapterRef, LoraSpec
 from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobRow, JobStore
-from manager_service.jobs.retention import has_version
+from manager_service.jobs.retention import has_version, newest_stored
 from manager_service.records import TenantRecord, tuned_model
 from manager_service.runs.records import is_run
 from manager_service.tinker.store.runs import RunStore
@@ -69,7 +69,7 @@ async def _of_job(api: Api, tenant: TenantRecord, plain: str, pinned: str | None
     row = await JobStore(api).find(tenant.id, plain.rpartition(":")[2])
     if row.spec.tuned_model != plain or row.deleted:
         raise NotFound("another name is meant, or it was deleted")
-    version = _version(pinned, row.state.version, f"its job is {row.state.status}")
+    version = _version(pinned, newest_stored(row.spec, row.state), f"its job is {row.state.status}")
     if not has_version(row.spec, row.state, version):
         raise NotFound(f"its job keeps {row.spec.hyper.keep_versions} versions, and this one is gone")
     return Named(row.base, AdapterRef(tenant.id, row.spec.id, version), row.spec.hyper.lora, row)

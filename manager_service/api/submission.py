@@ -32,7 +32,7 @@ from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckKind, CheckLengths, CheckMethod, CheckRows, Task
 from manager_service.api.starts import JobStart, find_start
 from manager_service.receivers import Receivers
-from manager_service.records import JSON, FileRecord, Hyper, JobSpec, TenantRecord
+from manager_service.records import JSON, FileRecord, Hyper, Integration, JobSpec, TenantRecord
 from manager_service.scheduling.fairness import largest_group
 from manager_service.scheduling.policies import Policy
 
@@ -134,7 +134,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     start = await find_start(api, tenant, body.model, body.adapter_file)
     base = start.base
     _check_labels(body)
-    integrations = checked_integrations(body.integrations or [], await Receivers(api.redis).installed())
+    integrations = await _integrations(api, body)
     plan = await _plan(api, tenant, body, start)
     _check_base(base, plan)
     _check_repeats(api, plan.env)
@@ -173,6 +173,10 @@ _OF_TEXTS = (
     "Examples whose prompt and completion are texts are learned as they stand, without the chat template by which chat and other jobs ask: "
     "write lists of messages for that, as `marlaas submit --prompt COLUMN --completion COLUMN` does"
 )
+
+
+async def _integrations(api: Api, body: JobGiven) -> tuple[Integration, ...]:
+    return checked_integrations(body.integrations, await Receivers(api.redis).installed()) if body.integrations else ()
 
 
 async def _files(
@@ -378,7 +382,7 @@ async def _check_items(
         await _each(api, tenant, record, lambda part, before: CheckKind(part, before, plan.supervised, param))
     most = plan.most_tokens(base)
     fits = base.name in record.longest and record.longest[base.name] <= most
-    if plan.fields:
+    if not record.fields.issuperset(plan.fields):
         await _each(api, tenant, record, lambda part, before: CheckRows(part, before, plan.fields, param))
     if not fits:
         await _check_lengths(api, tenant, record, plan, base, param)

@@ -2,7 +2,7 @@
 
     validating_files ─► queued ─► running ⇄ paused ─► succeeded | failed | cancelled
 
-    running:  Init ─► version 0 ─► [ issue groups ─► scored ─► TrainStep ─► version + 1 ] x num_steps ─► last evaluation
+    running:  (Init ─►) version 0 ─► [ issue groups ─► scored ─► TrainStep ─► version + 1 ] x num_steps ─► last evaluation
 
 The version gate (I1): a group is issued for the newest version and used while `version - group.version <= max_staleness`;
 at most `(max_staleness + 1) * batch_size` groups are issued and not yet trained.
@@ -19,7 +19,7 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
-from manager_service.jobs.retention import droppable
+from manager_service.jobs.retention import droppable, is_untrained
 from manager_service.jobs.stopping import end_of, note_step
 from manager_service.kept import LIMITS, Limits
 from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Stop, Training
@@ -104,12 +104,14 @@ class Job:
         self.journal.queued(now, changes)
 
     def start(self, now: float, changes: Changes) -> None:
-        """Leads from queued to running: asks for version 0."""
+        """Leads from queued to running: asks for version 0, unless it is drawn and so needs nobody to be sampled by."""
         self.state.status = "running"
         self.state.started_at = int(now)
-        self.state.initialising = True
-        changes.published.append(self.orders.init(self.state))
         self.journal.tell(now, changes, "Job started")
+        self.state.initialising = not is_untrained(self.spec, 0)
+        if not self.state.initialising:
+            return self._reach(0, now, changes)
+        changes.published.append(self.orders.init(self.state))
 
     def pause(self, now: float, changes: Changes) -> None:
         """Declares void what is under way. Finished turns come back as Parked, and wait until the job goes on."""
@@ -145,22 +147,16 @@ class Job:
         """Sends again what the job waits for. Call when nothing of the job is in any stream."""
         if self.state.status in FINAL:
             self._give_up(changes)
-        elif self.state.training:
+        elif training := self.state.training:  # its groups are sampled again, because their results were lost with it
             self.journal.warn(now, "A training step was lost and is made again", changes)
-            self._restart_step(self.state.training, changes)
+            self.open.wait_again(training.keys, self.state.version, self.state.attempt)
+            self.state.reopen_window(training, self.open.groups.keys())
+            self._reissue(changes)
         elif self.state.initialising:
             self.start(now, changes)
         elif self.num_waiting:
             self.journal.warn(now, f"{self.num_waiting} trajectories were lost and are sampled again", changes)
             self._reissue(changes)
-
-    def _restart_step(self, training: Training, changes: Changes) -> None:
-        """Samples the groups of a lost TrainStep again, because their results were lost with it."""
-        state = self.state
-        for key in map(TrajectoryKey.parse, training.keys):
-            self.open.wait_for(key, state.version, state.attempt)
-        state.reopen_window(training, self.open.groups.keys())
-        self._reissue(changes)
 
     def _give_up(self, changes: Changes) -> None:
         """Settles the lost TrainStep or Init of a job that has ended."""
@@ -211,6 +207,8 @@ class Job:
     def _sample(self, version: int, keys: list[TrajectoryKey], changes: Changes) -> None:
         """Publishes trajectories of one item and purpose."""
         changes.published.append(self.orders.start(self.state, version, keys))
+        if version == 0:
+            changes.begun.append(self.id)
         for key in keys:
             self.open.issue(key, version, self.state.attempt, changes)
 
@@ -362,8 +360,6 @@ class Job:
             self._on_refused(message.batch, message.adapter.version, message.failure, now, changes)
         elif self.state.initialising and message.adapter.version == 0:
             self.state.initialising = False
-            if self.state.status not in FINAL:
-                changes.begun.append(self.id)
             self._commit(message, now, changes)
         elif self.state.training is not None and message.adapter.version == self.state.version + 1:
             self._on_trained(message, self.state.training, now, changes)
@@ -391,16 +387,20 @@ class Job:
         self.fail(JobError(failure.kind, reason), now, changes)
 
     def _commit(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
+        self._reach(message.adapter.version, now, changes)
+        changes.published.append(self.orders.new_version(self.state, message.adapter))
+        if self.state.version > 0:
+            changes.checkpoints.append((self.id, CheckpointRecord(self.state.version, int(now), message.metrics)))
+
+    def _reach(self, version: int, now: float, changes: Changes) -> None:
+        """Samples by this version from now on."""
         state, hyper = self.state, self.spec.hyper
-        state.version = message.adapter.version
+        state.version = version
         self.open.look_again()
         if hyper.keep_versions is not None:
-            state.stored.append(state.version)
-        changes.published.append(self.orders.new_version(state, message.adapter))
-        if state.version == 0:
+            state.stored.append(version)
+        if version == 0:
             self.journal.start_clock(now)
-        else:
-            changes.checkpoints.append((self.id, CheckpointRecord(state.version, int(now), message.metrics)))
         if state.version in (0, self.num_steps) or (hyper.eval_interval and state.version % hyper.eval_interval == 0):
             begin(self.spec, self.state)
         versions = {group.version for group in self.open.groups.values()}.union(map(int, state.evals))

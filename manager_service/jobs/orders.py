@@ -25,6 +25,7 @@ from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
 from manager_service.jobs.items import Items
 from manager_service.jobs.open_trajectories import TrajectoryKey
+from manager_service.jobs.retention import is_untrained
 from manager_service.records import JobSpec, JobState, brought_path
 
 
@@ -72,6 +73,7 @@ class Orders:
             max_turns=hyper.max_turns,
             tool_timeout_s=hyper.tool_timeout_s,
             weight=spec.weight,
+            untrained=is_untrained(spec, version),
         )
         return self._cell.env, message
 
@@ -103,6 +105,7 @@ class Orders:
             next_group=next_group,
             drops=drops,
             weight=spec.weight,
+            untrained=is_untrained(spec, state.version),
         )
 
     def cancel(self, state: JobState, *, park: bool) -> Out:

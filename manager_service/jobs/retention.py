@@ -1,4 +1,8 @@
-"""Decides which versions of a job's adapter stay: the newest `keep_versions`, the best by evaluation, and those in use."""
+"""Decides which versions of a job's adapter stay: the newest `keep_versions`, the best by evaluation, and those in use.
+
+A version 0 that is drawn changes nothing, so that its turns are the base model's. Its job samples by it at once; its files come
+with version 1.
+"""
 
 from collections.abc import Iterable
 
@@ -19,4 +23,14 @@ def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[in
 
 def has_version(spec: JobSpec, state: JobState, version: int) -> bool:
     """Is a version in the store?"""
-    return 0 <= version <= state.version and (spec.hyper.keep_versions is None or version in state.stored)
+    return 0 <= version <= newest_stored(spec, state) and (spec.hyper.keep_versions is None or version in state.stored)
+
+
+def newest_stored(spec: JobSpec, state: JobState) -> int:
+    """The newest version that is surely in the store; -1: none."""
+    return -1 if is_untrained(spec, state.version) else state.version
+
+
+def is_untrained(spec: JobSpec, version: int) -> bool:
+    """Is it a version 0 that was drawn from the seed, and so changes nothing?"""
+    return version == 0 and spec.source is None and not spec.adapter_file

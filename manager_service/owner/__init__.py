@@ -4,13 +4,14 @@
 
 After a crash another replica takes the leases, and rebuilds each partition from Redis.
 
-    owner.py         runs the loop: reads, lets jobs change, asks what follows, commits
-    partition.py     holds the jobs of one partition, and applies messages to them
-    arriving.py      reads the files of new jobs
-    leases.py        shares the partitions among the live owners
-    big_steps.py     writes big TrainSteps to object storage before they are published
-    sample_mover.py  moves samples from Redis to object storage
-    surroundings.py  follows tenants, quotas and memory, and trims broadcasts
-    memory.py        measures what fills Redis
-    transaction.py   writes a pass's changes by one script that first compares the lease
+    owner.py           runs the loop: reads, lets jobs change, asks what follows, commits
+    partition.py       holds the jobs of one partition, and applies messages to them
+    arriving.py        reads the files of new jobs
+    leases.py          shares the partitions among the live owners
+    big_steps.py       writes big TrainSteps to object storage before they are published
+    sample_mover.py    moves samples from Redis to object storage
+    payload_tidier.py  deletes payloads that nobody will ask for again
+    surroundings.py    follows tenants, quotas and memory, and trims broadcasts
+    memory.py          measures what fills Redis
+    transaction.py     writes a pass's changes by one script that first compares the lease
 """

@@ -10,7 +10,6 @@ each partition's changes by one fenced script. A partition whose commit is refus
 """
 
 import asyncio
-import math
 import secrets
 import time
 from collections import defaultdict
@@ -32,6 +31,7 @@ from manager_service.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Fetch, Partition
+from manager_service.owner.payload_tidier import PayloadTidier
 from manager_service.owner.sample_mover import SampleMover
 from manager_service.owner.surroundings import Seen, Surroundings
 from manager_service.owner.transaction import Commits, Fence
@@ -48,6 +48,8 @@ ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
 """Payloads that are fetched from object storage at once."""
+TAKEN_TOGETHER = 8
+"""New jobs of a partition that are read before the first of them starts."""
 FETCH_AGAIN_S = 1.0
 """Between two tries to read a new job's files."""
 STALL_S = 30.0
@@ -89,9 +91,8 @@ class Owner:
         self._arrived = asyncio.Event()  # new jobs are to be fetched
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
-        self._with_payloads: set[str] = set()  # jobs that may have payloads in the object storage
         self._samples = SampleMover(bus, objects)
-        self._untidy = asyncio.Queue[tuple[str, float]]()  # job, oldest version whose payloads are needed
+        self._payloads = PayloadTidier(objects)
         self._wanted = asyncio.Event()  # a partition wants something of the object storage
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
@@ -108,7 +109,7 @@ class Owner:
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(
-            self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._tidy(), self._passes(),
+            self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._payloads.run(), self._passes(),
             self._big_steps.run(self._written), self._ask_store(), self._samples.run(),
             self._archiver.run(self._archive_now, self._commit_archived),
         ):  # fmt: skip
@@ -160,7 +161,7 @@ class Owner:
                 return  # the lease was lost meanwhile
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
-            self._with_payloads.update(partition.jobs)  # of the last owner, for all that is known
+            self._payloads.note(partition.jobs)  # of the last owner, for all that is known
             await self._commit({number: changes})
             self._samples.resume(partition.jobs)
         if partition.arriving:
@@ -173,26 +174,29 @@ class Owner:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            for number, owned in list(self._owned.items()):
-                for job_id in owned[0].arriving:
-                    await self._take_in(number, owned, job_id)
+            waited_for = [(n, owned) for n, owned in self._owned.items() if owned[0].arriving]
+            await asyncio.gather(*(self._take_in(number, owned) for number, owned in waited_for))
 
-    async def _take_in(self, number: int, owned: tuple[Partition, Fence], job_id: str) -> None:
-        partition, changes = owned[0], Changes()
-        failure: Unavailable | None = None
-        try:
-            await partition.fetch(job_id, time.time(), changes)
-        except Unavailable as error:
-            failure = error
-        async with self._lock:
-            if self._owned.get(number) is not owned:  # the next owner does it
-                return
-            if failure:
-                await partition.delay(job_id, failure, time.time(), changes)
-                asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
-            if not failure or job_id in partition.jobs:
-                await partition.take_in(job_id, time.time(), changes)
-            await self._commit({number: changes})
+    async def _take_in(self, number: int, owned: tuple[Partition, Fence]) -> None:
+        """Reads a partition's new jobs, some at a time, and decides at once what follows, as a pass does."""
+        partition, arriving = owned[0], owned[0].arriving
+        for first in range(0, len(arriving), TAKEN_TOGETHER):
+            jobs, changes = arriving[first : first + TAKEN_TOGETHER], Changes()
+            failures = [await _fetch_job(partition, job, changes) for job in jobs]
+            async with self._lock:
+                if self._owned.get(number) is not owned:  # the next owner does it
+                    return
+                for job, failure in zip(jobs, failures, strict=True):
+                    await self._enter(partition, job, failure, changes)
+                await self._decide(defaultdict(Changes, {number: changes}), time.time())
+
+    async def _enter(self, partition: Partition, job: str, failure: Unavailable | None, changes: Changes) -> None:
+        """Takes in a new job that was read, or notes why it could not be. Call under the lock."""
+        if failure:
+            await partition.delay(job, failure, time.time(), changes)
+            asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
+        if not failure or job in partition.jobs:
+            await partition.take_in(job, time.time(), changes)
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
@@ -295,7 +299,7 @@ class Owner:
         async with self._fetches:
             delivery = await fetch()
         if not isinstance(delivery.message, Undecodable):
-            self._with_payloads.add(delivery.message.job)
+            self._payloads.note([delivery.message.job])
         async with self._lock:
             if self._owned.get(number) is owned:  # else the next owner reads it
                 owned[0].fetching.discard(entry)
@@ -317,6 +321,10 @@ class Owner:
             await self._owned[number][0].handle(delivery, now, changes[number])
             if self._owned[number][0].arriving:
                 self._arrived.set()
+        await self._decide(changes, now)
+
+    async def _decide(self, changes: defaultdict[int, Changes], now: float) -> None:
+        """Decides what follows from what has changed, and commits it. `changes`: of each owned partition."""
         for partition, _ in self._owned.values():
             self._allocator.follow(partition.jobs, now)
             self._allocator.follow(partition.runs.table, now)
@@ -355,27 +363,10 @@ class Owner:
 
     def _committed(self, partition: Partition, changes: Changes) -> None:
         self._samples.follow(changes, partition.jobs)
-        self._with_payloads.update(message.job for _, message in changes.published if self._big_steps.path(message))
+        self._payloads.note(message.job for _, message in changes.published if self._big_steps.path(message))
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
-        for job in self._with_payloads & changes.oldest_in_use.keys():
-            self._untidy.put_nowait((job, changes.oldest_in_use[job]))
-        for job in (*changes.finished, *changes.settled, *(moved.job for moved in changes.over)):
-            self._with_payloads.discard(job)
-            self._untidy.put_nowait((job, math.inf))
-
-    async def _tidy(self) -> None:
-        """Deletes the payloads of big messages that name old versions, those that a crash left too. A payload that stays costs
-        space and nothing else.
-        """
-        while True:
-            job, oldest = await self._untidy.get()
-            try:
-                for version in await self._objects.folders(f"payloads/{job}"):
-                    if int(version) < oldest:
-                        await self._objects.delete_folder(f"payloads/{job}/{version}")
-            except Unavailable as error:
-                log.warning("not_deleted", job_id=job, reason=str(error))
+        self._payloads.follow(changes)
 
     def _archive_now(self) -> tuple[list[int], float]:
         """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""
@@ -436,6 +427,15 @@ class Owner:
         inboxes = [name for partition in partitions for name in partition.inboxes]
         trainers = {name for partition in partitions for name in partition.runs.trainer_streams}
         return await self._surroundings.nothing_under_way(inboxes, sorted(trainers))
+
+
+async def _fetch_job(partition: Partition, job: str, changes: Changes) -> Unavailable | None:
+    """Reads a new job's record and files, or returns why they cannot be read now."""
+    try:
+        await partition.fetch(job, time.time(), changes)
+    except Unavailable as error:
+        return error
+    return None
 
 
 def _partition_number(delivery: Delivery) -> int:

@@ -26,7 +26,7 @@ from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
-from rollout_service.turns import TurnsUnderWay, check_request
+from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
 IDLE_S = 5.0
 """Memory is given back after so long without work."""
@@ -135,10 +135,11 @@ class TorchEngine:
     def _check(self, request: TurnRequest) -> FusedAdapter | None:
         if self._thread is None:
             raise RuntimeError("the engine is not running")
-        if not request.adapter.is_base and request.adapter not in self._adapters:
-            raise NotFound(f"adapter {request.adapter} is not resident")
+        weights = weights_of(request)
+        if not weights.is_base and weights not in self._adapters:
+            raise NotFound(f"adapter {weights} is not resident")
         check_request(request, vocab=self._config.vocab, context=self._config.context)
-        return None if request.adapter.is_base else self._adapters[request.adapter]
+        return None if weights.is_base else self._adapters[weights]
 
     def _submit(self, command: Callable[[], None]) -> None:
         with self._wake:

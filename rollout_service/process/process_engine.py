@@ -30,7 +30,7 @@ from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChu
 from rollout_service.process.known_adapters import KnownAdapters
 from rollout_service.process.lora_slots import LoraSlots
 from rollout_service.process.turn import NotFinite, OpenTurn
-from rollout_service.turns import TurnsUnderWay, check_request
+from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
 MAX_DEATHS = 4
 """A turn is given up when so many processes have died under it, the last two while it ran alone."""
@@ -214,8 +214,8 @@ class ProcessEngine:
     def _check(self, request: TurnRequest) -> Stored:
         if self._life is None:
             raise RuntimeError("the engine is not running")
-        base = request.adapter.is_base
-        stored = self._files.put_base() if base else self._files.get(request.adapter)
+        weights = weights_of(request)
+        stored = self._files.put_base() if weights.is_base else self._files.get(weights)
         if stored is None:
             raise NotFound(f"adapter {request.adapter} is not resident")
         shape, sampling = self._shape, request.sampling

@@ -75,7 +75,7 @@ class OpenTurn:
             id=name,
             tokens=sequence,
             adapter=adapter,
-            salt=str(adapter.number),
+            salt=str(request.adapter) if request.untrained else str(adapter.number),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             num_top_logprobs=sampling.num_top_logprobs,

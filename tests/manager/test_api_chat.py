@@ -176,6 +176,12 @@ async def test_a_tuned_model_answers_with_its_newest_or_a_pinned_version(server:
     name = f"ft:tiny:default:s:{job.id}"
     with pytest.raises(openai.NotFoundError, match="no version yet"):
         await server.openai.chat.completions.create(model=name, messages=HELLO)
+    await server.api.redis.hset(
+        server.bus.cell.job(job.id), "state", JSON.encode(JobState(status="running", version=0))
+    )
+    for early in (name, f"{name}@0"):
+        with pytest.raises(openai.NotFoundError, match="no version yet"):
+            await server.openai.chat.completions.create(model=early, messages=HELLO)
     state = JSON.encode(JobState(status="running", version=3))
     await server.api.redis.hset(server.bus.cell.job(job.id), "state", state)
     async with played(Script(server.bus)) as script:

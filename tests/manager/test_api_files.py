@@ -178,14 +178,15 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
         return
     msgspec.msgpack.encode(row)
     assert msgspec.json.decode(jsonl(row)) == row
+    fields = frozenset(row)
     if is_example(row):
         length = {"tiny": len(read_example(row, CHATTY).tokens)}
         assert found == FoundItems(
-            1, 1, length, 1, length, int("messages" not in row and isinstance(row["completion"], str))
+            1, 1, length, 1, length, int("messages" not in row and isinstance(row["completion"], str)), fields
         )
     else:
         length = {"tiny": len(CHATTY.render(with_messages(row)["messages"]))}
-        assert found == FoundItems(1, 1, length, 0, length)
+        assert found == FoundItems(1, 1, length, 0, length, fields=fields)
     assert found.longest["tiny"]
 
 
@@ -245,3 +246,17 @@ async def test_the_files_that_a_tenant_keeps_are_bounded_in_number_and_bytes_eve
         assert [(await send(small)).status_code for _ in range(2)] == [200, 429]
         other = await server.new_tenant("acme")
         await upload(other, small)
+
+
+def test_a_file_keeps_the_names_of_fields_that_all_of_its_items_have() -> None:
+    rows = [
+        {"prompt": "x", "answer": "1", "meta": {}, "y" * 65: 1},
+        {"prompt": "x", "answer": None, "only": 2, "y" * 65: 1},
+    ]
+    found = [check_lines(jsonl(*some), before=0, max_line_bytes=10_000, tokenizers={}) for some in (rows, rows[:1], [])]
+    assert found[0].fields == {"prompt", "answer"} and found[2].fields is None
+    assert (found[2] + found[0] + found[1]).fields == {"prompt", "answer"}
+    many = check_lines(
+        jsonl({"prompt": "x"} | {f"field{i:03}": i for i in range(100)}), before=0, max_line_bytes=10_000, tokenizers={}
+    )
+    assert many.fields is not None and len(many.fields) == 64

@@ -226,6 +226,41 @@ def test_a_job_that_ends_early_settles_all_but_a_step_under_way(end: str) -> Non
         assert world.open == set(training.keys if training else ())
 
 
+def started(**changes: Any) -> tuple[Job, Changes]:
+    """A job that was just started."""
+    spec = msgspec.structs.replace(job_spec(num_steps=2, batch_size=1, group_size=2), **changes)
+    job, changes_of = Job(CELL, spec, JobState(), Items(), Items()), Changes()
+    job.queue(0, changes_of)
+    job.start(0, changes_of)
+    return job, changes_of
+
+
+def test_a_job_of_the_base_model_samples_and_trains_without_waiting_for_its_version_0() -> None:
+    job, changes = started()
+    assert job.wants_group() and not changes.published and not changes.begun
+    job.issue_group(changes)
+    ((_, start),) = changes.published
+    assert isinstance(start, Start) and start.untrained and start.adapter.version == 0
+    assert changes.begun == [job.id], "workers of other bits are kept away"
+    assert not has_version(job.spec, job.state, 0), "nobody has its files"
+    world = run(0)
+    assert [step.untrained for step in world.steps] == [True, False, False, False]
+    assert has_version(world.job.spec, world.job.state, 0)
+
+
+@pytest.mark.parametrize("start", [{"source": AdapterRef("t", "other", 3)}, {"adapter_file": "file-1"}])
+def test_a_job_that_starts_from_an_adapter_waits_for_its_copy(start: dict[str, Any]) -> None:
+    job, changes = started(**start)
+    ((_, init),) = changes.published
+    assert isinstance(init, Init) and not job.wants_group()
+    update = AdapterUpdate(id="x", **init.about(), adapter=init.adapter, batch=init.id)
+    job.on_adapter(update, 1.0, changes)
+    assert job.wants_group() and has_version(job.spec, job.state, 0)
+    job.issue_group(changes)
+    message = changes.published[-1][1]
+    assert isinstance(message, Start) and not message.untrained
+
+
 def test_each_item_is_drawn_once_an_epoch_in_an_order_of_the_seeds() -> None:
     items = Items([b'{"n": %d}' % n for n in range(10)])
     spec = msgspec.structs.replace(job_spec(num_steps=100, batch_size=5), num_items=10)

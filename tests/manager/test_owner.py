@@ -135,6 +135,28 @@ async def test_a_job_trains_its_steps_and_the_ledger_balances(system: System) ->
         assert await system.bus.client.scard(key) == 0
 
 
+async def test_a_new_job_samples_while_no_trainer_answers(system: System) -> None:
+    go, seen = asyncio.Event(), asyncio.Event()
+    work = StandInTrainer.__call__
+
+    class Late(StandInTrainer):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            seen.set()
+            await go.wait()
+            return await work(self, message, beat)
+
+    system.trainer.__class__ = Late
+    spec = job_spec(num_steps=2)
+    await create_job(system.bus, spec)
+    await seen.wait()
+    assert await ledger_of(system.bus, spec.id) == {"issued": 16, "in_flight": 16}, (
+        "its first step is all that it asks for"
+    )
+    go.set()
+    await until_status(system.bus, spec.id, "succeeded")
+    assert [step.untrained for step in system.trainer.seen] == [True, False]
+
+
 async def test_a_gradient_uses_only_trajectories_of_the_version_it_trains(system: System) -> None:
     spec = job_spec(num_steps=4)
     await create_job(system.bus, spec)
@@ -346,7 +368,7 @@ async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_s
 
 async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus, objects: Objects) -> None:
     # Given a job whose Init is lost, in the memory of an owner whose clock then goes back
-    spec, changes = job_spec(), Changes()
+    spec, changes = msgspec.structs.replace(job_spec(), source=AdapterRef("acme", "other", 1)), Changes()
     state = JSON.encode(JobState(status="running", initialising=True))
     await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
     await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)

@@ -56,6 +56,21 @@ async def test_mixed_adapters_in_one_batch_give_the_same_as_each_alone(running: 
     assert [g.adapter for g in together] == [r.adapter for r in asked]
 
 
+async def test_a_version_0_that_changes_nothing_needs_no_loading_and_gives_what_the_base_gives(
+    running: Running,
+) -> None:
+    fresh = ref("fresh", 0)
+    async with running(adapters=MIXED, ends=False) as engine:
+        asked = [request(fresh, sample=i, max_tokens=8, temperature=0.0, untrained=True) for i in range(4)]
+        found = await asyncio.gather(*[one(engine, r) for r in [*asked, *mixed_requests(running)]])
+        expected = [await one(engine, request(BASE, sample=i, max_tokens=8, temperature=0.0)) for i in range(4)]
+        assert fresh not in engine.resident()
+        with pytest.raises(NotFound):
+            await one(engine, request(fresh, max_tokens=8))
+    assert all(same(running, f, e) for f, e in zip(found, expected, strict=False))
+    assert {g.adapter for g in found[:4]} == {fresh}
+
+
 @pytest.mark.parametrize("slots", [1, 5, 33])
 async def test_slots_and_order_of_arrival_change_nothing(running: Running, slots: int) -> None:
     asked = mixed_requests(running)

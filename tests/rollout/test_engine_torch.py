@@ -77,6 +77,20 @@ async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> Non
     assert sum(g.busy_s for g in done) > 0
 
 
+@pytest.mark.asyncio
+@pytest.mark.exact
+async def test_a_drawn_version_0_has_the_base_models_bits_also_beside_other_adapters(min_rows: int) -> None:
+    adapters = {ref("loaded", 0): files_of(1, size=0.0), ref("b"): files_of(2, rank=3)}
+    async with running(adapters=adapters, limits=exact_limits(min_rows)) as engine:
+        others = [request(ref("b"), sample=i, max_tokens=30) for i in range(5)]
+        own = [
+            [request(ref(job, 0), tokens=prompt("sort 40213"), sample=i, max_tokens=20, untrained=job == "fresh") for i in range(6)]
+            for job in ("loaded", "fresh")
+        ]  # fmt: skip
+        found = await asyncio.gather(*[one(engine, r) for r in [*own[0], *others, *own[1]]])
+    assert [bits(g) for g in found[:6]] == [bits(g) for g in found[11:]]
+
+
 @pytest.mark.exact
 def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
     assert selftest(decoder(), min_rows) == selftest(decoder(), min_rows)

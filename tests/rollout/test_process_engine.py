@@ -268,6 +268,14 @@ async def test_every_turn_names_an_adapter_also_those_of_the_base_model() -> Non
     assert names == {"-/base", "tenant/a@1"}
 
 
+async def test_versions_0_that_change_nothing_share_the_base_models_weights_and_nothing_that_is_cached() -> None:
+    cores = Cores()
+    async with started(cores) as engine:
+        for asked in (BASE, ref("a", 0), ref("b", 0)):
+            await one(engine, request(asked, max_tokens=2, untrained=asked != BASE))
+    assert cores.last.num_added == 1 and len(set(cores.last.salts)) == 3
+
+
 async def test_an_adapter_that_is_dropped_and_loaded_again_gets_a_number_of_its_own() -> None:
     cores = Cores()
     async with started(cores, "a") as engine:

@@ -27,6 +27,7 @@ from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Beat, Engine, Generated, OnToken, Partial
 from rollout_service.handler import RolloutHandler
+from rollout_service.turns import weights_of
 from tests.support.rollout_cases import beat, broken_files, files_of, ref, request, running
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -65,7 +66,7 @@ class FakeEngine:
         return self.held
 
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
-        assert request.adapter.is_base or request.adapter in self.held
+        assert weights_of(request).is_base or weights_of(request) in self.held
         await self.go.wait()
         return Generated(self.echo or request.adapter, [1, 2, 3], [-0.1, -0.2, -0.3], "stop", "", [], 3, 0.5)
 
@@ -145,6 +146,15 @@ async def test_a_turn_goes_to_env_with_its_adapter_and_what_it_cost() -> None:
     assert result.adapter == ref("a") and result.request == asked
     assert len(result.tokens) == len(result.logprobs) == result.usage.sampled_tokens > 0
     assert result.usage.prompt_tokens == len(asked.tokens) and result.usage.rollout_s > 0
+
+
+async def test_a_version_0_that_changes_nothing_is_sampled_before_the_store_has_it() -> None:
+    store, _ = await store_with()
+    async with running(adapters={}) as engine, serving(engine, store) as (handler, _):
+        _, early = await turn(handler, request(ref("a", 0), max_tokens=5, untrained=True))
+        _, missing = await turn(handler, request(ref("a", 0), max_tokens=5))
+    assert (early.adapter, early.failure, store.reads) == (ref("a", 0), None, 1)
+    assert missing.failure is not None and missing.failure.kind == "invalid"
 
 
 async def test_progress_is_all_that_another_worker_needs_to_go_on() -> None:

@@ -36,6 +36,7 @@ class FakeCore:
     seeds: list[int | None] = field(
         default_factory=list[int | None]
     )  # of the turns, in the order in which they were asked for
+    salts: list[str] = field(default_factory=list[str])  # likewise
     running: int = 0
     poisoned: bool = False
     named: list[str] = field(default_factory=list[str])  # adapters, in the order in which turns were asked for
@@ -72,6 +73,7 @@ class FakeCore:
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         self.named.append(request.adapter.name)
         self.seeds.append(request.seed)
+        self.salts.append(request.salt)
         digest, tokens = self.loaded[request.adapter.number], list(request.tokens)
         random = np.random.default_rng(request.seed)
         self.running += 1

@@ -72,6 +72,7 @@ class World:
         self.allocator.env_backlog = len(self.in_env) + len(self.examples)
         self.allocator.decide(self.now, changes)
         for change in changes.values():
+            self.started += [job for job, event in change.events if event.message == "Job started"]
             for _, message in change.published:
                 self._send(message)
 
@@ -114,8 +115,6 @@ class World:
             case Init() | TrainStep():
                 if isinstance(message, TrainStep):
                     self.trained.append(message.job)
-                else:
-                    self.started.append(message.job)
                 self.on_its_way.append(_update(message))
             case _:
                 pass

@@ -99,6 +99,7 @@ def request(
     reply_to: str = "",
     stream: bool = False,
     seeded: bool = True,
+    untrained: bool = False,
     **sampling: Any,
 ) -> TurnRequest:
     given = prompt() if tokens is None else tokens
@@ -115,6 +116,7 @@ def request(
         sampling=Sampling(seeded=seeded, **sampling),
         reply_to=reply_to,
         stream=stream,
+        untrained=untrained,
     )
 
 

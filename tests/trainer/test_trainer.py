@@ -105,6 +105,42 @@ async def test_init_makes_version_0_and_a_step_makes_version_1(system: System) -
     assert await system.weights(0) != await system.weights(1)
 
 
+async def test_a_first_step_draws_the_version_0_that_an_init_makes_and_commits_it_before_its_own(
+    system: System,
+) -> None:
+    step = replace(make_step(0, make_rows()), untrained=True)
+    made = await system.run(step)
+    found = [await system.manifest(version) for version in (0, 1)]
+    assert made.failure is None and made.batch == "j/1" and found[0].created_at <= found[1].created_at
+    assert (found[0].parent, found[0].batch, found[0].next_group) == (None, "j/init", 0)
+
+    await system.run(make_init("same"), make_step(0, make_rows(), "same"))
+    assert [await system.weights(v) for v in (0, 1)] == [await system.weights(v, "same") for v in (0, 1)]
+
+
+async def test_a_first_step_goes_on_from_the_version_0_of_a_trainer_that_died(system: System) -> None:
+    step, killed = replace(make_step(0, make_rows()), untrained=True), system.handler()
+
+    async def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    killed._fusion.train = die  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    with pytest.raises(KeyboardInterrupt):
+        await killed(step, nothing)
+    attempt = (await system.manifest(0)).attempt
+    assert await system.store.manifest(AdapterRef("t", "j", 1)) is None
+
+    both = await asyncio.gather(system.run(step), system.run(step, handler=system.handler()))
+    assert both[0] == both[1] and both[0].failure is None
+    assert [(await system.manifest(0)).attempt] == [path.name for path in system.attempts(0)] == [attempt]
+
+
+async def test_a_step_from_a_version_0_that_is_no_drawn_one_needs_its_files(system: System) -> None:
+    update = await system.run(make_step(0, make_rows()))
+
+    assert update.failure is not None and "does not exist" in update.failure.reason
+
+
 async def test_a_message_delivered_twice_is_answered_from_the_manifest(system: System) -> None:
     first = await system.run(make_init(), make_step(0, make_rows()))
 

@@ -16,6 +16,8 @@ from manager_service.api.reading.values import parse_json
 ENDING_ROLES = ("user", "system", "developer", "tool")
 NAMED_LINES = 5
 """Line numbers that an error lists at most."""
+MAX_FIELDS = 64
+"""Names of fields that a file's record keeps, and characters of one."""
 
 
 class FoundItems(msgspec.Struct, frozen=True):
@@ -27,6 +29,7 @@ class FoundItems(msgspec.Struct, frozen=True):
     num_examples: int = 0  # of the items: those with an answer to learn
     tokens: dict[str, int] = {}  # as `longest`, of all together
     num_texts: int = 0  # of the examples: those of plain text, which no chat template shows
+    fields: frozenset[str] | None = None  # that all items have, the first by name; None: there is no item
 
     def __add__(self, more: "FoundItems") -> "FoundItems":
         bases = [base for base in self.longest if base in more.longest]
@@ -37,6 +40,7 @@ class FoundItems(msgspec.Struct, frozen=True):
             self.num_examples + more.num_examples,
             {base: self.tokens[base] + more.tokens[base] for base in bases},
             self.num_texts + more.num_texts,
+            more.fields if self.fields is None else self.fields if more.fields is None else self.fields & more.fields,
         )
 
     @classmethod
@@ -77,8 +81,9 @@ def check_lines(
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{named} {number}: {error}", param="file", code="invalid_file") from error
         lengths = _lengths(item, {base: tokenizers[base] for base in found.longest})
-        found += FoundItems(0, 1, lengths, int(is_example(item)), lengths, int(is_text(item)))
-    return msgspec.structs.replace(found, num_lines=number - before)
+        found += FoundItems(0, 1, lengths, int(is_example(item)), lengths, int(is_text(item)), frozenset(item))
+    fields = found.fields and frozenset(sorted(name for name in found.fields if len(name) <= MAX_FIELDS)[:MAX_FIELDS])
+    return msgspec.structs.replace(found, num_lines=number - before, fields=fields)
 
 
 def check_kind(lines: bytes, *, before: int, examples: bool, param: str) -> int:

@@ -15,7 +15,7 @@ from common.streams import partition_of
 from manager_service.api.context import Api, Base
 from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
-from manager_service.jobs.retention import has_version
+from manager_service.jobs.retention import has_version, newest_stored
 from manager_service.records import JSON
 from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of
 from manager_service.tinker.names import Path, parse_path
@@ -207,9 +207,10 @@ class RunStore:
         row = await JobStore(self._api).find(tenant, path.run)
         known = path.kind == "sampler_weights" and path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
         version = int(path.name) if known else -1
-        if row.deleted or not 0 <= version <= row.state.version or not has_version(row.spec, row.state, version):
+        if row.deleted or not has_version(row.spec, row.state, version):
+            newest = newest_stored(row.spec, row.state)
             raise NotFound(
-                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {row.state.version}; versions that"
+                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {newest}; versions that"
                 " `keep_versions` leaves out are deleted, and so are those of a model that was"
             )
         return Source(row.base, AdapterRef(tenant, row.spec.id, version), row.spec.hyper.lora, row.base.name)
