@@ -80,7 +80,7 @@ class RunningRows:
     ) -> None:
         """`decode`: turns token ids into text, special tokens included, in which stop strings are looked for."""
         config = decoder.config
-        self._model = FusedDecoder(decoder)
+        self._model = FusedDecoder(decoder, exact=limits.exact)
         self._config, self._device = config, decoder.device
         self._decode = decode
         self._limits = limits
