@@ -21,6 +21,15 @@ Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardPart:
+    """Neighbouring rows of a forward, with attention and adapters of their own."""
+
+    num: int
+    attend: QkvAttend
+    products: Sequence[Product]
+
+
+@dataclass(frozen=True, slots=True)
 class FusedLayer:
     """The weights of one layer, those of one input joined."""
 
@@ -52,13 +61,13 @@ class FusedDecoder:
         self._cos = decoder.cos.unsqueeze(1)  # [context, 1, D]
         self._sin = torch.cat([-decoder.sin[:, :half], decoder.sin[:, half:]], dim=-1).unsqueeze(1)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: QkvAttend, products: Sequence[Product]) -> Tensor:
-        """tokens, positions [N] -> hidden states [N, E] after the last norm."""
+    def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
+        """tokens, positions [N] -> hidden states [N, E] after the last norm. A part may see what those before it write."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         for number, layer in enumerate(self.layers):
-            x = x.add_(self._attention(number, layer, x, cos, sin, attend, products))
-            x = x.add_(self._mlp(number, layer, x, products))
+            x = x.add_(self._attention(number, layer, x, cos, sin, parts))
+            x = x.add_(self._mlp(number, layer, x, parts))
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,43 +75,44 @@ class FusedDecoder:
         return F.linear(hidden, self.head).float()
 
     def _attention(
-        self,
-        number: int,
-        layer: FusedLayer,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: QkvAttend,
-        products: Sequence[Product],
+        self, number: int, layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[ForwardPart]
     ) -> Tensor:
         c = self.config
         x = layer.input_norm(x)
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        for product in products:
-            product.add_to(qkv, x, number * NUM_FUSED)
+        _adapt(qkv, x, number * NUM_FUSED, parts)
         qkv = qkv.view(len(x), -1, c.head_dim)
         rotated = qkv[:, : c.num_heads + c.num_kv_heads]
         qk = rotated
         if layer.qk_norm is not None:
             qk = layer.qk_norm(qk)
         torch.addcmul(qk * cos, qk.roll(c.head_dim // 2, -1), sin, out=rotated)
-        seen = attend(number, qkv)
+        found = [part.attend(number, own) for part, own in zip(parts, _cut(qkv, parts), strict=True)]
+        seen = found[0] if len(found) == 1 else torch.cat(found)
         out = F.linear(seen, layer.out, layer.out_bias)
-        for product in products:
-            product.add_to(out, seen, number * NUM_FUSED + 1)
+        _adapt(out, seen, number * NUM_FUSED + 1, parts)
         return out
 
-    def _mlp(self, number: int, layer: FusedLayer, x: Tensor, products: Sequence[Product]) -> Tensor:
+    def _mlp(self, number: int, layer: FusedLayer, x: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
         x = layer.mlp_norm(x)
         both = F.linear(x, layer.gate_up, layer.gate_up_bias)
-        for product in products:
-            product.add_to(both, x, number * NUM_FUSED + 2)
+        _adapt(both, x, number * NUM_FUSED + 2, parts)
         gate, up = both.chunk(2, dim=-1)
         inner = F.silu(gate).mul_(up)
         out = F.linear(inner, layer.down, layer.down_bias)
-        for product in products:
-            product.add_to(out, inner, number * NUM_FUSED + 3)
+        _adapt(out, inner, number * NUM_FUSED + 3, parts)
         return out
+
+
+def _adapt(y: Tensor, x: Tensor, number: int, parts: Sequence[ForwardPart]) -> None:
+    """Adds to y what each row's adapter makes of x."""
+    for part, own_y, own_x in zip(parts, _cut(y, parts), _cut(x, parts), strict=True):
+        for product in part.products:
+            product.add_to(own_y, own_x, number)
+
+
+def _cut(x: Tensor, parts: Sequence[ForwardPart]) -> Sequence[Tensor]:
+    return (x,) if len(parts) == 1 else x.split_with_sizes([part.num for part in parts])
 
 
 def torch_norm(weight: Tensor, eps: float) -> Norm:
