@@ -57,18 +57,20 @@ CANDIDATES = tuple(Kernels(cbwr, rows) for rows in (4, 8) for cbwr in (None, "AU
 """Fastest first, as measured: docs/decisions/kernels.md."""
 
 
-def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES) -> "ChosenKernels":
+def choose(
+    selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDATES, *, sizes: Sequence[int] = ()
+) -> "ChosenKernels":
     """Chooses kernels for this process, which must not have multiplied anything yet.
 
-    `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS` and ends with status 0 if the kernels that it was
-    started with keep the promise, DIFFERS if not. `folder`: the base model's.
+    `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS SIZES...` and ends with status 0 if the kernels that it
+    was started with keep the promise, DIFFERS if not. `folder`: the base model's. `sizes`: on which the answer depends too.
 
     Raises NotDeterministic if no candidate passes, InvalidInput if the self-test cannot be run.
     """
-    memory = Memory.of_this_machine(selftest, folder)
+    memory = Memory.of_this_machine(selftest, folder, sizes)
     kernels = memory.recall(candidates)
     if kernels is None:
-        kernels = _first_that_passes(selftest, folder, candidates)
+        kernels = _first_that_passes(selftest, folder, sizes, candidates)
         memory.keep(kernels)
     if kernels.mkl_cbwr is not None:
         os.environ["MKL_CBWR"] = kernels.mkl_cbwr
@@ -76,19 +78,19 @@ def choose(selftest: str, folder: Path, candidates: Sequence[Kernels] = CANDIDAT
     return ChosenKernels(kernels, memory)
 
 
-def run_selftest(selftest: Callable[[Decoder, int], object]) -> None:
-    """The main program of a self-test in a process of its own, see `choose`. `selftest`: takes the base model and MIN_ROWS."""
+def run_selftest(selftest: Callable[..., object]) -> None:
+    """The main program of a self-test in a process of its own, see `choose`. `selftest`: takes the base model, MIN_ROWS and SIZES."""
     prepare_cpu(num_threads=1)
     try:
-        selftest(Decoder.load(sys.argv[1]), int(sys.argv[2]))
+        selftest(Decoder.load(sys.argv[1]), *map(int, sys.argv[2:]))
     except NotDeterministic as error:
         sys.stdout.write(str(error))
         sys.exit(DIFFERS)
 
 
-def _first_that_passes(selftest: str, folder: Path, candidates: Sequence[Kernels]) -> Kernels:
+def _first_that_passes(selftest: str, folder: Path, sizes: Sequence[int], candidates: Sequence[Kernels]) -> Kernels:
     for kernels in candidates:
-        command = [sys.executable, "-m", selftest, str(folder), str(kernels.min_rows)]
+        command = [sys.executable, "-m", selftest, str(folder), *map(str, (kernels.min_rows, *sizes))]
         try:
             done = subprocess.run(
                 command, env=kernels.environment(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
@@ -113,9 +115,15 @@ class Memory:
     file: Path
 
     @classmethod
-    def of_this_machine(cls, selftest: str, folder: Path) -> "Memory":
+    def of_this_machine(cls, selftest: str, folder: Path, sizes: Sequence[int] = ()) -> "Memory":
         config = folder / "config.json"
-        known = [selftest, platform.machine(), torch.__version__, _cpu(), config.read_text() if config.exists() else ""]
+        known = [
+            *map(str, (selftest, *sizes)),
+            platform.machine(),
+            torch.__version__,
+            _cpu(),
+            config.read_text() if config.exists() else "",
+        ]
         known += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(DEPENDS_ON)]
         digest = hashlib.sha256("\0".join(known).encode()).hexdigest()
         return cls(_cache_folder(os.environ) / "marlaas" / f"kernels-{digest[:16]}.json")

@@ -14,6 +14,7 @@ are padded by their own value only (to 8, 16, 32, ...), and every product has at
 Axes: N rows of a forward, R padded rank times fused layers, at least MIN_INNER.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +22,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from base_model.adapter import Adapter, check_fits
 
 MIN_LANES = 4
+ALIGNMENT = 32
+"""Values: 64 bytes or more, so that products find lanes as they find tensors of their own."""
 MIN_RANK = 8
 MIN_INNER = 16
 """Narrower products are slower, not faster."""
@@ -43,14 +47,37 @@ NUM_FUSED = len(FUSED)
 class LaneFactors:
     """Factors by number of the fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
 
+    values: Tensor  # [L, P]: of each lane all factors, each of which begins at a multiple of ALIGNMENT
     a: tuple[Tensor, ...]
     b: tuple[tuple[Tensor, ...], ...]
+
+    @classmethod
+    def of(cls, a: Sequence[Tensor], b: Sequence[Sequence[Tensor]]) -> "LaneFactors":
+        """Copies factors of one lane, [1, ...] each."""
+        flat = [F.pad(each.flatten(), (0, -each.numel() % ALIGNMENT)) for each in chain(a, *b)]
+        return cls(torch.cat(flat).unsqueeze(0), tuple(a), tuple(map(tuple, b))).over(lambda values: values)
+
+    def over(self, change: Callable[[Tensor], Tensor]) -> "LaneFactors":
+        """The same factors of other lanes, whose values are made of these."""
+        values = change(self.values)
+        starts = itertools.accumulate((rounded(each[0].numel()) for each in self), initial=0)
+
+        def cut(each: Tensor) -> Tensor:
+            start, shape = next(starts), each.shape[1:]
+            return values[:, start : start + shape.numel()].unflatten(1, shape)
+
+        return LaneFactors(values, tuple(map(cut, self.a)), tuple(tuple(map(cut, each)) for each in self.b))
 
     def __iter__(self) -> Iterator[Tensor]:
         return chain(self.a, *self.b)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "LaneFactors":
-        return LaneFactors(tuple(map(change, self.a)), tuple(tuple(map(change, each)) for each in self.b))
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes
+
+
+def rounded(num: int) -> int:
+    return num + -num % ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +89,7 @@ class FusedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.factors)
+        return self.factors.num_bytes
 
 
 def padded_rank(rank: int) -> int:
@@ -84,7 +111,7 @@ def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: in
             names = [f"layers.{layer}.{leaf}" for leaf in leaves]
             a.append(_joined_a(adapter, names, shapes, rank).unsqueeze(0).to(like))
             b.append(tuple(_padded_b(adapter, name, shapes, rank).unsqueeze(0).to(like) for name in names))
-    return FusedAdapter(rank, LaneFactors(tuple(a), tuple(b)))
+    return FusedAdapter(rank, LaneFactors.of(a, b))
 
 
 def _joined_a(adapter: Adapter, names: Sequence[str], shapes: Mapping[str, tuple[int, int]], rank: int) -> Tensor:
@@ -118,13 +145,13 @@ class Lanes:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._factors or ())
+        return 0 if self._factors is None else self._factors.num_bytes
 
     def first(self, num: int) -> LaneFactors:
         """The factors of the first lanes."""
         assert self._factors is not None, "lanes that nobody was assigned"
         if num not in self._first:
-            self._first[num] = self._factors.map(lambda factor: factor[:num])
+            self._first[num] = self._factors.over(lambda values: values[:num])
         return self._first[num]
 
     def assign(self, wanted: Sequence[FusedAdapter]) -> list[int]:
@@ -150,8 +177,7 @@ class Lanes:
         self.owners += [None] * (lane + 1 - len(self.owners))
         if self.owners[lane] is not adapter:
             self.owners[lane] = adapter
-            for target, source in zip(self._factors, adapter.factors, strict=True):
-                target[lane] = source[0]
+            self._factors.values[lane] = adapter.factors.values[0]
         return lane
 
     def make(self, num: int, like: FusedAdapter) -> None:
@@ -159,7 +185,7 @@ class Lanes:
         self.owners.clear()
         self._first.clear()
         self._factors = None
-        self._factors = like.factors.map(lambda factor: factor.new_zeros(num, *factor.shape[1:]))
+        self._factors = like.factors.over(lambda values: values.new_zeros(num, values.shape[1]))
 
 
 @dataclass(slots=True, eq=False)
@@ -175,14 +201,10 @@ class Product:
         """Adds to y [N, out] B A x, of x [N, in]."""
         spread = x if self.gather is None else x.index_select(0, self.gather)
         a, bs = self.factors.a[number], self.factors.b[number]
-        inner = torch.bmm(spread.view(len(a), -1, x.shape[1]), a)
-        column = 0
-        for b, part in zip(bs, inner.split(bs[0].shape[1], dim=2), strict=False):  # R may be wider than all ranks
-            width = b.shape[2]
-            self._scatter(torch.bmm(part, b).view(-1, width), y[:, column : column + width])
-            column += width
-
-    def _scatter(self, out: Tensor, y: Tensor) -> None:
+        inner = torch.bmm(spread.view(a.shape[0], -1, x.shape[1]), a)
+        rank = bs[0].shape[1]  # R may be wider than all ranks
+        parts = [torch.bmm(inner.narrow(2, index * rank, rank), b) for index, b in enumerate(bs)]
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
         if self.places is not None:
             out = out.index_select(0, self.places)
         if self.rows is None:

@@ -44,13 +44,13 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     chosen = (settings.rollout_device, settings.dtype, settings.rollout_threads)
     if deterministic and chosen != ("cpu", "float32", 1):
         raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
-    choice = choose(SELFTEST, folder) if deterministic else None
+    choice = choose(SELFTEST, folder, sizes=[settings.engine_slots]) if deterministic else None
     min_rows = choice.kernels.min_rows if choice else DEFAULT.min_rows
     prepare_cpu(settings.rollout_threads)
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     dtype = getattr(torch, settings.dtype)
     decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-    bits = choice.fingerprint(lambda: selftest(decoder, min_rows)) if choice else ""
+    bits = choice.fingerprint(lambda: selftest(decoder, min_rows, settings.engine_slots)) if choice else ""
     limits = EngineLimits(
         slots=settings.engine_slots,
         kv_bytes=settings.rollout_kv_bytes,

@@ -1,10 +1,11 @@
 """Continuous batching: rows join as seats and memory free up, advance one token a step together, and leave when they end.
 
     admit   seat waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
-    step    one forward with the newest token of every row, each through its own adapter; sample; see who has ended
+    step    one forward with the newest token of every row, each through its own adapter, behind the new tokens of later turns that
+            have just joined; sample; see who has ended
 
 Forwards have 4, 8, 16 or 32 rows, then multiples of 8, in deterministic mode 48, 64, then multiples of 64; at least `min_rows`;
-and prefills a multiple of 16 positions. In deterministic mode a row's bits do not depend on its neighbours then (`selftest.py`
+and prefills of prompts a multiple of 16 positions. In deterministic mode a row's bits do not depend on its neighbours then (`selftest.py`
 checks that), as long as nothing is kept between turns (`turn_bytes` 0). Everything here runs in one thread, under
 torch.inference_mode.
 """
@@ -23,10 +24,10 @@ from base_model.device import give_back_memory
 from base_model.stacked import LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
-from rollout_service.embedded.fused import FusedDecoder
+from rollout_service.embedded.fused import ForwardPart, FusedDecoder
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
-from rollout_service.embedded.prefill import Prefill
+from rollout_service.embedded.prefill import Extension, Prefill, Rest
 from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
 from rollout_service.embedded.seats import Seats, TurnRow
 from rollout_service.engine import Partial
@@ -80,7 +81,7 @@ class RunningRows:
     ) -> None:
         """`decode`: turns token ids into text, special tokens included, in which stop strings are looked for."""
         config = decoder.config
-        self._model = FusedDecoder(decoder)
+        self._model = FusedDecoder(decoder, exact=limits.exact)
         self._config, self._device = config, decoder.device
         self._decode = decode
         self._limits = limits
@@ -92,6 +93,7 @@ class RunningRows:
         self._layout: ForwardLayout | None = None
         self.meter = Meter.of(decoder.device)
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
+        self._rests: list[Rest] = []  # that the next step computes
         self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
 
@@ -162,6 +164,7 @@ class RunningRows:
         self._waiting.clear()
         self._pools.clear()
         self._prefill.clear()
+        self._rests.clear()
         for row in self.active():
             self._seats.leave(row)
         self._layout = None
@@ -206,7 +209,7 @@ class RunningRows:
         self._layout = None
         for row in joined:
             self._pools.add(row)
-        self._prefill.fill(joined)
+        self._rests += self._prefill.fill(joined)
 
     # ---- one token -----------------------------------------------------------------------------------------
 
@@ -214,30 +217,43 @@ class RunningRows:
         started, since = time.perf_counter(), self.meter.now()
         layout = self._layout or self._lay_out()
         seats = layout.seats
-        sampled = self._forward(layout)
+        extension = self._prefill.extension(self._rests) if self._rests else None
+        self._rests = []
+        sampled = self._forward(layout, extension)
         both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
         tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
         ended = self._seats.append(seats, tokens, logprobs)
         for row in layout.watched:
             ended[row] |= self._watch(self._row(int(seats[row])), row, sampled)
-        self.meter.stepped(layout.size, since)
-        seconds = time.perf_counter() - started
-        self._step_s += seconds
-        self.sampled_tokens += len(seats)
-        self._seats.busy_s[seats] += seconds / len(seats)
+        self._count(layout, extension, self.meter.now() - since, time.perf_counter() - started)
         return [self._finish(self._row(int(seats[row])), logprobs[row]) for row in np.flatnonzero(ended)]
 
-    def _forward(self, layout: ForwardLayout) -> Sampled:
+    def _count(self, layout: ForwardLayout, extension: Extension | None, computed_s: float, seconds: float) -> None:
+        """Counts a step's time, of the meter's clock and of the wall's: each position costs alike."""
+        if extension:
+            share = extension.part.num / (extension.part.num + layout.size)
+            self._prefill.count(extension.shares, extension.part.num, share * computed_s, share * seconds)
+            computed_s, seconds = (1 - share) * computed_s, (1 - share) * seconds
+        self.meter.stepped(layout.size, computed_s)
+        self._step_s += seconds
+        self.sampled_tokens += len(layout.seats)
+        self._seats.busy_s[layout.seats] += seconds / len(layout.seats)
+
+    def _forward(self, layout: ForwardLayout, extension: Extension | None) -> Sampled:
+        """One forward of all rows' newest tokens, behind those of `extension`, whose keys and values they see."""
         num, seats = len(layout.seats), self._seats
         inputs = np.zeros((2, layout.size), np.int64)
         inputs[0, :num] = seats.last[layout.seats]
         inputs[1, :num] = seats.length[layout.seats] - 1
+        before = extension.part.num if extension else 0
+        if extension:
+            inputs = np.concatenate([[extension.tokens, extension.positions], inputs], axis=1)
         tokens, positions = torch.from_numpy(inputs).to(self._device)
         longest = [int(seats.length[pool.seats].max()) for pool in layout.pools]
-        attend = kv.DecodeAttend(
-            self._config, kv.slices(layout.pools, positions[:num], longest), exact=self._limits.exact
-        )
-        hidden = self._model.forward(tokens, positions, attend, layout.products)
+        places = kv.slices(layout.pools, positions[before : before + num], longest)
+        attend = kv.DecodeAttend(self._config, places, exact=self._limits.exact)
+        parts = [ForwardPart(layout.size, attend, layout.products)]
+        hidden = self._model.forward(tokens, positions, [extension.part, *parts] if extension else parts)[before:]
         uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
 

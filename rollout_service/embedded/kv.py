@@ -3,8 +3,10 @@
 Axes: n rows, T positions, L positions of a pool's rows, H query heads, K key/value heads, G query heads of one key head, D head size.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ MERGED_HEADS = 2
 
 BLOCK = 128
 """Positions of one product of weights and values in deterministic mode."""
+MIN_WIDTH = 16
+"""Rows with fewer new tokens than this are of one kind."""
 
 
 @dataclass(slots=True)
@@ -61,11 +65,9 @@ class DecodeAttend:
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         if len(self._parts) == 1 and len(self._parts[0].places) == len(qkv):
             return self._one(layer, self._parts[0], qkv)
-        out = qkv.new_zeros(len(qkv), self._heads * qkv.shape[2])
-        for part in self._parts:
-            end = part.first + len(part.places)
-            out[part.first : end] = self._one(layer, part, qkv[part.first : end])
-        return out
+        owned = [qkv[part.first : part.first + len(part.places)] for part in self._parts]
+        found = torch.cat([self._one(layer, part, own) for part, own in zip(self._parts, owned, strict=True)])
+        return F.pad(found, (0, 0, 0, len(qkv) - len(found)))
 
     def _one(self, layer: int, part: Slice, qkv: Tensor) -> Tensor:
         """qkv [n, H + 2K, D] -> [n, H * D]. The query heads of one key head stand as its rows."""
@@ -147,41 +149,72 @@ def _written(rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) 
     return [(pool, joined(positions[pool]), joined(places[pool])) for pool in positions]
 
 
-class ExtendAttend:
-    """Causal attention of new tokens on rows of a pool that have keys and values of earlier ones; adds theirs."""
+class NewTokens(NamedTuple):
+    """New tokens of a row of a pool."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        pool: Pool,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        nums: Sequence[int],
-        width: int,
-    ) -> None:
-        """`rows`: of the pool; `starts`: tokens that each has; `nums`: new ones, of `width` positions."""
-        device = pool.layers[0].device
-        self._pool = pool
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._rows_n = torch.tensor(rows, device=device)
-        start_n1, num_n1 = torch.tensor([starts, nums], device=device).unsqueeze(2)
-        at_T = torch.arange(width, device=device)
-        position_nT = start_n1 + at_T
-        self._valid = (at_T < num_n1).flatten().nonzero().squeeze(1)
-        self._places = (self._rows_n.unsqueeze(1) * pool.length + position_nT).flatten()[self._valid]
-        span = torch.arange(rounded(max(s + n for s, n in zip(starts, nums, strict=True))), device=device)
-        mask = torch.zeros(len(rows), 1, width, len(span), dtype=pool.layers[0].dtype, device=device)
-        mask.masked_fill_((span > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
-        self._mask = mask.repeat(1, 1, config.num_heads // config.num_kv_heads, 1)  # [n, 1, G * T, L]
+    pool: Pool
+    row: int
+    start: int  # tokens that the row has keys and values of
+    num: int  # new ones
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """The pool's length, and a width that is less than twice the tokens, but at least MIN_WIDTH."""
+        return self.pool.length, max(MIN_WIDTH, 1 << (self.num - 1).bit_length())
+
+
+class ExtendAttend:
+    """Causal attention of new tokens on rows that have keys and values of earlier ones; adds theirs. The tokens of all rows stand
+    end to end, without padding; those of one kind are padded for attention alone."""
+
+    def __init__(self, config: DecoderConfig, spans: Sequence[NewTokens]) -> None:
+        """`spans`: in order of kind."""
+        self._parts = [_SameKind(config, [*same]) for _, same in itertools.groupby(spans, key=lambda span: span.kind)]
+        self._sizes = [part.num_tokens for part in self._parts]
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """qkv [n * T, H + 2K, D] -> [n * T, H * D]. The G query heads of one key head stand as its rows."""
+        """qkv [N, H + 2K, D] -> [N, H * D]"""
+        found = [part(layer, own) for part, own in zip(self._parts, qkv.split(self._sizes), strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class _SameKind:
+    """The rows of one pool that have new tokens, T at most."""
+
+    def __init__(self, config: DecoderConfig, spans: Sequence[NewTokens]) -> None:
+        self._pool = spans[0].pool
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        device = self._pool.layers[0].device
+        self._rows_n, starts_n, nums_n = torch.tensor([span[1:] for span in spans], device=device).unbind(1)
+        self.num_tokens = sum(span.num for span in spans)
+        at_T = torch.arange(max(span.num for span in spans), device=device)
+        position_nT = starts_n.unsqueeze(1) + at_T
+        is_token_nT = at_T < nums_n.unsqueeze(1)
+        self._places = (self._rows_n.unsqueeze(1) * self._pool.length + position_nT)[is_token_nT]
+        self._spread = self._gathered = None  # where there is no padding
+        if self.num_tokens < is_token_nT.numel():
+            self._spread = (is_token_nT.flatten().cumsum(0) - 1).clamp_(min=0)
+            self._gathered = is_token_nT.flatten().nonzero().squeeze(1)
+        self._mask = self._masked(position_nT, rounded(max(span.start + span.num for span in spans)))
+
+    def _masked(self, position_nT: Tensor, length: int) -> Tensor:
+        """Makes what is added to scores, [n, 1, G * T, L]."""
+        span_L = torch.arange(length, device=position_nT.device)
+        mask = self._pool.layers[0].new_zeros(len(position_nT), 1, position_nT.shape[1], length)
+        mask.masked_fill_((span_L > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
+        return mask.repeat(1, 1, self._heads // self._kv_heads, 1)
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """qkv [tokens, H + 2K, D] -> [tokens, H * D]. The G query heads of one key head stand as its rows."""
         num, heads, size = len(self._rows_n), self._heads, qkv.shape[2]
         cache = self._pool.layers[layer]
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, self._places, qkv[:, heads:].index_select(0, self._valid))
-        q = qkv[:, :heads].view(num, -1, self._kv_heads, heads // self._kv_heads, size).permute(0, 2, 3, 1, 4)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, self._places, qkv[:, heads:])
+        q = qkv[:, :heads]
+        q = q if self._spread is None else q.index_select(0, self._spread)
+        q = q.reshape(num, -1, self._kv_heads, heads // self._kv_heads, size).permute(0, 2, 3, 1, 4)
         seen = cache[:, : self._mask.shape[3]].index_select(0, self._rows_n).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q.flatten(2, 3), seen[:, : self._kv_heads], seen[:, self._kv_heads :], attn_mask=self._mask
         )
-        return out.view(q.shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), -1)
+        out = out.view(q.shape).permute(0, 3, 1, 2, 4).reshape(-1, heads * size)
+        return out if self._gathered is None else out.index_select(0, self._gathered)

@@ -32,15 +32,15 @@ class Meter:
     def now(self) -> float:
         return self._now()
 
-    def stepped(self, rows: int, since: float) -> None:
+    def stepped(self, rows: int, seconds: float) -> None:
         self.decode_steps += 1
         self.decode_rows += rows
-        self.decode_s += self.now() - since
+        self.decode_s += seconds
 
-    def prefilled(self, tokens: int, positions: int, since: float) -> None:
+    def prefilled(self, tokens: int, positions: int, seconds: float) -> None:
         self.prefill_tokens += tokens
         self.prefill_positions += positions
-        self.prefill_s += self.now() - since
+        self.prefill_s += seconds
 
     def ended(self, tokens: int) -> None:
         self.turns += 1

@@ -1,7 +1,8 @@
 """Brings into the pools what they must hold before a turn's first token: keys and values of all tokens but the last.
 
     a new prompt    is computed once for all rows that share adapter and tokens
-    a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them
+    a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them: its new tokens are
+                    computed without padding, in the forward of the step that gives its first token
     prompt_logprobs are computed whole, whatever is kept, and each token gets its score
 
 Rows of different adapters and lengths are computed together. Everything here runs in the engine's thread.
@@ -9,20 +10,21 @@ Rows of different adapters and lengths are computed together. Everything here ru
 Axes: n rows, T positions, E hidden, K key/value heads, D head size.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.stacked import FusedAdapter, LanePlanner, Product
+from base_model.stacked import LanePlanner
 from common.messages import AdapterRef, Array, TurnRequest
 from rollout_service.embedded import kv
-from rollout_service.embedded.fused import FusedDecoder, QkvAttend
+from rollout_service.embedded.fused import ForwardPart, FusedDecoder
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
+from rollout_service.embedded.pools import EngineLimits, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
 from rollout_service.embedded.sampler import score
 from rollout_service.embedded.seats import TurnRow
@@ -38,6 +40,28 @@ SCORES_BYTES = 64 << 20
 T = TypeVar("T")
 Spent = Callable[[TurnRow, float], None]
 """Called with a row and the seconds that went into it."""
+Shares = Sequence[tuple[TurnRow, float]]
+"""Rows, and the tokens that are computed for each."""
+
+
+class Rest(NamedTuple):
+    """The tokens left to compute of a row whose beginning was kept."""
+
+    row: TurnRow
+    start: int  # tokens whose keys and values it has
+
+    @property
+    def num(self) -> int:
+        return len(self.row.request.tokens) - 1 - self.start
+
+
+class Extension(NamedTuple):
+    """The rest of some rows, as the beginning of a forward: tokens [N] at their positions [N]."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    part: ForwardPart
+    shares: Shares
 
 
 def prefix_key(row: TurnRow) -> PrefixKey:
@@ -52,7 +76,7 @@ class Prefill:
         self._pools = pools
         self._meter = meter
         self._spent = spent
-        self._planner = LanePlanner(model.embedding.device, limits.min_rows, budget_bytes=limits.prefill_lanes)
+        self._planner = LanePlanner(model.embedding.device, PREFILL_BLOCK, budget_bytes=limits.prefill_lanes)
         self._prefixes = PrefixCache(limits.prefixes)
         self.turns = TurnCache(limits.turns)
         self._piece = max(1, SCORES_BYTES // (4 * model.config.vocab))
@@ -66,9 +90,9 @@ class Prefill:
         self._prefixes.clear()
         self.turns.clear()
 
-    def fill(self, rows: Sequence[TurnRow]) -> None:
-        """Prefills rows that have their places in the pools."""
-        to_extend: dict[Pool, list[tuple[TurnRow, int]]] = {}
+    def fill(self, rows: Sequence[TurnRow]) -> list[Rest]:
+        """Prefills rows that have their places in the pools; returns what is left to compute, beside the next token or before."""
+        rests: list[Rest] = []
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
             pool, key, past = self._pools.of(row), prefix_key(row), self.turns.take(row.request)
@@ -77,14 +101,16 @@ class Prefill:
                 new.setdefault(key, []).append(row)
             elif past is not None:
                 pool.put(row.seat, past)
-                to_extend.setdefault(pool, []).append((row, past.shape[1]))
+                rests.append(Rest(row, past.shape[1]))
             elif (cached := self._prefixes.get(key)) is not None:
                 pool.put(row.seat, cached)
             else:
                 new.setdefault(key, []).append(row)
         self._prefill({key: same for key, same in new.items() if key[1]})
-        for pool, members in to_extend.items():
-            self._extend(pool, members)
+        *early, last = [*_within((rest for rest in rests if rest.num), PREFILL_TOKENS)] or [[]]
+        for part in early:
+            self._extend(part)
+        return last
 
     # ---- new prompts ------------------------------------------------------------------------------------------------
 
@@ -98,10 +124,19 @@ class Prefill:
                 self._compute(part, [new[key] for key in part], width)
 
     def _compute(self, keys: list[PrefixKey], sharing: list[list[TurnRow]], width: int) -> None:
-        tokens = [np.frombuffer(key[1], "<i4") for key in keys]
-        firsts = [(pool := self._pools.of(same[0]), pool.row(same[0].seat)) for same in sharing]
-        attend = kv.PrefillAttend(self._model.config, firsts, [len(t) for t in tokens], width)
-        hidden = self._forward(tokens, [0] * len(keys), width, attend, sharing)
+        nums = [len(key[1]) // 4 for key in keys]
+        shares = [(row, num / len(same)) for num, same in zip(nums, sharing, strict=True) for row in same]
+        with self._metered(shares, len(keys) * width):
+            tokens = np.zeros((len(keys), width), np.int32)
+            for own, num, key in zip(tokens, nums, keys, strict=True):
+                own[:num] = np.frombuffer(key[1], "<i4")
+            positions = np.tile(np.minimum(np.arange(width), self._model.config.context - 1), len(keys))
+            firsts = [(pool := self._pools.of(same[0]), pool.row(same[0].seat)) for same in sharing]
+            attend = kv.PrefillAttend(self._model.config, firsts, nums, width)
+            adapters = [same[0].adapter for same in sharing]
+            named = [a for a in adapters if a is not None]  # all or none: these are of one rank class
+            products = self._planner.plan_sequences(named, width) if named else []
+            hidden = self._forward(tokens.ravel(), positions, ForwardPart(tokens.size, attend, products))
         for key, same, states in zip(keys, sharing, hidden.split(width), strict=True):
             self._share(key, same)
             self._score([row for row in same if row.request.sampling.prompt_logprobs], states)
@@ -144,46 +179,61 @@ class Prefill:
         if self.turns.wants(row.request) and self.turns.make_room(num * self._pools.token_bytes):
             self.turns.put(row.request, tokens, self._pools.of(row).kept(row.seat, num))
 
-    def _extend(self, pool: Pool, rows: Sequence[tuple[TurnRow, int]]) -> None:
-        """Computes the rest of `rows` of a pool, each with the number of tokens whose keys and values it has already."""
-        groups: dict[tuple[int, int], list[tuple[TurnRow, int]]] = {}
-        for row, start in rows:
-            if (num := len(row.request.tokens) - 1 - start) > 0:
-                groups.setdefault(_class_of(row, num), []).append((row, start))
-        for (width, _), members in groups.items():
-            for part in _parts(members, width):
-                tokens = [row.request.tokens.numpy()[start:-1] for row, start in part]
-                starts = [start for _, start in part]
-                places = [pool.row(row.seat) for row, _ in part]
-                attend = kv.ExtendAttend(self._model.config, pool, places, starts, [len(t) for t in tokens], width)
-                self._forward(tokens, starts, width, attend, [[row] for row, _ in part])
+    def extension(self, rests: Sequence[Rest]) -> Extension:
+        """Puts the rests of rows end to end, all lengths, ranks and pools together."""
+        placed = sorted(((self._span(rest), rest) for rest in rests), key=lambda pair: pair[0].kind)
+        spans = [span for span, _ in placed]
+        adapters = [rest.row.adapter for _, rest in placed for _ in range(rest.num)]
+        products = self._planner.plan(adapters, len(adapters))
+        return Extension(
+            np.concatenate([rest.row.request.tokens.numpy()[rest.start : -1] for _, rest in placed]),
+            np.concatenate([np.arange(span.start, span.start + span.num) for span in spans]),
+            ForwardPart(len(adapters), kv.ExtendAttend(self._model.config, spans), products),
+            [(rest.row, rest.num) for rest in rests],
+        )
+
+    def _span(self, rest: Rest) -> kv.NewTokens:
+        pool = self._pools.of(rest.row)
+        return kv.NewTokens(pool, pool.row(rest.row.seat), rest.start, rest.num)
+
+    def _extend(self, rests: Sequence[Rest]) -> None:
+        with self._metered([(rest.row, rest.num) for rest in rests], sum(rest.num for rest in rests)):
+            extension = self.extension(rests)
+            self._forward(extension.tokens, extension.positions, extension.part)
 
     # ---- both -------------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, tokens: Sequence[np.ndarray], starts: list[int], width: int, attend: QkvAttend, rows: list[list[TurnRow]]
-    ) -> Tensor:
-        """Runs one forward of sequences that begin at `starts`, each for all of its `rows`; returns the hidden states."""
-        started, since = time.perf_counter(), self._meter.now()
-        device, context = self._model.embedding.device, self._model.config.context
-        padded = np.zeros((len(tokens), width), np.int64)
-        for index, own in enumerate(tokens):
-            padded[index, : len(own)] = own
-        positions = np.minimum(np.array(starts)[:, None] + np.arange(width), context - 1)
-        inputs, places = (torch.from_numpy(values.reshape(-1)).to(device) for values in (padded, positions))
-        hidden = self._model.forward(inputs, places, attend, self._products([same[0].adapter for same in rows], width))
-        total = sum(map(len, tokens))
-        self._meter.prefilled(total, padded.size, since)
-        seconds = time.perf_counter() - started
-        self.busy_s += seconds
-        for own, same in zip(tokens, rows, strict=True):
-            for row in same:
-                self._spent(row, seconds * len(own) / total / len(same))
-        return hidden
+    def _forward(self, tokens: np.ndarray, positions: np.ndarray, part: ForwardPart) -> Tensor:
+        """Runs one forward over tokens [N] at their positions [N]; returns the hidden states [N, E]."""
+        inputs = torch.from_numpy(np.stack([tokens, positions]).astype(np.int64)).to(self._model.embedding.device)
+        return self._model.forward(inputs[0], inputs[1], [part])
 
-    def _products(self, adapters: list[FusedAdapter | None], width: int) -> list[Product]:
-        named = [a for a in adapters if a is not None]  # all or none: a prefill is of one rank class
-        return self._planner.plan_sequences(named, width) if named else []
+    @contextlib.contextmanager
+    def _metered(self, shares: Shares, num_positions: int) -> Generator[None]:
+        """Counts a forward. `shares`: of its tokens, each row's; the other positions are padding."""
+        started, since = time.perf_counter(), self._meter.now()
+        yield
+        self.count(shares, num_positions, self._meter.now() - since, time.perf_counter() - started)
+
+    def count(self, shares: Shares, num_positions: int, computed_s: float, seconds: float) -> None:
+        """Counts tokens and time: of the meter's clock, and of the wall's."""
+        total = sum(num for _, num in shares)
+        self._meter.prefilled(round(total), num_positions, computed_s)
+        self.busy_s += seconds
+        for row, num in shares:
+            self._spent(row, seconds * num / total)
+
+
+def _within(rests: Iterable[Rest], num_tokens: int) -> Iterator[list[Rest]]:
+    """Cuts them into parts of so many tokens, or of one row."""
+    part: list[Rest] = []
+    for rest in rests:
+        if part and sum(each.num for each in part) + rest.num > num_tokens:
+            yield part
+            part = []
+        part.append(rest)
+    if part:
+        yield part
 
 
 def _class_of(row: TurnRow, num_tokens: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Checks at start-up that on this machine a turn's bits do not depend on what runs beside it.
 
-The same turns are generated alone, then among others of mixed adapters and lengths and in another order: tokens,
-log-probs and prompt log-probs must be the same bits. `python -m rollout_service.embedded.selftest FOLDER MIN_ROWS` checks in a
-process of its own.
+The same turns are generated alone, then among others of mixed adapters and lengths, in another order, and in an engine whose
+slots are all taken: tokens, log-probs and prompt log-probs must be the same bits.
+`python -m rollout_service.embedded.selftest FOLDER MIN_ROWS [SLOTS]` checks in a process of its own.
 """
 
 import hashlib
@@ -34,16 +34,18 @@ Turns = dict[str, tuple[list[int], list[float], bytes]]
 """Request id -> tokens, log-probs, and those of the prompt, f4."""
 
 
-def selftest(decoder: Decoder, min_rows: int) -> str:
-    """The sha256 of what was generated; a second or less for a small base. Raises NotDeterministic."""
+def selftest(decoder: Decoder, min_rows: int, slots: int = CROWD) -> str:
+    """The sha256 of what was generated, for any number of slots the same; a second or less for a small base.
+    Raises NotDeterministic."""
     adapters = [_adapter(decoder, seed, rank) for seed, rank in enumerate(RANKS)]
-    crowd = [_row(decoder, adapters, i) for i in range(CROWD)]
-    rows = crowd[: 2 * len(LENGTHS)]
+    everyone = [_row(decoder, adapters, i) for i in range(max(CROWD, slots))]
+    crowd, rows = everyone[:CROWD], everyone[: 2 * len(LENGTHS)]
     together = _run(decoder, crowd, slots=CROWD, min_rows=min_rows)
+    full = _run(decoder, everyone, slots=slots, min_rows=min_rows) if slots > CROWD else together
     reversed_ = _run(decoder, rows[::-1], slots=5, min_rows=min_rows)
     for row in rows:
         alone = _run(decoder, [row], slots=1, min_rows=min_rows)
-        for other in (together, reversed_):
+        for other in (together, full, reversed_):
             if other[row.request.id] != alone[row.request.id]:
                 raise NotDeterministic("a generated turn's bits depend on its neighbours (rows, lengths or adapters)")
     return _digest(together)

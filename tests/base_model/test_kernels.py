@@ -50,6 +50,17 @@ def test_the_choice_is_remembered_for_this_machine_as_it_is_set_up(
     assert num_runs(tmp_path) == 6
 
 
+def test_the_sizes_of_a_self_test_reach_it_and_each_has_a_choice_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARLAAS_TEST_PASSES", "as it is 4 128")
+    for _ in range(2):
+        assert choose(PICKY, tmp_path, sizes=[128]).kernels == CANDIDATES[0]
+    assert num_runs(tmp_path) == 1
+    with pytest.raises(NotDeterministic):
+        choose(PICKY, tmp_path, sizes=[64])
+
+
 def test_a_machine_on_which_nothing_passes_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

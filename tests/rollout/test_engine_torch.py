@@ -15,7 +15,7 @@ from common.errors import InvalidInput
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
 from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
-from rollout_service.embedded.fused import FusedDecoder
+from rollout_service.embedded.fused import FusedDecoder, quick_norm, torch_norm
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample
@@ -102,6 +102,31 @@ def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytes
     monkeypatch.setattr(FusedDecoder, "forward", by_rows)
     with pytest.raises(NotDeterministic):
         selftest(decoder(), min_rows)
+
+
+@pytest.mark.exact
+def test_the_self_test_fills_all_slots(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
+    expected, forward = selftest(decoder(), min_rows), FusedDecoder.forward
+    assert selftest(decoder(), min_rows, 128) == expected  # workers with more slots compute the same
+
+    def breaks_beyond_64(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        hidden = forward(self, tokens, *rest)
+        return hidden * (1 + 1e-6) if len(hidden) == 128 else hidden
+
+    monkeypatch.setattr(FusedDecoder, "forward", breaks_beyond_64)
+    assert selftest(decoder(), min_rows, 64) == expected
+    with pytest.raises(NotDeterministic):
+        selftest(decoder(), min_rows, 128)
+
+
+def test_quick_norms_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    weight, x = (
+        torch.rand(3, 32) + 0.5,
+        torch.randn(5, 3, 32) * torch.tensor([1e-4, 1e-2, 1.0, 100.0, 0.0]).view(5, 1, 1),
+    )
+    for given, own in ((x, weight), (x.flatten(1), weight.flatten())):
+        torch.testing.assert_close(quick_norm(own, 1e-6)(given), torch_norm(own, 1e-6)(given), atol=1e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize(

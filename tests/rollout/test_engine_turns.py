@@ -1,17 +1,22 @@
 """The torch engine keeps a trajectory's past between its turns: it computes only new tokens, and the result is the same."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from base_model.stacked import fuse
 from common.messages import AdapterRef
+from rollout_service.embedded.batch import RunningRows
+from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import TurnCache
+from rollout_service.embedded.seats import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
-from tests.support.rollout_cases import files_of, nearly, one, prompt, ref, request, running
+from tests.support.rollout_cases import adapter_of, decoder, files_of, nearly, one, prompt, ref, request, running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,6 +61,37 @@ async def test_a_later_turn_computes_what_is_new_and_gives_the_same() -> None:
             assert np.abs(np.array(turn.logprobs) - expected.logprobs).max() < 1e-4
     # of each later turn: the last token of the turn before, and all but the last of the reply
     assert new_tokens == sum(3 + 4 * sample for sample in range(4)) * 2 * 3 < all_tokens / 2
+
+
+def test_later_turns_of_all_lengths_and_ranks_are_computed_without_padding_beside_their_first_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, forward = list[int](), FusedDecoder.forward
+
+    def counting(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(FusedDecoder, "forward", counting)
+    every_token = range(decoder().config.vocab)
+    batch = RunningRows(decoder(), end_ids=every_token, decode=lambda _: "", limits=EngineLimits())
+    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
+    fused = [fuse(adapter_of(rank, rank=rank), shapes, layers, like=decoder().embedding) for rank in (8, 16)]
+
+    def answered(turn: int, contexts: list[list[int]]) -> list[list[int]]:
+        """Adds a turn of one token to each trajectory of two jobs; memory is for more tokens."""
+        for sample, tokens in enumerate(contexts):
+            asked = request(ref(f"job{sample % 2}"), tokens=tokens, group=sample, turn=turn, max_tokens=2 + 40 * sample)
+            batch.add(TurnRow(asked, fused[sample % 2], handle=sample))
+        with torch.inference_mode():
+            ended = sorted(batch.advance(), key=lambda end: end.row.handle)
+        return [[*tokens, *end.partial.tokens] for tokens, end in zip(contexts, ended, strict=True)]
+
+    begun = answered(1, [prompt(TEXTS[sample % 3]) for sample in range(4)])
+    sizes.clear()
+    answered(2, [[*tokens, *(4 * REPLY)[: 3 + 20 * sample]] for sample, tokens in enumerate(begun)])
+    new = sum(3 + 20 * sample for sample in range(4))
+    assert sizes == [new + 4]
 
 
 @pytest.mark.asyncio

@@ -29,8 +29,8 @@ class KvBytes(TorchDispatchMode):
         return made
 
     def _counts(self, func: Any, made: Tensor) -> bool:
-        """Keys and values, or lanes: only they are made as zeros of three axes."""
-        is_lanes = func.overloadpacket is torch.ops.aten.new_zeros and made.ndim == 3
+        """Keys and values, or lanes: only they are made as zeros of two axes."""
+        is_lanes = func.overloadpacket is torch.ops.aten.new_zeros and made.ndim == 2
         return is_lanes or tuple(made.shape[-2:]) == self._last_two
 
     def _add(self, made: Tensor) -> None:
