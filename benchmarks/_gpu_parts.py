@@ -25,6 +25,7 @@ from benchmarks.fused import Job, all_active, fused
 from benchmarks.rollout import GROUP_SIZE, NoEnd, adapter_files, request
 from benchmarks.training import ADAPTER, LORA, PeftLoop, Workload, initial_state, make_step, step_of
 from common.messages import AdapterRef, Rows, TrajectoryRef, f32, i32, u8
+from common.transcript import transcript
 from harness.bases import FIRST_WORD, LAST_WORD, QWEN3_06B, make_random_base
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
@@ -199,9 +200,11 @@ async def _sampled(decoder: Decoder, state: TrainState) -> Rows:
     await engine.stop()
     counts = [len(each.tokens) for each in found]
     return Rows(
-        tokens=i32(np.concatenate([[*prompt, *each.tokens] for prompt, each in zip(prompts, found, strict=True)])),
-        logprobs=f32(np.concatenate([[0.0] * PROMPT + each.logprobs for each in found])),
-        written=u8(np.concatenate([[0] * PROMPT + [1] * count for count in counts])),
+        transcript=transcript(
+            np.concatenate([[*prompt, *each.tokens] for prompt, each in zip(prompts, found, strict=True)]),
+            np.concatenate([[0.0] * PROMPT + each.logprobs for each in found]),
+            np.concatenate([[0] * PROMPT + [1] * count for count in counts]),
+        ),
         lengths=i32([PROMPT + count for count in counts]),
         groups=i32(np.arange(ROWS) // GROUP_SIZE),
         samples=i32(np.arange(ROWS) % GROUP_SIZE),

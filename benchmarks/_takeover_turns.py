@@ -20,13 +20,14 @@ from base_model.device import prepare_cpu
 from benchmarks.rollout import NoEnd, request
 from common.adapters import AdapterStore
 from common.bus import Bus, Out
-from common.messages import BASE, TurnRequest, f32, i32, u8
+from common.messages import BASE, TurnRequest
 from common.objects import Objects
 from common.settings import TINY
 from common.streams import GROUP_ROLLOUT, Cell
 from common.takeover import ORPHANS_SHARE
 from common.tasks import cancel_all
 from common.telemetry import Reporter
+from common.transcript import wrote
 from common.worker import Inbox, Worker
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.pools import EngineLimits
@@ -98,7 +99,7 @@ class Counting(RolloutHandler):
 def turn(name: str, num_tokens: int, num_partial: int = 0) -> TurnRequest:
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     asked = request(BASE, rng.integers(97, 122, 16 + num_partial), 0, num_partial + num_tokens)
-    written = u8(np.repeat([0, 1], [16, num_partial]))
+    sampled = asked.tokens.numpy()[16:]
     return TurnRequest(
         id=name,
         tenant="acme",
@@ -107,9 +108,7 @@ def turn(name: str, num_tokens: int, num_partial: int = 0) -> TurnRequest:
         adapter=BASE,
         trajectory=asked.trajectory,
         turn=0,
-        tokens=i32(asked.tokens.numpy()),
-        logprobs=f32(np.zeros(len(asked.tokens))),
-        written=written,
+        transcript=asked.transcript.first(16) + wrote(sampled, np.zeros(num_partial)),
         num_partial=num_partial,
         sampling=asked.sampling,
     )

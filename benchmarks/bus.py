@@ -26,8 +26,9 @@ import numpy as np
 from benchmarks._report import Goal, Report, in_turns_async, make_table, medians, run
 from common.bus import Bus, Out, Settlement
 from common.handlers import Beat
-from common.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest
 from common.telemetry import Reporter
+from common.transcript import wrote
 from common.worker import Inbox, Worker
 from harness.redis_server import RedisServer, embedded_redis
 from harness.standin import StandIn
@@ -67,9 +68,7 @@ def message(n: int) -> TurnRequest:
         adapter=adapter,
         trajectory=TrajectoryRef("train", 1, n // 8, n % 8),
         turn=0,
-        tokens=i32(np.arange(NUM_TOKENS)),
-        logprobs=f32(np.linspace(-2, 0, NUM_TOKENS)),
-        written=u8(np.zeros(NUM_TOKENS)),
+        transcript=wrote(np.arange(NUM_TOKENS), np.linspace(-2, 0, NUM_TOKENS)),
         sampling=Sampling(),
     )
 

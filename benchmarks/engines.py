@@ -28,6 +28,7 @@ from common.messages import AdapterRef, LoraSpec, LossSpec, Rows, TurnRequest, f
 from common.settings import TINY
 from common.skills import SKILLS, generate
 from common.text.tokens import ChatTokenizer
+from common.transcript import transcript
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
 from rollout_service.process.vllm_engine import VllmOptions, vllm_engine
@@ -118,9 +119,11 @@ def rows_of(asked: Sequence[TurnRequest], done: Sequence[Generated]) -> Rows:
     """One group of all turns."""
     prompts_R = [r.tokens.numpy() for r in asked]
     return Rows(
-        tokens=i32(np.concatenate([t for p, g in zip(prompts_R, done, strict=True) for t in (p, g.tokens)])),
-        logprobs=f32(np.concatenate([t for p, g in zip(prompts_R, done, strict=True) for t in (0.0 * p, g.logprobs)])),
-        written=u8(np.concatenate([[0] * len(p) + [1] * len(g.tokens) for p, g in zip(prompts_R, done, strict=True)])),
+        transcript=transcript(
+            np.concatenate([t for p, g in zip(prompts_R, done, strict=True) for t in (p, g.tokens)]),
+            np.concatenate([t for p, g in zip(prompts_R, done, strict=True) for t in (0.0 * p, g.logprobs)]),
+            np.concatenate([[0] * len(p) + [1] * len(g.tokens) for p, g in zip(prompts_R, done, strict=True)]),
+        ),
         lengths=i32([len(p) + len(g.tokens) for p, g in zip(prompts_R, done, strict=True)]),
         groups=i32([0] * len(done)),
         samples=i32(range(len(done))),

@@ -24,8 +24,9 @@ from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
-from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.settings import TINY
+from common.transcript import shown
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine
 
@@ -77,7 +78,6 @@ def peft_generate(folder: Path, rows: int, num_tokens: int) -> Callable[[], int]
 def request(
     adapter: AdapterRef, tokens: Sequence[int] | np.ndarray, sample: int, num_tokens: int, temperature: float = 1.0
 ) -> TurnRequest:
-    num = len(tokens)
     return TurnRequest(
         id=f"{adapter}/{sample}",
         tenant=adapter.tenant,
@@ -86,9 +86,7 @@ def request(
         adapter=adapter,
         trajectory=TrajectoryRef("train", 1, sample // GROUP_SIZE, sample % GROUP_SIZE),
         turn=0,
-        tokens=i32(tokens),
-        logprobs=f32(np.zeros(num)),
-        written=u8(np.zeros(num)),
+        transcript=shown(tokens),
         sampling=Sampling(max_tokens=num_tokens, temperature=temperature),
     )
 

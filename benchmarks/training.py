@@ -24,6 +24,7 @@ from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.settings import TINY
+from common.transcript import transcript
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.batch import SampledRows, parse_rows
 from trainer_service.losses import row_terms
@@ -67,9 +68,7 @@ def make_step(work: Workload, seed: int = 0, *, num_written: Callable[[int, int]
             lengths.append(len(prompt) + len(answer))
     num_rows = work.num_groups * work.group_size
     rows = Rows(
-        tokens=i32(tokens),
-        logprobs=f32(np.array(written) * -5.6),
-        written=u8(written),
+        transcript=transcript(tokens, np.array(written) * -5.6, written),
         lengths=i32(lengths),
         groups=i32(np.arange(num_rows) // work.group_size),
         samples=i32(np.arange(num_rows) % work.group_size),

@@ -11,6 +11,7 @@ It imports no service and no torch.
     text/                 from chat messages to tokens and back
     messages.py           declares what one service says to another about jobs
     arrays.py             numpy's arrays as messages carry them
+    transcript.py         tokens, with who wrote each and how likely it was
     operations.py         declares what one service says to another about runs
     wire.py               makes bytes of messages, and messages of bytes
     streams.py            names every key of a cell

@@ -2,7 +2,8 @@
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
 take their default, so that old and new workers can run side by side; a change of meaning needs a new class name, and so does
-a change of a default, since a field that has it is not sent. Arrays travel as raw little-endian bytes with dtype and shape.
+a change of a default, since a field that has it is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens with
+who wrote them as a `Transcript`.
 `tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
@@ -15,7 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.arrays import Array, f32, i32, u8
+from common.arrays import Array, f32, i32
+from common.arrays import u8 as u8
+from common.transcript import EMPTY, Transcribed, Transcript
 
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
@@ -43,7 +46,7 @@ TEMPERATURE, MAX_TOKENS = 1.0, 64
 LEAST_TEMPERATURE = 1e-5
 """Smaller ones are greedy, as with vLLM: scores that are divided by 1e-38 are no finite numbers."""
 
-EMPTY_I32, EMPTY_F32, EMPTY_U8 = i32([]), f32([]), u8([])
+EMPTY_I32, EMPTY_F32 = i32([]), f32([])
 
 
 class AdapterRef(msgspec.Struct, frozen=True, gc=False, order=True):
@@ -101,13 +104,9 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_top_logprobs: int = 0  # inference only
     top_k: int = 0  # inference only, applied before top_p; 0: all tokens
     stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
-    seeded: bool = (
-        False  # a user named the seed: also an engine that draws for all from one stream gives the turn its own
-    )
+    seeded: bool = False  # a user named the seed: also an engine that draws for all from one stream gives it its own
     prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
-    max_context: int = (
-        0  # bounds the trajectory over all of its turns, the prompt included; 0: the service's own bound alone
-    )
+    max_context: int = 0  # bounds the trajectory over all turns, the prompt included; 0: the service's own bound alone
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < LEAST_TEMPERATURE:
@@ -218,7 +217,7 @@ class Start(Message, frozen=True, kw_only=True):
     weight: float = 1.0  # the tenant's, where env workers share what they have
 
 
-class TurnRequest(Message, frozen=True, kw_only=True):
+class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     """Continue a trajectory by one model turn. env or API → rollout.
 
     It holds all that is needed: any rollout worker can take it, and a half-sampled turn continues from `num_partial`.
@@ -227,17 +226,13 @@ class TurnRequest(Message, frozen=True, kw_only=True):
     adapter: AdapterRef
     trajectory: TrajectoryRef
     turn: int
-    tokens: Array  # i4 [T] prompt, earlier turns, and the tokens of this turn sampled so far
-    logprobs: Array  # f4 [T] at sampling, temperature applied; 0 where the model did not write
-    written: Array  # u1 [T] 1: by the model, 0: prompt or environment
+    transcript: Transcript  # prompt, earlier turns, and the tokens of this turn sampled so far
     num_partial: int = 0  # how many of the last tokens belong to this turn
     sampling: Sampling
     context: bytes = b""  # the environment's own, not read by rollout
     usage: Usage = Usage()
     reply_to: str = ""  # a reply stream; "": the env stream
-    session: str = (
-        ""  # `<env worker>/<number>`: of a live environment, held by that worker, which gets the result; "": any
-    )
+    session: str = ""  # `<env worker>/<number>` of a live environment: that worker gets the result; "": any
     stream: bool = False  # inference: send TurnDelta as tokens come
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
 
@@ -249,7 +244,7 @@ class TurnRequest(Message, frozen=True, kw_only=True):
     @property
     def num_prompt(self) -> int:
         """Tokens before this turn."""
-        return len(self.tokens) - self.num_partial
+        return len(self.transcript) - self.num_partial
 
 
 class TurnResult(Message, frozen=True, kw_only=True):
@@ -266,6 +261,15 @@ class TurnResult(Message, frozen=True, kw_only=True):
     usage: Usage  # of the trajectory, this turn included
     failure: Failure | None = None
 
+    @property
+    def so_far(self) -> Transcript:
+        """The trajectory with this turn. The request may have some of its tokens too."""
+        before, num = self.request.transcript, len(self.tokens)
+        if not num:
+            return before
+        turn = Transcript(self.tokens.data, (0, num), self.logprobs.data)
+        return before.first(self.request.num_prompt) + turn
+
 
 class TurnDelta(Message, frozen=True, kw_only=True):
     """Tokens of an unfinished inference turn. rollout → API. `offset` is the index in the turn of the first."""
@@ -276,14 +280,12 @@ class TurnDelta(Message, frozen=True, kw_only=True):
     logprobs: Array
 
 
-class ScoredTrajectory(Message, frozen=True, kw_only=True):
+class ScoredTrajectory(Message, Transcribed, frozen=True, kw_only=True):
     """A settled trajectory: scored, or failed with a reason. env (or whoever failed) → the partition's owner."""
 
     adapter: AdapterRef
     trajectory: TrajectoryRef
-    tokens: Array = EMPTY_I32  # i4 [T]
-    logprobs: Array = EMPTY_F32  # f4 [T]
-    written: Array = EMPTY_U8  # u1 [T]
+    transcript: Transcript = EMPTY
     num_prompt: int = 0  # tokens before the first model turn
     reward: float | None = None  # None if and only if there is a failure
     reward_parts: dict[str, float] = {}
@@ -303,12 +305,10 @@ class Parked(Message, frozen=True, kw_only=True):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-class Rows(msgspec.Struct, frozen=True, gc=False):
+class Rows(msgspec.Struct, Transcribed, frozen=True, gc=False):
     """The batch: rows sorted by (group, sample), tokens of all rows end to end."""
 
-    tokens: Array  # i4 [sum of T]
-    logprobs: Array  # f4 [sum of T]
-    written: Array  # u1 [sum of T]
+    transcript: Transcript  # sum of T tokens
     lengths: Array  # i4 [R]
     groups: Array  # i4 [R]
     samples: Array  # i4 [R]

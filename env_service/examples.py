@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from common.errors import InvalidInput
-from common.messages import ScoredTrajectory, Start, TurnRequest, TurnResult, Usage, u8
+from common.messages import ScoredTrajectory, Start, TurnRequest, TurnResult, Usage
 from common.text.examples import Example, read_example
 from common.text.tokens import ChatTokenizer
+from common.transcript import transcript
 from env_service.environment import Step
 from env_service.requests import first_requests
 from env_service.trajectory import Context, decode_state, encode_context, encode_state
@@ -40,9 +41,7 @@ def trained_on(start: Start, example: Example, text: str, usage: Usage) -> list[
             id=request.id,
             adapter=start.adapter,
             trajectory=request.trajectory,
-            tokens=request.tokens,
-            logprobs=request.logprobs,
-            written=u8(example.written),
+            transcript=transcript(example.tokens, np.zeros(len(example.tokens)), example.written),
             num_prompt=example.written.index(1),
             reward=0.0,
             stop_reason="stop",

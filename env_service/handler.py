@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
 from common.errors import InvalidInput, Permanent, Retryable
@@ -32,10 +31,7 @@ from common.messages import (
     TurnRequest,
     TurnResult,
     Usage,
-    f32,
-    i32,
     turn_id,
-    u8,
 )
 from common.places import Claim, Places
 from common.streams import Cell
@@ -43,6 +39,7 @@ from common.tasks import is_cancelled
 from common.telemetry import Waiting
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
+from common.transcript import EMPTY, Transcript, shown
 from env_service import work
 from env_service.conversation import Conversation
 from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result
@@ -54,7 +51,7 @@ from env_service.graders.judging import Graded, graded_by, judge_request, resume
 from env_service.graders.model import ModelAsked
 from env_service.live.sessions import Seat, Sessions
 from env_service.live.trajectories import Trajectories, in_session
-from env_service.requests import TokensSoFar, first_requests, made_item, seed_of
+from env_service.requests import first_requests, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
 Out = tuple[str, Message]
@@ -258,7 +255,7 @@ class EnvHandler:
     def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
         ending = Ending("failed", failure=failure)
         requests = first_requests(start, [], b"", Usage())
-        return [self._scored(request, TokensSoFar(request, None), ending, num_turns=0) for request in requests]
+        return [self._scored(request, EMPTY, ending, num_turns=0) for request in requests]
 
     # ------------------------------------------------------------------------------------------------ a turn
 
@@ -308,23 +305,19 @@ class EnvHandler:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
             return context, ending_of(stop, context, step), []
         reply = await self._conversation.reply(result, step)
-        written = TokensSoFar(result.request, result)
-        if len(written.tokens) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
+        if len(result.so_far) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await _stepped(environment, decode_state(context.state), replace(turn, last=True))
             return context, ending_of("context", context, step), []
         return advanced(context, step), None, reply
 
     def _next_request(self, result: TurnResult, context: Context, reply: list[int], usage: Usage) -> TurnRequest:
-        request, written = result.request, TokensSoFar(result.request, result)
-        zeros = np.zeros(len(reply))
+        request = result.request
         turn = request.turn + 1
         return msgspec.structs.replace(
             request,
             id=turn_id(request.job, request.trajectory, request.adapter.version, turn),
             turn=turn,
-            tokens=i32(np.concatenate([written.tokens, np.asarray(reply, np.int32)])),
-            logprobs=f32(np.concatenate([written.logprobs, zeros])),
-            written=u8(np.concatenate([written.written, zeros])),
+            transcript=result.so_far + shown(reply),
             num_partial=0,
             context=encode_context(context),
             usage=usage,
@@ -333,16 +326,16 @@ class EnvHandler:
     def _settled(
         self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage, text: str
     ) -> list[Out]:
-        written = TokensSoFar(result.request, result)
+        written = result.so_far
         request = msgspec.structs.replace(result.request, usage=result.usage + usage)
         num_turns = request.turn + (1 if len(result.tokens) else 0)
-        num_prompt = context.num_prompt if context else written.num_prompt
+        num_prompt = context.num_prompt if context else (*written.edges, len(written))[0]
         return [self._scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)]
 
     def _scored(
         self,
         request: TurnRequest,
-        written: TokensSoFar,
+        written: Transcript,
         ending: Ending,
         *,
         num_turns: int,
@@ -354,9 +347,7 @@ class EnvHandler:
             id=request.id,
             adapter=request.adapter,
             trajectory=request.trajectory,
-            tokens=i32(written.tokens),
-            logprobs=f32(written.logprobs),
-            written=u8(written.written),
+            transcript=written,
             num_prompt=num_prompt,
             reward=ending.reward,
             reward_parts=dict(ending.parts or {}),

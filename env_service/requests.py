@@ -4,27 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from common import rng
 from common.errors import InvalidInput
-from common.messages import EMPTY_I32, Start, TrajectoryRef, TurnRequest, TurnResult, Usage, f32, i32, turn_id, u8
+from common.messages import Start, TrajectoryRef, TurnRequest, Usage, turn_id
+from common.transcript import shown
 from env_service.environment import Environment, LiveEnvironment
-
-
-class TokensSoFar:
-    """The tokens of a trajectory with those of its newest turn."""
-
-    def __init__(self, request: TurnRequest, result: TurnResult | None) -> None:
-        """Takes this turn's tokens from the result alone: it repeats those that the request already has of the turn."""
-        keep = request.num_prompt if result and len(result.tokens) else len(request.tokens)
-        new = result.tokens.numpy() if result else EMPTY_I32.numpy()
-        new_logprobs = result.logprobs.numpy() if result else np.zeros(0, np.float32)
-        self.tokens = np.concatenate([request.tokens.numpy()[:keep], new])
-        self.logprobs = np.concatenate([request.logprobs.numpy()[:keep], new_logprobs])
-        self.written = np.concatenate([request.written.numpy()[:keep], np.ones(len(new), np.uint8)])
-        model = np.flatnonzero(self.written)
-        self.num_prompt = int(model[0]) if len(model) else len(self.tokens)
 
 
 def alone(start: Start) -> list[Start]:
@@ -40,8 +25,7 @@ def _ref(start: Start, sample: int) -> TrajectoryRef:
 
 def first_requests(start: Start, tokens: Sequence[int], context: bytes, usage: Usage) -> list[TurnRequest]:
     """One for each sample of the group."""
-    zeros = np.zeros(len(tokens))
-    prompt, logprobs, written = i32(tokens), f32(zeros), u8(zeros)
+    prompt = shown(tokens)
     return [
         TurnRequest(
             **start.about(),
@@ -49,9 +33,7 @@ def first_requests(start: Start, tokens: Sequence[int], context: bytes, usage: U
             adapter=start.adapter,
             trajectory=ref,
             turn=0,
-            tokens=prompt,
-            logprobs=logprobs,
-            written=written,
+            transcript=prompt,
             sampling=start.sampling,
             context=context,
             usage=usage,

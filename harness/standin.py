@@ -30,14 +30,12 @@ from common.messages import (
     TurnRequest,
     Usage,
     WorkerReport,
-    f32,
-    i32,
     turn_id,
-    u8,
 )
 from common.objects import Objects
 from common.streams import Cell, partition_of
 from common.telemetry import Reporter
+from common.transcript import shown, wrote
 from common.worker import Inbox, Worker, worker_id
 from manager_service.records import JSON, Hyper, JobSpec, JobState, file_path
 
@@ -91,9 +89,7 @@ class StandInEnv(StandIn):
             epoch=start.epoch,
             adapter=start.adapter,
             trajectory=ref,
-            tokens=i32([1, 2, 3]),
-            logprobs=f32([0, -0.5, -0.5]),
-            written=u8([0, 1, 1]),
+            transcript=shown([1]) + wrote([2, 3], [-0.5, -0.5]),
             num_prompt=1,
             reward=None if isinstance(outcome, Failure) else outcome,
             stop_reason="failed" if failure else "stop",
@@ -161,8 +157,8 @@ class StandInTrainer(StandIn):
 
 NUM_PROMPT, NUM_TOKENS = 24, 64
 """Lengths of the trajectories of `OneTurnEnv` and `OneTurnRollout`."""
-TOKENS, LOGPROBS = i32(np.arange(NUM_TOKENS)), f32(np.linspace(-2, 0, NUM_TOKENS))
-WRITTEN = u8(np.arange(NUM_TOKENS) >= NUM_PROMPT)
+PROMPT = shown(np.arange(NUM_PROMPT))
+ANSWER = wrote(np.arange(NUM_PROMPT, NUM_TOKENS), np.linspace(-2, 0, NUM_TOKENS)[NUM_PROMPT:])
 
 
 @dataclass(slots=True)
@@ -182,9 +178,7 @@ class OneTurnEnv(StandIn):
             adapter=start.adapter,
             trajectory=ref,
             turn=0,
-            tokens=TOKENS,
-            logprobs=LOGPROBS,
-            written=WRITTEN,
+            transcript=PROMPT,
             sampling=Sampling(),
         )
 
@@ -206,9 +200,7 @@ class OneTurnRollout(StandIn):
             id=message.id,
             adapter=message.adapter,
             trajectory=message.trajectory,
-            tokens=TOKENS,
-            logprobs=LOGPROBS,
-            written=WRITTEN,
+            transcript=PROMPT + ANSWER,
             num_prompt=NUM_PROMPT,
             reward=float(message.trajectory.sample % 2),
             stop_reason="stop",

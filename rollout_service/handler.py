@@ -27,9 +27,9 @@ from common.messages import (
     Usage,
     f32,
     i32,
-    u8,
 )
 from common.streams import Cell
+from common.transcript import wrote
 from rollout_service.adapters import AdapterCache
 from rollout_service.engine import CorruptAdapter, Engine, Generated
 
@@ -256,32 +256,20 @@ def _result(request: TurnRequest, generated: Generated) -> TurnResult:
 
 def _prompt_tokens(request: TurnRequest) -> int:
     """The number of tokens that the model reads and did not write; a prompt that neighbours share counts for each of them."""
-    return int((request.written.numpy() == 0).sum())
+    return len(request.transcript) - request.transcript.num_written
 
 
 def _without_partial(request: TurnRequest) -> TurnRequest:
     """The request as it was at the start of its turn."""
     if not request.num_partial:
         return request
-    num = request.num_prompt
-    return msgspec.structs.replace(
-        request,
-        tokens=i32(request.tokens.numpy()[:num]),
-        logprobs=f32(request.logprobs.numpy()[:num]),
-        written=u8(request.written.numpy()[:num]),
-        num_partial=0,
-    )
+    before = request.transcript.first(request.num_prompt)
+    return msgspec.structs.replace(request, transcript=before, num_partial=0)
 
 
 def _with_tokens(
     request: TurnRequest, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray
 ) -> TurnRequest:
     """The request with all tokens of this turn that were sampled so far."""
-    start = _without_partial(request)
-    return msgspec.structs.replace(
-        start,
-        tokens=i32([*start.tokens.numpy(), *tokens]),
-        logprobs=f32([*start.logprobs.numpy(), *logprobs]),
-        written=u8([*start.written.numpy(), *[1] * len(tokens)]),
-        num_partial=len(tokens),
-    )
+    whole = request.transcript.first(request.num_prompt) + wrote(tokens, logprobs)
+    return msgspec.structs.replace(request, transcript=whole, num_partial=len(tokens))

@@ -27,8 +27,6 @@ def check_request(request: TurnRequest, *, vocab: int, context: int, max_tempera
         raise InvalidInput("a turn needs at least one token before it")
     if tokens.min() < 0 or tokens.max() >= vocab:
         raise InvalidInput("a token is outside of the base model's vocabulary")
-    if len(request.logprobs) != len(tokens):
-        raise InvalidInput("tokens and log-probs differ in length")
     if sampling.prompt_logprobs and request.num_prompt >= context:
         raise InvalidInput(f"prompt_logprobs needs a prompt of fewer tokens than the context, which has {context}")
     if not 0 <= sampling.temperature <= max_temperature:

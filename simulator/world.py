@@ -11,7 +11,6 @@ from common.messages import (
     AdapterNew,
     AdapterRef,
     AdapterUpdate,
-    Array,
     EnvSpec,
     Init,
     LoraSpec,
@@ -22,12 +21,10 @@ from common.messages import (
     TrainStep,
     TrajectoryRef,
     Usage,
-    f32,
-    i32,
     turn_id,
-    u8,
 )
 from common.streams import NUM_PARTITIONS, Cell
+from common.transcript import Transcript, shown, wrote
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
@@ -314,25 +311,21 @@ def _spec(number: int, workload: Workload, tenant: str, at_s: float, hyper: dict
 
 
 @lru_cache(maxsize=8192)
-def _arrays(num_prompt: int, num_sampled: int) -> tuple[Array, Array, Array]:
-    """Tokens, log-probs and who wrote them: their lengths are all that matters here."""
-    prompt, sampled = [0] * num_prompt, [1] * num_sampled
-    return i32(prompt + sampled), f32([0.0] * num_prompt + [-1.0] * num_sampled), u8(prompt + sampled)
+def _transcript(num_prompt: int, num_sampled: int) -> Transcript:
+    """Tokens of these numbers: nothing else matters here."""
+    return shown([0] * num_prompt) + wrote([1] * num_sampled, [-1.0] * num_sampled)
 
 
 def _scored(flight: Flight) -> ScoredTrajectory:
     start, workload = flight.start, flight.workload
     ref = TrajectoryRef(start.purpose, start.seed, start.group, flight.sample, start.attempt)
     num_prompt = round(workload.prompt_tokens)
-    tokens, logprobs, written = _arrays(num_prompt, flight.sampled)
     return ScoredTrajectory(
         **start.about(),
         id=turn_id(start.job, ref, start.adapter.version, flight.turn),
         adapter=start.adapter,
         trajectory=ref,
-        tokens=tokens,
-        logprobs=logprobs,
-        written=written,
+        transcript=_transcript(num_prompt, flight.sampled),
         num_prompt=num_prompt,
         reward=float(flight.draw(REWARD) < 0.5),
         stop_reason="stop",

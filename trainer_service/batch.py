@@ -103,8 +103,8 @@ def _check_shapes(rows: Rows, lengths: Ints) -> None:
     per_row = (rows.groups, rows.samples, rows.rewards, rows.versions, rows.truncated)
     if any(len(array) != len(lengths) for array in per_row):
         raise InvalidInput("training batch: arrays of one entry a row differ in length")
-    if any(len(array) != lengths.sum() for array in (rows.tokens, rows.logprobs, rows.written)):
-        raise InvalidInput("training batch: arrays of one entry a token do not match the rows' lengths")
+    if len(rows.transcript) != lengths.sum():
+        raise InvalidInput("training batch: the tokens do not match the rows' lengths")
     if (lengths < 1).any():
         raise InvalidInput("training batch: a row without tokens")
 

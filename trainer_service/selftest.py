@@ -15,6 +15,7 @@ import torch
 from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, run_selftest
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.rng import bits, uniform
+from common.transcript import transcript
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.optimiser import load_moments, save_moments
@@ -108,9 +109,7 @@ def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: 
     ]
     written = np.concatenate([np.repeat([0, 1], [p, w]) for p, w in zip(num_prompt, num_written, strict=True)])
     return Rows(
-        tokens=i32(np.concatenate(tokens) % np.uint64(200)),
-        logprobs=f32(np.where(written, -5.0, 0.0)),
-        written=u8(written),
+        transcript=transcript(np.concatenate(tokens) % np.uint64(200), np.where(written, -5.0, 0.0), written),
         lengths=i32(num_prompt + num_written),
         groups=i32(groups),
         samples=i32(samples),

@@ -9,14 +9,12 @@ worker is handled as for any other turn. The step that grades is repeated; it fi
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from common.errors import CorruptObject
 from common.messages import (
     BASE,
     EMPTY_F32,
     EMPTY_I32,
-    EMPTY_U8,
     AdapterRef,
     GradeRequest,
     Sampling,
@@ -24,12 +22,10 @@ from common.messages import (
     TurnRequest,
     TurnResult,
     Usage,
-    f32,
-    i32,
     turn_id,
-    u8,
 )
 from common.text.tokens import ChatTokenizer
+from common.transcript import EMPTY, shown
 from common.wire import decode, encode
 from env_service.failures import GraderFailed
 from env_service.graders.model import ModelAsked, Question
@@ -67,16 +63,13 @@ def judge_request(graded: Graded, asked: ModelAsked, doing: Work, tokenizer: Cha
     else:
         adapter, trajectory, turn, usage = BASE, TrajectoryRef("chat", 0, 0, 0), 0, Usage()
     turn += 1 + len(doing.answers)
-    zeros = np.zeros(len(tokens))
     return TurnRequest(
         **graded.about(),
         id=turn_id(graded.job, trajectory, adapter.version, turn),
         adapter=adapter_of(question.model),
         trajectory=trajectory,
         turn=turn,
-        tokens=i32(tokens),
-        logprobs=f32(zeros),
-        written=u8(zeros),
+        transcript=shown(tokens),
         sampling=Sampling(temperature=question.temperature, max_tokens=question.max_tokens, top_p=question.top_p),
         context=msgspec.msgpack.encode(Judging(encode(graded), asked.grader, doing.answers, doing.weight)),
         usage=usage,
@@ -141,13 +134,13 @@ def graded_by(result: TurnResult) -> Graded:
     try:
         return resumed(result).graded
     except CorruptObject:
-        empty = {"tokens": EMPTY_I32, "logprobs": EMPTY_F32}
         request = msgspec.structs.replace(
             result.request,
             adapter=result.request.trajectory_adapter,
             judges=None,
-            written=EMPTY_U8,
+            transcript=EMPTY,
             num_partial=0,
-            **empty,
         )
-        return msgspec.structs.replace(result, request=request, adapter=request.adapter, **empty)
+        return msgspec.structs.replace(
+            result, request=request, adapter=request.adapter, tokens=EMPTY_I32, logprobs=EMPTY_F32
+        )

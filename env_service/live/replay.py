@@ -6,9 +6,8 @@ What the model wrote and what it was shown stands in the request's tokens, so no
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 
-from common.messages import TurnResult, f32, i32, turn_id, u8
+from common.messages import TurnResult, f32, i32, turn_id
 from env_service.conversation import Conversation
 from env_service.failures import EnvironmentFailed
 from env_service.live.sessions import Seat
@@ -33,18 +32,14 @@ async def replay(seat: Seat, result: TurnResult, context: Context, conversation:
 def earlier(result: TurnResult) -> Iterator[TurnResult]:
     """The results of the turns before this one. Each led to another, so it was not cut off."""
     request = result.request
-    tokens, logprobs, written = (
-        array.numpy()[: request.num_prompt] for array in (request.tokens, request.logprobs, request.written)
-    )
-    edges = np.flatnonzero(np.diff(written, prepend=0, append=0))
-    for turn, (start, end) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
+    whole = request.transcript.first(request.num_prompt)
+    tokens, logprobs = whole.tokens.numpy(), whole.logprobs.numpy()
+    for turn, (start, end) in enumerate(whole.stretches):
         before = msgspec.structs.replace(
             request,
             id=turn_id(request.job, request.trajectory, request.trajectory_adapter.version, turn),
             turn=turn,
-            tokens=i32(tokens[:start]),
-            logprobs=f32(logprobs[:start]),
-            written=u8(written[:start]),
+            transcript=whole.first(start),
             num_partial=0,
         )
         yield msgspec.structs.replace(
@@ -60,7 +55,7 @@ def earlier(result: TurnResult) -> Iterator[TurnResult]:
 
 def _compare(shown: list[int], result: TurnResult) -> None:
     request = result.request
-    before = request.written.numpy()[: request.num_prompt]
-    start = int(np.flatnonzero(before)[-1]) + 1 if before.any() else 0
-    if shown != request.tokens.numpy()[start : request.num_prompt].tolist():
+    before = request.transcript.first(request.num_prompt)
+    start = before.edges[-1] if before.edges else 0
+    if shown != before.tokens.numpy()[start:].tolist():
         raise EnvironmentFailed(f"the environment now shows the model something else before turn {request.turn + 1}")

@@ -10,19 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from common.messages import (
-    EMPTY_F32,
-    EMPTY_I32,
-    EMPTY_U8,
-    MAX_REWARD,
-    Array,
-    Failure,
-    Rows,
-    ScoredTrajectory,
-    f32,
-    i32,
-    u8,
-)
+from common.messages import MAX_REWARD, Failure, Rows, ScoredTrajectory, f32, i32, u8
+from common.transcript import joined
 
 MIN_USABLE = 2
 """Trajectories without a failure that a group needs, so that there is an advantage; one is enough where groups have one."""
@@ -65,7 +54,7 @@ class Group:
 
 def num_tokens(groups: Iterable[Group]) -> int:
     """Tokens of all rows of these groups, prompts included."""
-    return sum(len(scored.message.tokens) for group in groups for scored in group.scored.values())
+    return sum(len(scored.message.transcript) for group in groups for scored in group.scored.values())
 
 
 def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size: int) -> list[int] | None:
@@ -91,23 +80,14 @@ def pack(groups: list[tuple[int, Group]]) -> Rows:
     numbered = [(number, scored.message) for number, group in sorted(groups) for scored in group.rows()]
     messages = [message for _, message in numbered]
     return Rows(
-        tokens=_joined([m.tokens for m in messages], EMPTY_I32),
-        logprobs=_joined([m.logprobs for m in messages], EMPTY_F32),
-        written=_joined([m.written for m in messages], EMPTY_U8),
-        lengths=i32([len(m.tokens) for m in messages]),
+        transcript=joined(m.transcript for m in messages),
+        lengths=i32([len(m.transcript) for m in messages]),
         groups=i32([number for number, _ in numbered]),
         samples=i32([m.trajectory.sample for m in messages]),
         rewards=f32([m.reward for m in messages]),
         versions=i32([m.adapter.version for m in messages]),
         truncated=u8([m.stop_reason in ("length", "context") for m in messages]),
     )
-
-
-def _joined(arrays: list[Array], empty: Array) -> Array:
-    if not arrays:
-        return empty
-    data = b"".join(array.data for array in arrays)
-    return Array(empty.dtype, (sum(len(array) for array in arrays),), data)
 
 
 def sound(message: ScoredTrajectory) -> ScoredTrajectory:
@@ -119,10 +99,8 @@ def sound(message: ScoredTrajectory) -> ScoredTrajectory:
 
 
 def _is_sound(message: ScoredTrajectory) -> bool:
-    """May a result be trained on? Lengths agree, reward and log-probs are finite, and the model wrote something."""
-    length = len(message.tokens)
-    if not (len(message.logprobs) == len(message.written) == length):
-        return False
+    """May a result be trained on? Reward and log-probs are finite, and the model wrote something."""
     if message.reward is None or not abs(message.reward) <= MAX_REWARD:  # not a number compares false
         return False
-    return bool(np.isfinite(message.logprobs.numpy()).all() and message.written.numpy().any())
+    written = message.transcript.of_written()
+    return bool(len(written) and np.isfinite(written).all())

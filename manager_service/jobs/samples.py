@@ -90,15 +90,13 @@ def prompt_of(item: Mapping[str, Any] | None) -> str:
 
 
 def written_of(message: ScoredTrajectory) -> Written | None:
-    """None if the trajectory failed before anything was written, or does not fit together."""
-    total = len(message.tokens)
-    if total == 0 or not len(message.logprobs) == len(message.written) == total:
+    """None if the trajectory failed before anything was written."""
+    total, kept = len(message.transcript), message.transcript.first(MAX_TOKENS)
+    if total == 0:
         return None
-    tokens, written = message.tokens.numpy()[:MAX_TOKENS], message.written.numpy()[:MAX_TOKENS]
-    logprobs = np.nan_to_num(message.logprobs.numpy()[:MAX_TOKENS][written > 0].astype(np.float64))
-    ends = [*(np.flatnonzero(np.diff(written)) + 1).tolist(), len(tokens)]
-    lengths = np.diff([0, *ends]).tolist()
-    if written[0]:
-        lengths = [0, *lengths]  # no prompt
-    dropped = total - len(tokens)
-    return Written(tokens.tolist(), lengths, np.round(logprobs, DECIMALS).tolist(), dropped)
+    edges = [0, *kept.edges, len(kept)]
+    if edges[-2] == len(kept):
+        edges.pop()  # the model wrote the end
+    logprobs = np.nan_to_num(kept.of_written().astype(np.float64))
+    lengths = np.diff(edges).tolist()
+    return Written(kept.tokens.numpy().tolist(), lengths, np.round(logprobs, DECIMALS).tolist(), total - len(kept))

@@ -14,8 +14,9 @@ from base_model.adapter import Adapter, init_adapter, load_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.kernels import NotDeterministic, run_selftest
 from base_model.stacked import FusedAdapter, fuse
-from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.rng import uniform
+from common.transcript import shown
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
@@ -82,9 +83,7 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
         adapter=BASE if which == len(adapters) else AdapterRef("selftest", "selftest", which),
         trajectory=TrajectoryRef("train", 1, index // 2, index),
         turn=0,
-        tokens=i32(tokens),
-        logprobs=f32(np.zeros(len(tokens))),
-        written=u8(np.zeros(len(tokens))),
+        transcript=shown(tokens),
         sampling=Sampling(
             max_tokens=MAX_TOKENS[index % len(MAX_TOKENS)],
             prompt_logprobs=PROMPT_LOGPROBS[index % len(PROMPT_LOGPROBS)],

@@ -41,10 +41,10 @@ from common.messages import (
     Usage,
     f32,
     i32,
-    u8,
 )
 from common.streams import Cell
 from common.text.tokens import ChatTokenizer
+from common.transcript import wrote
 from common.wire import decode, encode
 from env_service.environments import text_collections
 from env_service.environments.catalogue import Catalogue
@@ -279,9 +279,7 @@ def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
         partial = ids_of("298")
         request = msgspec.structs.replace(
             request,
-            tokens=i32([*request.tokens.numpy(), *partial]),
-            logprobs=f32([*request.logprobs.numpy(), -1, -1, -1]),
-            written=u8([*request.written.numpy(), 1, 1, 1]),
+            transcript=request.transcript + wrote(partial, [-1, -1, -1]),
             num_partial=3,
         )
         _, scored = await run.turn(request, "29842<|end|>")

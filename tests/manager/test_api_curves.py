@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.messages import AdapterRef, Failure, ScoredTrajectory, TrajectoryRef, f32, i32, u8
+from common.messages import AdapterRef, Failure, ScoredTrajectory, TrajectoryRef
+from common.transcript import transcript
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.jobs.samples import MAX_TOKENS, record_of, written_of
 from manager_service.records import FINAL, JSON, EventRecord, JobState, SampleRecord, Written
@@ -121,9 +122,7 @@ def test_what_is_kept_of_a_trajectory_adds_up(length: int) -> None:
         partition=0,
         adapter=AdapterRef("acme", "job-a", 0),
         trajectory=TrajectoryRef("train", 0, 0, 0, 0),
-        tokens=i32(range(length)),
-        logprobs=f32([-float(number) for number in range(length)]),
-        written=u8(wrote),
+        transcript=transcript(range(length), [-float(number) for number in range(length)], wrote),
         stop_reason="stop",
     )
     kept = written_of(message)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.fairness import Fairness
-from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef, f32, i32, u8
+from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
+from common.transcript import shown, wrote
 from manager_service.jobs.groups import Group, Scored, next_batch, pack
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
 from tests.common.test_messages import PLAIN
@@ -105,9 +106,7 @@ def scored(group: int, sample: int, reward: float = 1.0, version: int = 0) -> Sc
         **PLAIN,
         adapter=AdapterRef("t", "j", version),
         trajectory=TrajectoryRef("train", 1, group, sample),
-        tokens=i32([1, group, sample]),
-        logprobs=f32([0, -1, -1]),
-        written=u8([0, 1, 1]),
+        transcript=shown([1]) + wrote([group, sample], [-1, -1]),
         reward=reward,
         stop_reason="stop",
     )

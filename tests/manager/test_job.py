@@ -25,12 +25,10 @@ from common.messages import (
     TrainStep,
     TrajectoryRef,
     TurnRequest,
-    f32,
-    i32,
     turn_id,
-    u8,
 )
 from common.streams import Cell
+from common.transcript import shown
 from harness.standin import StandInEnv, job_spec
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
@@ -112,9 +110,7 @@ class World:
             judges=start.adapter if judged else None,
             trajectory=ref,
             turn=1,
-            tokens=i32([1]),
-            logprobs=f32([0]),
-            written=u8([0]),
+            transcript=shown([1]),
             sampling=Sampling(),
         )
         return Parked(id=request.id, **start.about(), request=request)

@@ -13,9 +13,10 @@ import pytest
 
 from common.bus import Bus
 from common.errors import StoreUnavailable
-from common.messages import ScoredTrajectory, Start, f32, i32, u8
+from common.messages import ScoredTrajectory, Start
 from common.objects import Objects
 from common.streams import Cell, partition_of
+from common.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.owner import arriving, owner, partition
 from manager_service.records import JobSpec
@@ -39,14 +40,9 @@ class BigEnv(StandInEnv):
             return scored
         n = self.num_tokens
         return ScoredTrajectory(
-            **{name: getattr(scored, name) for name in scored.__struct_fields__ if name not in LONG},
-            tokens=i32(np.ones(n, int)),
-            logprobs=f32(np.zeros(n)),
-            written=u8(np.ones(n, int)),
+            **{name: getattr(scored, name) for name in scored.__struct_fields__ if name != "transcript"},
+            transcript=wrote(np.ones(n), -np.ones(n)),
         )
-
-
-LONG = ("tokens", "logprobs", "written")
 
 
 class Owning(System):

@@ -9,9 +9,10 @@ import pytest
 
 from common.bus import Bus
 from common.environments import SUPERVISED
-from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef, i32
+from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
 from common.objects import Objects
 from common.streams import Cell
+from common.transcript import shown
 from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.evaluation import count, loss_summary, new_tally, next_unit
@@ -149,7 +150,9 @@ def test_a_held_out_example_needs_keys_and_values_for_all_of_it() -> None:
     job = Job(Cell("tiny"), supervised(max_tokens=1), JobState(status="running", version=0), Items(), Items())
     before = job.lengths.kv_tokens
     for length in (600, 400):
-        message = msgspec.structs.replace(measured(0, -1.0, 1), tokens=i32([1] * length), num_prompt=5, num_turns=1)
+        message = msgspec.structs.replace(
+            measured(0, -1.0, 1), transcript=shown([1] * length), num_prompt=5, num_turns=1
+        )
         job.lengths.learn_example(message)
     job.lengths.learn_example(measured(0, None, 1))  # failed: it has no length
     assert before == 1 and 400 < job.next_kv_tokens == job.lengths.tokens <= 601

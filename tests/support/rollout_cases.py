@@ -10,8 +10,9 @@ import torch
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
-from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest, f32, i32, u8
+from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.text.tokens import ChatTokenizer
+from common.transcript import shown, wrote
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
@@ -100,8 +101,7 @@ def request(
     seeded: bool = True,
     **sampling: Any,
 ) -> TurnRequest:
-    given = list(prompt() if tokens is None else tokens)
-    num = len(given)
+    given = prompt() if tokens is None else tokens
     return TurnRequest(
         id=name or f"{adapter}/{group}/{sample}/{turn}/{attempt}",
         tenant=adapter.tenant,
@@ -110,9 +110,7 @@ def request(
         adapter=adapter,
         trajectory=TrajectoryRef(purpose, seed, group, sample, attempt),
         turn=turn,
-        tokens=i32([*given, *partial[0]]),
-        logprobs=f32([*[0.0] * num, *partial[1]]),
-        written=u8([*[0] * num, *[1] * len(partial[0])]),
+        transcript=shown(given) + wrote(*partial),
         num_partial=len(partial[0]),
         sampling=Sampling(seeded=seeded, **sampling),
         reply_to=reply_to,

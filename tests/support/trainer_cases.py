@@ -11,6 +11,7 @@ from base_model.decoder import Decoder
 from common.errors import Unavailable
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.objects import Objects
+from common.transcript import EMPTY, transcript
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -53,9 +54,7 @@ def make_rows(seed: int = 0, *, num_groups: int = 4, group_size: int = 4, versio
             lengths.append(len(prompt) + length)
     num_rows = num_groups * group_size
     fields: dict[str, Any] = {
-        "tokens": i32(tokens),
-        "logprobs": f32(-5.0 * rng.random(len(tokens)) * np.array(written)),
-        "written": u8(written),
+        "transcript": transcript(tokens, -5.0 * rng.random(len(tokens)) * np.array(written), written),
         "lengths": i32(lengths),
         "groups": i32(np.repeat(np.arange(num_groups), group_size)),
         "samples": i32(list(range(group_size)) * num_groups),
@@ -66,7 +65,7 @@ def make_rows(seed: int = 0, *, num_groups: int = 4, group_size: int = 4, versio
     return Rows(**(fields | changes))
 
 
-NO_ROWS = Rows(i32([]), f32([]), u8([]), i32([]), i32([]), i32([]), f32([]), i32([]), u8([]))
+NO_ROWS = Rows(EMPTY, i32([]), i32([]), i32([]), f32([]), i32([]), u8([]))
 
 
 def make_init(job: str = "j", lora: LoraSpec = LORA) -> Init:

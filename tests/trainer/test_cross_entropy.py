@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from base_model.adapter import Adapter
 from base_model.decoder import Decoder
 from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
+from common.transcript import transcript
 from tests.support.trainer_cases import make_init, make_step, nothing
 from tests.trainer.test_trainer_learns import causal_attend, random_decoder
 from trainer_service import lora
@@ -25,9 +26,7 @@ def examples(seed: int = 0, version: int = 0) -> Rows:
     total = sum(LENGTHS)
     tokens = np.random.default_rng(seed).integers(0, VOCAB, total)
     return Rows(
-        tokens=i32(tokens),
-        logprobs=f32([0.0] * total),
-        written=u8([at >= NUM_PROMPT for length in LENGTHS for at in range(length)]),
+        transcript=transcript(tokens, [0.0] * total, [at >= NUM_PROMPT for length in LENGTHS for at in range(length)]),
         lengths=i32(LENGTHS),
         groups=i32([0, 1, 2]),
         samples=i32([0, 0, 0]),

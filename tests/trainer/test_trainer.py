@@ -17,6 +17,7 @@ from common.errors import Unavailable
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, LossSpec, OptimSpec, TrainStep, f32, i32
 from common.objects import Objects
 from common.streams import Cell
+from common.transcript import shown
 from tests.support.trainer_cases import (
     LORA,
     NO_ROWS,
@@ -134,7 +135,14 @@ async def test_a_version_that_another_batch_made_is_reported_with_that_batch(sys
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rewards": f32([float("nan")] + [1.0] * 15)}, {"logprobs": f32(np.full(len(make_rows().tokens), np.inf))}],
+    [
+        {"rewards": f32([float("nan")] + [1.0] * 15)},
+        {
+            "transcript": replace(
+                make_rows().transcript, scores=np.full(make_rows().transcript.num_written, np.inf, np.float32).tobytes()
+            )
+        },
+    ],
 )
 async def test_what_is_not_finite_is_not_committed(system: System, changes: dict[str, Any]) -> None:
     await system.run(make_init())
@@ -255,7 +263,7 @@ async def test_a_step_goes_on_from_the_store_as_from_memory(decoder: Decoder, tm
         make_step(0, make_rows(), optim=OptimSpec(float("inf"))),
         make_step(0, make_rows(version=1)),
         make_step(0, make_rows(lengths=i32([1] * 16))),
-        make_step(0, make_rows(tokens=i32([100_000] * len(make_rows().tokens)))),
+        make_step(0, make_rows(transcript=shown([100_000] * len(make_rows().tokens)))),
     ],
 )
 async def test_a_batch_that_cannot_be_trained_is_refused(system: System, step: TrainStep) -> None:

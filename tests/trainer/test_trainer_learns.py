@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from base_model.adapter import Adapter
 from base_model.decoder import Attend, Decoder, DecoderConfig
 from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
+from common.transcript import transcript
 from tests.support.trainer_cases import make_init, make_step, nothing
 from trainer_service import lora
 from trainer_service.backbone.projection import Projection
@@ -75,9 +76,7 @@ def as_rows(tokens: Tensor, logprobs: Tensor, version: int) -> Rows:
     num_rows, width = tokens.shape
     rewards = (tokens[:, NUM_PROMPT:] % 2).float().mean(1)
     return Rows(
-        tokens=i32(tokens.flatten()),
-        logprobs=f32(logprobs.flatten()),
-        written=u8(np.tile(np.arange(width) >= NUM_PROMPT, num_rows)),
+        transcript=transcript(tokens.flatten(), logprobs.flatten(), np.tile(np.arange(width) >= NUM_PROMPT, num_rows)),
         lengths=i32([width] * num_rows),
         groups=i32(np.arange(num_rows) // GROUP_SIZE),
         samples=i32(np.arange(num_rows) % GROUP_SIZE),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from common.errors import CorruptObject, InvalidInput, Unavailable
 from common.messages import (
@@ -20,13 +19,11 @@ from common.messages import (
     TurnDelta,
     TurnRequest,
     TurnResult,
-    f32,
-    i32,
     turn_id,
-    u8,
 )
 from common.places import Claim
 from common.streams import partition_of
+from common.transcript import shown, wrote
 from manager_service.records import TenantRecord
 
 Reply = TurnDelta | TurnResult | GradeResult
@@ -77,8 +74,7 @@ def choices_of(job: str, ask: InferenceRequest, reply_to: str) -> list[Choice]:
 
 def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> Iterator[Choice]:
     prompt = ask.prompts[group]
-    tokens, zeros = i32(prompt), np.zeros(len(prompt))
-    logprobs, written = f32(zeros), u8(zeros)
+    transcript = shown(prompt)
     for sample in range(ask.num_choices):
         sampling = ask.sampling[group]
         if sample and sampling.prompt_logprobs:  # the same for all, and computed once
@@ -92,9 +88,7 @@ def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> I
             adapter=ask.adapter,
             trajectory=trajectory,
             turn=0,
-            tokens=tokens,
-            logprobs=logprobs,
-            written=written,
+            transcript=transcript,
             sampling=sampling,
             reply_to=reply_to,
             stream=ask.stream,
@@ -167,8 +161,6 @@ def continued(choice: Choice) -> TurnRequest:
         id=turn_id(before.job, trajectory, before.adapter.version, 0),
         epoch=before.epoch + 1,
         trajectory=trajectory,
-        tokens=i32([*prompt, *seen]),
-        logprobs=f32([0.0] * len(prompt) + choice.logprobs),
-        written=u8([0] * len(prompt) + [1] * len(seen)),
+        transcript=shown(prompt) + wrote(seen, choice.logprobs),
         num_partial=len(seen),
     )
