@@ -133,8 +133,8 @@ class CountingBus(Bus):
         return fields
 
     def _count(self, fields: list[Any]) -> None:
-        kind = fields[fields.index(b"kind") + 1]
-        self.counts[kind] += sum(len(part) if isinstance(part, bytes) else len(str(part)) for part in fields)
+        sent = [part if isinstance(part, bytes) else str(part).encode() for part in fields]
+        self.counts[sent[sent.index(b"kind") + 1].decode()] += sum(map(len, sent))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ It imports no service and no torch.
     operations.py         declares what one service says to another about runs
     wire.py               makes bytes of messages, and messages of bytes
     streams.py            names every key of a cell
+    deliveries.py         entries of streams as workers hold them
+    history.py            sends a trajectory's parts once: short forms of results and later requests
+    histories.py          reads what they refer to
     bus.py                publishes, and acknowledges by one script
     payloads.py           makes fields of messages; large ones travel by way of object storage
     scripts.py            what Redis does for the bus in one go

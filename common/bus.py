@@ -15,7 +15,7 @@ above `CLAIM_CHECK_BYTES` goes to object storage and travels as `ref` (`payloads
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -25,7 +25,10 @@ import redis.asyncio as aioredis
 import structlog
 from redis import exceptions as redis_errors
 
+from common.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
 from common.errors import InvalidInput, NotFound
+from common.histories import Histories, Items
+from common.history import shortened
 from common.messages import Message
 from common.objects import Objects
 from common.payloads import PLAIN, Payloads, fields_of
@@ -41,69 +44,7 @@ NO_GROUP_S = 0.05
 """Before a stream without a group is read again."""
 
 T = TypeVar("T")
-Out = tuple[str, Message]  # stream key, message
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Undecodable:
-    """The content of an entry that is no message of ours."""
-
-    reason: str
-    payload: bytes
-    plain: Mapping[str, str]
-    """The entry's plain fields: id, job, partition, epoch, kind; none of a foreign entry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unfetched(Undecodable):
-    """The content of an entry whose payload is in object storage, for those who do not wait for it."""
-
-    fetch: Callable[[], Awaitable["Delivery"]]
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """One entry, held by this consumer until it is settled."""
-
-    stream: str
-    group: str
-    entry: str
-    message: AnyMessage | Undecodable
-    deliveries: int = 1
-    progress: bytes = b""
-    """Progress on the entry that an earlier worker kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """A pending entry that nobody renewed."""
-
-    entry: str
-    deliveries: int  # up to now
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """New progress on an entry. In Redis it is one string: a head, which is replaced, and a body, which grows."""
-
-    head: bytes
-    start: int  # of the tail, in the string
-    tail: bytes
-
-
-NO_PROGRESS = Progress(b"", 0, b"")
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """A delivery with the messages that it led to, which settle it."""
-
-    delivery: Delivery
-    outputs: Sequence[Out] | None = ()
-    """None: the entry once more, as it is, for another worker."""
-    fields: Sequence[list[Any]] | None = None
-    """The outputs as XADD takes them, once `Bus.written` made that of them."""
 
 
 class Bus:
@@ -113,6 +54,7 @@ class Bus:
         self.client = client
         self.cell = cell
         self._payloads = Payloads(objects)
+        self._histories = Histories(client, cell)
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
@@ -202,13 +144,16 @@ class Bus:
     ) -> list[Delivery]:
         """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out."""
         deliveries: list[Delivery] = []
-        for stream, entry, fields in (row for row in rows if row[2]):
-            opening = partial(self._delivery, stream, group, entry, fields, consumer=consumer)
+        there = [row for row in rows if row[2]]
+        items = await self._histories.read([fields for _, _, fields in there], self.retrying)
+        for stream, entry, fields in there:
+            opening = partial(self._delivery, stream, group, entry, fields, items, consumer=consumer)
             if fetch or b"payload" in fields:
                 deliveries.append(await opening())
             else:
                 unfetched = Unfetched("not fetched", b"", _plain(fields), opening)
-                deliveries.append(Delivery(stream, group, _text(entry), unfetched))
+                history = self._histories.of(fields)
+                deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
 
     async def find_idle(
@@ -284,9 +229,16 @@ class Bus:
             delivery, outputs = settlement.delivery, settlement.outputs
             progress = self.cell.partial(delivery.stream, delivery.entry)
             num_outputs = -1 if outputs is None else len(outputs)
-            arguments += [delivery.stream, delivery.group, delivery.entry, progress, num_outputs]
-            all_fields = (await self.written(settlement)).fields or ()
-            for (stream, _), fields in zip(outputs or (), all_fields, strict=True):
+            done = await self.written(settlement)
+            arguments += [
+                delivery.stream,
+                delivery.group,
+                delivery.entry,
+                progress,
+                num_outputs,
+                *self._histories.fate(done),
+            ]
+            for (stream, _), fields in zip(outputs or (), done.fields or (), strict=True):
                 arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
         calls: list[Awaitable[Any]] = []
 
@@ -301,8 +253,14 @@ class Bus:
         """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""
         if settlement.outputs is None or settlement.fields is not None:
             return settlement
-        fields = [await self._payloads.fields(message, beat) for _, message in settlement.outputs]
-        return Settlement(settlement.delivery, settlement.outputs, fields)
+        delivery, outputs = settlement.delivery, settlement.outputs
+        short = shortened(delivery.message, outputs[0][1]) if len(outputs) == 1 and delivery.is_whole else None
+        if short is not None:
+            history = self._histories.extended(delivery)
+            fields = [*await self._payloads.fields(short, beat), *self._histories.field(history)]
+            return Settlement(delivery, outputs, [fields], history)
+        fields = [await self._payloads.fields(message, beat) for _, message in outputs]
+        return Settlement(delivery, outputs, fields)
 
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
@@ -377,16 +335,26 @@ class Bus:
         """Writes a payload to object storage, however long that takes. Returns its path."""
         return await self._payloads.write(message, encode(message))
 
-    async def _delivery(self, stream: str, group: str, entry: Any, fields: Any, *, consumer: str = "") -> Delivery:
-        payload = fields.get(b"payload")
+    async def _delivery(
+        self,
+        stream: str,
+        group: str,
+        entry: Any,
+        fields: Any,
+        items: Items = MappingProxyType({}),
+        *,
+        consumer: str = "",
+    ) -> Delivery:
+        payload, history = fields.get(b"payload"), self._histories.of(fields)
+        inline = payload is not None
         try:
             if payload is None:
                 renew = partial(self.renew, stream, group, consumer, [_text(entry)])
                 payload = await self._payloads.get(_text(fields[b"ref"]), renew)
-            message = decode(payload)
+            message = self._histories.whole(decode(payload), history, items)
         except (msgspec.MsgspecError, NotFound, KeyError, ValueError) as error:
             message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", _plain(fields))
-        return Delivery(stream, group, _text(entry), message)
+        return Delivery(stream, group, _text(entry), message, history=history, is_inline=inline)
 
     async def _unless(self, call: Callable[[], Awaitable[T]], *said: str, block_ms: int | None = None) -> T | None:
         """Like `retrying`; None if Redis answers with an error that says one of these."""

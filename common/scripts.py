@@ -1,23 +1,28 @@
 """The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
-# stream, group, entry, key of its progress, number of outputs (-1: the entry once more, as it is), then for each output: stream, the
-# stream in its place if it does not exist ("": none), number of fields, fields. Above its memory limit Redis refuses a script's first
-# write if that needs memory, and none after it: so the DEL comes first. The outputs come before the acknowledgement, so that no
-# failure between them loses the input. An entry whose group is gone is not pending.
+# stream, group, entry, key of its progress, number of outputs (-1: the entry once more, as it is), key of its history ("": none) and
+# what becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for
+# each output: stream, the stream in its place if it does not exist ("": none), number of fields, fields. Above its memory limit Redis
+# refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The outputs come before the
+# acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
 local settled = {}
 for n = 1, tonumber(take()) do
   local stream, group, entry, progress, outputs = take(), take(), take(), take(), tonumber(take())
+  local history, becomes = take(), take()
   local rows = redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
   local open = #rows == 1
-  if open then redis.call('DEL', progress) end
-  if open and outputs < 0 then
-    local row = redis.call('XCLAIM', stream, group, rows[1][2], 0, entry)[1]
-    if row then redis.call('XADD', stream, '*', unpack(row[2])) end
+  if open then redis.call('DEL', progress, unpack(becomes == 'ends' and {history} or {})) end
+  if open and (outputs < 0 or becomes == 'on') then
+    local fields = (redis.call('XCLAIM', stream, group, rows[1][2], 0, entry)[1] or {nil, {}})[2]
+    if outputs < 0 and #fields > 0 then redis.call('XADD', stream, '*', unpack(fields)) end
+    for i = 1, becomes == 'on' and #fields or 0, 2 do
+      if fields[i] == 'payload' then redis.call('RPUSH', history, fields[i + 1], entry) end
+    end
   end
   for _ = 1, outputs do
     local key, instead, fields = take(), take(), tonumber(take())

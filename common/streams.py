@@ -19,6 +19,7 @@
     done, telemetry            stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
     partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds; expires
+    history:<stream>:<entry>   list     payloads that led to a pending entry, each with its entry's id
     looked:<stream>            string   set while nobody need look for idle entries; expires
     lease:<p>                  string   the owner's random token, expires
     rev:<p>                    string   number of the owner's last write
@@ -86,6 +87,10 @@ class Cell:
 
     def key(self, name: str) -> str:
         return f"marlaas:{{{self.base_model}}}:{name}"
+
+    def name_of(self, key: str) -> str:
+        """The name of which `key` makes a key of this cell."""
+        return key.removeprefix(self.key(""))
 
     @property
     def env(self) -> str:
@@ -162,10 +167,17 @@ class Cell:
 
     def partial(self, stream: str, entry: str) -> str:
         """`stream`: a key of this cell; "*" for any entry."""
-        return self.key(f"partial:{stream.removeprefix(self.key(''))}:{entry}")
+        return self.key(f"partial:{self.name_of(stream)}:{entry}")
+
+    def history(self, name: str) -> str:
+        """`name`: of the stream, and the entry with which it begins; "*" for any."""
+        return self.key(f"history:{name}")
+
+    def begun_history(self, stream: str, entry: str) -> str:
+        return self.history(f"{self.name_of(stream)}:{entry}")
 
     def looked(self, stream: str) -> str:
-        return self.key(f"looked:{stream.removeprefix(self.key(''))}")
+        return self.key(f"looked:{self.name_of(stream)}")
 
     def owner_inbox(self, stream: str, partition: int) -> str:
         """The stream in which a partition's owner hears of an entry of a work stream."""

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from common.history import ShortRequest, ShortResult
 from common.messages import (
     AdapterNew,
     AdapterUpdate,
@@ -28,6 +29,8 @@ AnyMessage = (
     | TurnRequest
     | TurnResult
     | TurnDelta
+    | ShortResult
+    | ShortRequest
     | ScoredTrajectory
     | Parked
     | Init

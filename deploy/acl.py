@@ -13,7 +13,7 @@
     operator   everything; no service uses it
 
 Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
-`bits:live`, and sees whether `begun` is empty.
+`bits:live`, and sees whether `begun` is empty. Env and rollout workers keep `history` together.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
 Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
@@ -34,8 +34,8 @@ _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
     exists expire del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
-_ENV = "xrange zrangebyscore zrem"
-_ROLLOUT = "info strlen"
+_ENV = "xrange zrangebyscore zrem rpush lrange"
+_ROLLOUT = "info strlen rpush lrange"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hgetall hincrby hincrbyfloat
@@ -115,16 +115,17 @@ class _Keys:
         cell = self.cell
         outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
         rights = self._member(settles=(cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
-        return replace(rights, settles=(*rights.settles, cell.env_workers))
+        return replace(rights, settles=(*rights.settles, cell.history("*"), cell.env_workers))
 
     @property
     def rollout(self) -> Rights:
         cell = self.cell
-        return self._member(
+        rights = self._member(
             settles=(cell.rollout, cell.rollout_first),
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
+        return replace(rights, settles=(*rights.settles, cell.history("*")))
 
     @property
     def trainer(self) -> Rights:

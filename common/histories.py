@@ -1,0 +1,99 @@
+"""Reads the histories that entries refer to. What this process knows of one it does not read again."""
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from common.deliveries import Delivery, Settlement
+from common.history import History, restored
+from common.messages import Message
+from common.streams import Cell
+from common.wire import AnyMessage, decode
+
+MOST_KNOWN = 4096
+Items = Mapping[History, tuple[list[Message], list[bytes]]]
+"""Of each history the message that its first items make, if it is known, and its other items."""
+
+
+class KnownHistory(NamedTuple):
+    """What the first items of a history make. `entry`: that the last of them was the payload of."""
+
+    num: int
+    entry: str
+    message: Message
+
+
+class Histories:
+    """Those of one cell, as one process knows them."""
+
+    def __init__(self, client: Any, cell: Cell) -> None:
+        self._client = client
+        self._cell = cell
+        self._known: OrderedDict[str, KnownHistory] = OrderedDict()
+
+    def of(self, fields: Mapping[bytes, bytes]) -> History | None:
+        """The history that an entry refers to."""
+        if (refers := fields.get(b"history")) is None:
+            return None
+        num, _, name = refers.decode().partition(" ")
+        return History(self._cell.history(name), int(num))
+
+    async def read(
+        self,
+        entries: Sequence[Mapping[bytes, bytes]],
+        retrying: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
+    ) -> Items:
+        """The histories to which these entries refer, in one round trip.
+
+        A Redis that lost its last moment may have gone on otherwise than this process knows: then the items are read in two.
+        """
+        wanted = {history: self._begun(history) for fields in entries if (history := self.of(fields))}
+        if not wanted:
+            return {}
+
+        async def call() -> Any:
+            pipe = self._client.pipeline(transaction=False)
+            for history, known in wanted.items():
+                pipe.lrange(history.key, 2 * known.num - 1 if known else 0, 2 * history.num - 1)
+            return await pipe.execute()
+
+        result: dict[History, tuple[list[Message], list[bytes]]] = {}
+        for (history, known), found in zip(wanted.items(), await retrying(call), strict=True):
+            if known and found[:1] != [known.entry.encode()]:
+                self._known.pop(history.key, None)
+                return await self.read(entries, retrying)
+            result[history] = ([known.message], found[1::2]) if known else ([], found[::2])
+        return result
+
+    def whole(self, message: AnyMessage, history: History | None, items: Items) -> AnyMessage:
+        """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
+        known, rest = items[history] if history else ([], [])
+        return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
+
+    def extended(self, delivery: Delivery) -> History:
+        """That of what follows on a delivery and refers to it: the delivery's payload is its last item."""
+        begun = delivery.history or History(self._cell.begun_history(delivery.stream, delivery.entry), 0)
+        history = History(begun.key, begun.num + 1)
+        if isinstance(delivery.message, Message):
+            self._known[history.key] = KnownHistory(history.num, delivery.entry, delivery.message)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        return history
+
+    def field(self, history: History) -> list[Any]:
+        """Says in an entry to what it refers."""
+        return ["history", f"{history.num} {history.key.removeprefix(self._cell.history(''))}"]
+
+    def fate(self, settlement: Settlement) -> tuple[str, str]:
+        """The key of the input's history, and what becomes of it, as the script takes them."""
+        history = settlement.delivery.history
+        if settlement.refers_to is not None:
+            return settlement.refers_to.key, "on"
+        if history is None or settlement.outputs is None:
+            return "", ""
+        self._known.pop(history.key, None)
+        return history.key, "ends"
+
+    def _begun(self, history: History) -> KnownHistory | None:
+        known = self._known.get(history.key)
+        return known if known and known.num <= history.num else None
