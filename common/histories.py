@@ -16,7 +16,7 @@ Items = Mapping[History, tuple[list[Message], list[bytes]]]
 
 
 class KnownHistory(NamedTuple):
-    """What the first items of a history make. `entry`: that the last of them was the payload of."""
+    """The message that the first payloads of a history make. `entry`: the one from which the last of them came."""
 
     num: int
     entry: str

@@ -12,19 +12,23 @@ from env_service.failures import EnvironmentFailed
 MAX_STATE_BYTES = 64 * 1024
 
 
-class Context(msgspec.Struct, frozen=True, omit_defaults=True):
+class Context(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """It begins with what stays the same from turn to turn, which is sent once."""
+
+    weight: float = 1.0  # the tenant's
     env: EnvSpec
     item: dict[str, Any]
-    state: bytes  # the environment's own, msgpack
     num_prompt: int  # tokens before the first model turn
     max_turns: int
     tool_timeout_s: float
-    weight: float = 1.0  # the tenant's
+    state: bytes  # the environment's own, msgpack
     reward: float | None = None  # sum of the steps so far that gave one
     reward_parts: dict[str, float] = {}
 
 
-class _Weighed(msgspec.Struct):
+class _Weighed(msgspec.Struct, array_like=True):
+    """The beginning of every context, also of that of a request to a grader's model."""
+
     weight: float = 1.0
 
 

@@ -34,13 +34,13 @@ from env_service.work import Work
 Graded = TurnResult | GradeRequest
 
 
-class Judging(msgspec.Struct, frozen=True, omit_defaults=True):
+class Judging(msgspec.Struct, frozen=True, array_like=True):
     """The context of a request to a grader's model."""
 
+    weight: float  # the tenant's
     graded: bytes
     asked: str  # the grader
-    answers: dict[str, str] = {}  # of those asked before
-    weight: float = 1.0  # the tenant's
+    answers: dict[str, str]  # of those asked before
 
 
 class Resumed(NamedTuple):
@@ -71,7 +71,7 @@ def judge_request(graded: Graded, asked: ModelAsked, doing: Work, tokenizer: Cha
         turn=turn,
         transcript=shown(tokens),
         sampling=Sampling(temperature=question.temperature, max_tokens=question.max_tokens, top_p=question.top_p),
-        context=msgspec.msgpack.encode(Judging(encode(graded), asked.grader, doing.answers, doing.weight)),
+        context=msgspec.msgpack.encode(Judging(doing.weight, encode(graded), asked.grader, doing.answers)),
         usage=usage,
         judges=adapter,
     )
