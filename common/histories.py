@@ -2,13 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from common.deliveries import Delivery, Settlement
 from common.history import History, restored
 from common.messages import Message
 from common.streams import Cell
-from common.wire import decode
+from common.wire import AnyMessage, decode
 
 MOST_KNOWN = 4096
 Items = Mapping[History, tuple[list[Message], list[bytes]]]
@@ -65,10 +65,10 @@ class Histories:
             result[history] = ([known.message], found[1::2]) if known else ([], found[::2])
         return result
 
-    def whole(self, message: Message, history: History | None, items: Items) -> Message:
+    def whole(self, message: AnyMessage, history: History | None, items: Items) -> AnyMessage:
         """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
         known, rest = items[history] if history else ([], [])
-        return restored([*known, *map(decode, rest)], message)
+        return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
 
     def extended(self, delivery: Delivery) -> History:
         """That of what follows on a delivery and refers to it: the delivery's payload is its last item."""

@@ -95,8 +95,8 @@ def transcript(tokens: Any, logprobs: Any, written: Any) -> Transcript:
     """Tokens [T]; log-probs [T], of which those are kept where `written` [T] is not 0."""
     mask = np.asarray(written, bool)
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    scores = np.asarray(logprobs, np.float32)[mask]
-    return Transcript(_bytes("i4", tokens), tuple(edges.tolist()), _bytes("f4", scores) if scores.any() else b"")
+    scores = _bytes("f4", np.asarray(logprobs, np.float32)[mask])
+    return Transcript(_bytes("i4", tokens), tuple(edges.tolist()), scores if any(scores) else b"")
 
 
 def joined(parts: Iterable[Transcript]) -> Transcript:

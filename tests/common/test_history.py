@@ -44,15 +44,15 @@ SCORED = ScoredTrajectory(**ABOUT, id="s", adapter=ADAPTER, trajectory=FIRST.tra
 GROUPS = {CELL.rollout: GROUP_ROLLOUT, CELL.rollout_first: GROUP_ROLLOUT, CELL.env: GROUP_ENV}
 
 
-def answer(request: TurnRequest, **changes: Any) -> TurnResult:
+def answer(request: Any, **changes: Any) -> TurnResult:
     """The model's turn: its number, three times."""
     fields: dict[str, Any] = {"adapter": ADAPTER, "tokens": i32([request.turn] * 3), "logprobs": f32([-0.5] * 3)}
     usage = request.usage + Usage(sampled_tokens=3)
-    about = {"id": request.id, "request": request, "stop_reason": "stop", "usage": usage}
+    about: dict[str, Any] = {"id": request.id, "request": request, "stop_reason": "stop", "usage": usage}
     return TurnResult(**ABOUT, **(about | fields | changes))
 
 
-def following(result: TurnResult, **changes: Any) -> TurnRequest:
+def following(result: Any, **changes: Any) -> TurnRequest:
     turn = result.request.turn + 1
     fields: dict[str, Any] = {
         "id": f"job/0/1/{turn}/0",
