@@ -24,14 +24,15 @@ class KvBytes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.ndim > 2 and self._counts(func, made) and not _is_view(made, args):
+        if isinstance(made, Tensor) and made.ndim > 1 and self._counts(func, made) and not _is_view(made, args):
             self._add(made)
         return made
 
     def _counts(self, func: Any, made: Tensor) -> bool:
         """Keys and values, or lanes: only they are made as zeros of two axes."""
-        is_lanes = func.overloadpacket is torch.ops.aten.new_zeros and made.ndim == 2
-        return is_lanes or tuple(made.shape[-2:]) == self._last_two
+        if made.ndim == 2:
+            return func.overloadpacket is torch.ops.aten.new_zeros
+        return tuple(made.shape[-2:]) == self._last_two
 
     def _add(self, made: Tensor) -> None:
         storage = made.untyped_storage()
