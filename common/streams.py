@@ -96,10 +96,6 @@ class Cell:
         """The name of which `key` makes a key of this cell."""
         return key.removeprefix(self._prefix)
 
-    def name_of(self, key: str) -> str:
-        """The name of which `key` makes a key of this cell."""
-        return key.removeprefix(self.key(""))
-
     @property
     def env(self) -> str:
         return self.key("env")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from base_model.decoder import Decoder
 from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, run_selftest
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.rng import bits, uniform
@@ -119,5 +120,9 @@ def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: 
     )
 
 
+def _of(decoder: Decoder, _: int) -> None:
+    selftest(Trainer(DecoderBackbone(decoder), deterministic=True))
+
+
 if __name__ == "__main__":
-    run_selftest(lambda decoder, _: selftest(Trainer(DecoderBackbone(decoder), deterministic=True)))
+    run_selftest(_of)
