@@ -172,7 +172,7 @@ def test_disciplines_that_do_not_look_at_tenants_have_no_bound(discipline: Disci
 def test_what_trainers_have_of_a_tenant_is_bounded_and_known_to_the_next_owner() -> None:
     """Steps of 4 x 180 trajectories of 3 tokens; 2 x 1,024 for the two slots, which would take four steps."""
     world = World(random.Random(1), cluster=FixedSlots(rollout=4000, trainer=2, env=8))
-    for n in range(4):
+    for n in range(8):
         world.add(job_spec(f"large-{n}", created_at=1, batch_size=4, group_size=180, num_steps=1))
     most = 0
     while world.jobs:
