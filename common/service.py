@@ -29,11 +29,6 @@ from common.tasks import cancel_all, running
 from common.telemetry import KEEP_S, Reporter
 from common.worker import Inbox, Worker, worker_id
 
-try:
-    from uvloop import new_event_loop
-except ImportError:  # it is not built for every platform
-    from asyncio import new_event_loop
-
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 HEARTBEAT_S = 1.0
@@ -113,21 +108,10 @@ def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[An
     except (MarlaasError, ValueError) as error:
         leave(f"{name}: {explained(error)}", REFUSED)
     log.configure(name, level=settings.log_level)
-    asyncio.Runner(loop_factory=new_event_loop).run(_to_its_end(name, main(settings)))
-    leave()
-
-
-async def _to_its_end(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Ends the process when `work` ends, and what it left running: nobody closes the loop, for uvloop's hangs there while a connection
-    is half made.
-    """
-    error: Exception | None = None
     try:
-        await work
+        asyncio.run(main(settings))
     except* (MarlaasError, ValueError) as group:  # a service's loops run in task groups
         error = _first(group)
-    await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
-    if error:
         leave(f"{name}: {explained(error)}", REFUSED if isinstance(error, InvalidInput) else 1)
     leave()
 
