@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from benchmarks._report import Report, in_turns, make_table, medians, run
 from common.adapters import AdapterStore
 from common.bus import Bus
 from common.objects import Objects
-from common.service import new_event_loop
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, NUM_PARTITIONS
 from common.worker import Inbox, Worker
 from harness.redis_server import RedisServer, embedded_redis
@@ -75,7 +74,7 @@ def workers(bus: Bus, store: AdapterStore) -> list[Worker]:
 @contextlib.contextmanager
 def owner_thread(server: RedisServer, store: AdapterStore, objects: Objects) -> Generator[int]:
     """Runs an owner in a thread of its own; gives the clock of that thread's processor time."""
-    loop, stop = new_event_loop(), asyncio.Event()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def own() -> None:
         bus = server.bus()
@@ -133,13 +132,8 @@ async def num_active(bus: Bus) -> int:
     return sum(await pipe.execute())
 
 
-def on_services_loop(measuring: Coroutine[Any, Any, Cost]) -> Cost:
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(measuring)
-
-
 def report(given: Any) -> Report:
-    runs = {num_jobs: lambda n=num_jobs: on_services_loop(measure_jobs(n)) for num_jobs in STEPS}
+    runs = {num_jobs: lambda n=num_jobs: asyncio.run(measure_jobs(n)) for num_jobs in STEPS}
     costs = {num_jobs: medians(found) for num_jobs, found in in_turns(runs, given.rounds, warm_up=0).items()}
     columns = ("jobs", "owner µs", "workers µs", "Redis µs", "wall µs", "trajectories/s")
     lines = [(str(n), *astuple(cost), 1e6 / cost.wall_us) for n, cost in costs.items()]
