@@ -12,8 +12,8 @@ Its files:
     prefix.py         keeps keys and values of prompts and of trajectories for later turns
     pools.py          holds the keys and values of the rows under way
     kv.py             computes attention on them
-    fused.py          computes the base model with few and large operations
     sampler.py        draws tokens from scores, with exact log-probs
     meter.py          counts forwards, their rows, tokens and seconds
     selftest.py       checks that a turn's bits do not depend on what runs beside it
+    backbone/         computes the base model
 """

@@ -24,7 +24,7 @@ from base_model.device import give_back_memory
 from base_model.stacked import LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
-from rollout_service.embedded.fused import ForwardPart, FusedDecoder
+from rollout_service.embedded.backbone.fused import ForwardPart, FusedDecoder
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefill import Extension, Prefill, Rest

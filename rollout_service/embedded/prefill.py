@@ -22,7 +22,7 @@ from torch import Tensor
 from base_model.stacked import LanePlanner
 from common.messages import AdapterRef, Array, TurnRequest
 from rollout_service.embedded import kv
-from rollout_service.embedded.fused import ForwardPart, FusedDecoder
+from rollout_service.embedded.backbone.fused import ForwardPart, FusedDecoder
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache

@@ -14,8 +14,8 @@ from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.errors import InvalidInput
 from common.messages import BASE
 from common.rng import key_of, uniform, uniform_rows
+from rollout_service.embedded.backbone.fused import FusedDecoder, quick_norm, torch_norm
 from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
-from rollout_service.embedded.fused import FusedDecoder, quick_norm, torch_norm
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample

@@ -9,8 +9,8 @@ import torch
 
 from base_model.stacked import fuse
 from common.messages import AdapterRef
+from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
-from rollout_service.embedded.fused import FusedDecoder
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import TurnCache
 from rollout_service.embedded.seats import TurnRow
