@@ -5,6 +5,7 @@
 Its files:
 
     decoder.py   computes a decoder-only transformer as one function of its weights
+    modules.py   loads a base model into transformers' own modules, and refuses what would be computed otherwise than meant
     stacked.py   computes adapter products for rows of different adapters
     adapter.py   loads, checks and saves the weights of one adapter version
     kernels.py   chooses how this machine multiplies, so that no bits depend on what is computed beside them

@@ -85,15 +85,17 @@ def random_model(decoder: Decoder, attention: str) -> Any:
     model.tie_weights()
     rotary = model.get_decoder().rotary_emb  # its frequencies are no weights
     model.get_decoder().rotary_emb = type(rotary)(config).to(decoder.device)
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def random_modules(decoder: Decoder) -> Backbone:
     """The backbone of devices with the weights of a decoder, not copied."""
-    from trainer_service.backbone.attention import NAME  # here: they import transformers
+    from base_model.modules import target_layers  # here: they import transformers
+    from trainer_service.backbone.attention import NAME
     from trainer_service.backbone.modules import ModulesBackbone
 
-    return ModulesBackbone.of(random_model(decoder, NAME), decoder.config.context)
+    model = random_model(decoder, NAME)
+    return ModulesBackbone.of(model, target_layers(model), decoder.config.context)
 
 
 def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

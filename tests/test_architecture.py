@@ -45,7 +45,7 @@ MAY_IMPORT = {
 
 IMPORTERS = {
     "torch": {"base_model/", "rollout_service/__main__.py", "rollout_service/embedded/", "trainer_service/"},
-    "transformers": {"trainer_service/backbone/", "manager_service/cli/plan.py"},
+    "transformers": {"base_model/modules.py", "trainer_service/backbone/", "manager_service/cli/plan.py"},
     "peft": set[str](),
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {

@@ -13,7 +13,7 @@ Its files:
     modules.py     the backbone of devices: transformers' own modules, rows packed without padding
     sharding.py    spreads their weights over several processes
     shortage.py    ends a pass of several processes in step when memory runs out on one
-    loading.py     loads a base model into them, and refuses by name what they would compute otherwise
+    loading.py     loads a base model into them, and compares them with transformers
     attention.py   attention over packed sequences
     grouped.py     linear layers with the adapters of packed tokens
     head.py        log-probs of targets from hidden states, without all scores at once

@@ -18,13 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from common.errors import InvalidInput
+from base_model.modules import refuse_additions
 from trainer_service.packing import Tree
 
 NAME = "marlaas_packed"
 """As which transformers knows this attention."""
-NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
-"""Additions of other families' attention to scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,7 @@ def packed_attention(
 
     Raises InvalidInput for an attention that adds to its scores.
     """
-    if odd := [name for name in NOT_COMPUTED if others.get(name) is not None]:
-        raise InvalidInput(f"the transformers backbone does not compute attention with {', '.join(odd)}")
+    refuse_additions(others)
     found: list[Tensor] = []
     for number, span in enumerate(packed.spans):
         q, k, v = (each[:, :, span.start : span.stop] for each in (query, key, value))

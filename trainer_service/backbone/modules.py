@@ -3,7 +3,7 @@
 Axes: N tokens of a pack, M targets, E hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from base_model.decoder import LINEAR_MODULES
 from base_model.device import free_bytes
 from common.footprint import BYTES_OF_SCORE, MAX_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
@@ -41,11 +40,10 @@ class ModulesBackbone:
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     @classmethod
-    def of(cls, model: Any, context: int) -> "ModulesBackbone":
-        """Takes a loaded model. `context`: tokens of a sequence at most."""
-        model.eval().requires_grad_(False)
+    def of(cls, model: Any, targets: Mapping[str, tuple[Any, str]], context: int) -> "ModulesBackbone":
+        """Takes a loaded model. `targets`: see `target_layers`; `context`: tokens of a sequence at most."""
         backbone = cls(model, context, max_scores=scores_on(model.get_output_embeddings().weight.device))
-        for name, (layer, leaf) in _targets(model.get_decoder()).items():
+        for name, (layer, leaf) in targets.items():
             module = getattr(layer, leaf)
             setattr(layer, leaf, LoraLinear(module, name, backbone._current))
             backbone._shapes[name] = (module.out_features, module.in_features)
@@ -146,20 +144,6 @@ def scores_on(device: torch.device) -> int:
     """The number of scores that may exist at one time on a device."""
     some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE) if device.type == "cuda" else 0
     return max(MAX_SCORES, some)
-
-
-def _targets(decoder: Any) -> dict[str, tuple[torch.nn.Module, str]]:
-    """The linear layers that an adapter may target, by name: module and attribute. Each layer of the base has them, in one shape."""
-    found: dict[str, tuple[torch.nn.Module, str]] = {}
-    for path in LINEAR_MODULES:
-        part, leaf = path.split(".")
-        parts = [getattr(layer, part, None) for layer in decoder.layers]
-        modules = [getattr(each, leaf, None) for each in parts]
-        if len({m.weight.shape if type(m) is torch.nn.Linear else None for m in modules} - {None}) != 1:
-            continue
-        if all(type(module) is torch.nn.Linear for module in modules):
-            found |= {f"layers.{number}.{path}": (each, leaf) for number, each in enumerate(parts)}  # pyright: ignore
-    return found
 
 
 def _let_checkpoint(layer: Any, wanted: bool, again: Any) -> None:
