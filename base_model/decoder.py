@@ -62,7 +62,7 @@ class DecoderConfig:
         if refused := list(unsupported(raw)):
             raise InvalidInput(
                 f"{folder}: our decoder does not compute {', nor '.join(refused)} "
-                "(others may: MARLAAS_ENGINE=vllm and MARLAAS_TRAINER_BACKBONE=transformers)"
+                "(others may: MARLAAS_ROLLOUT_BACKBONE=transformers or MARLAAS_ENGINE=vllm, and MARLAAS_TRAINER_BACKBONE=transformers)"
             )
         rope = raw.get("rope_parameters") or {}
         return cls(

@@ -40,7 +40,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("mlp.down_proj",),
 )
 NUM_FUSED = len(FUSED)
-"""A fused product's number is layer * NUM_FUSED + its index in FUSED."""
+"""A fused product's number is layer * NUM_FUSED + its index in FUSED; of a base that lacks some, as `fused_of` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +97,23 @@ def padded_rank(rank: int) -> int:
     return max(MIN_RANK, 1 << (rank - 1).bit_length())
 
 
+def fused_of(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+    """Those of FUSED that there are in a base, whose layers are all alike."""
+    there = {name.split(".", 2)[2] for name in shapes}
+    return [found for leaves in FUSED if (found := tuple(leaf for leaf in leaves if leaf in there))]
+
+
 def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: int, *, like: Tensor) -> FusedAdapter:
     """Fuses an adapter. `shapes`: module name -> (out, in) of the base; factors get the device and dtype of `like`.
 
     Raises CorruptObject if the adapter does not fit the base.
     """
     check_fits(adapter, shapes)
-    rank = padded_rank(adapter.spec.rank)
+    rank, fused = padded_rank(adapter.spec.rank), fused_of(shapes)
     a: list[Tensor] = []
     b: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
-        for leaves in FUSED:
+        for leaves in fused:
             names = [f"layers.{layer}.{leaf}" for leaf in leaves]
             a.append(_joined_a(adapter, names, shapes, rank).unsqueeze(0).to(like))
             b.append(tuple(_padded_b(adapter, name, shapes, rank).unsqueeze(0).to(like) for name in names))

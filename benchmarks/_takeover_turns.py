@@ -30,6 +30,7 @@ from common.telemetry import Reporter
 from common.transcript import wrote
 from common.worker import Inbox, Worker
 from rollout_service.adapters import AdapterCache
+from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
@@ -158,7 +159,7 @@ async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[li
     prepare_cpu(1)
     decoder = Decoder.load(TINY, max_context=1024)
     limits = EngineLimits(slots=case.slots + case.slots // ORPHANS_SHARE, kv_bytes=256 << 20)
-    engines = [TorchEngine(decoder, NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
+    engines = [TorchEngine(FusedDecoder(decoder, exact=False), NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
     buses, handlers, stop = (
         [Bus.connect(url, CELL) for _ in engines],
         [Counting(e, objects) for e in engines],

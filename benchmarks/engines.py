@@ -29,6 +29,7 @@ from common.settings import TINY
 from common.skills import SKILLS, generate
 from common.text.tokens import ChatTokenizer
 from common.transcript import transcript
+from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
 from rollout_service.process.vllm_engine import VllmOptions, vllm_engine
@@ -138,7 +139,7 @@ def rows_of(asked: Sequence[TurnRequest], done: Sequence[Generated]) -> Rows:
 
 async def measure_speeds(rows: int, num_tokens: int, rounds: int, *, with_vllm: bool) -> dict[str, float]:
     decoder = Decoder.load(TINY)
-    engines: dict[str, Engine] = {"torch": TorchEngine(decoder, NoEnd())}
+    engines: dict[str, Engine] = {"torch": TorchEngine(FusedDecoder(decoder, exact=False), NoEnd())}
     if with_vllm:
         engines["vllm"] = vllm_engine(options("float32"), NoEndOfTiny())
     for engine in engines.values():
@@ -156,7 +157,8 @@ async def measure_gaps(*, with_vllm: bool) -> dict[str, float]:
     decoder, tokenizer = Decoder.load(TINY), ChatTokenizer.load(TINY)
     found: dict[str, float] = {}
     for dtype in DTYPES:
-        engines: dict[str, Engine] = {"torch": TorchEngine(Decoder.load(TINY, dtype=getattr(torch, dtype)), tokenizer)}
+        own = FusedDecoder(Decoder.load(TINY, dtype=getattr(torch, dtype)), exact=False)
+        engines: dict[str, Engine] = {"torch": TorchEngine(own, tokenizer)}
         if with_vllm:
             engines["vllm"] = vllm_engine(options(dtype), tokenizer)
         for name, engine in engines.items():

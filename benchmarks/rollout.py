@@ -27,6 +27,7 @@ from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, 
 from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.settings import TINY
 from common.transcript import shown
+from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine
 
@@ -112,7 +113,7 @@ async def measure(rows: int, num_tokens: int, rounds: int) -> dict[str, float]:
     decoder = Decoder.load(TINY)
     files = [adapter_files(decoder, i) for i in range(max(NUM_ADAPTERS))]
     refs = [AdapterRef("bench", f"job{i}", 1) for i in range(max(NUM_ADAPTERS))]
-    engine = TorchEngine(decoder, NoEnd())
+    engine = TorchEngine(FusedDecoder(decoder, exact=False), NoEnd())
     await engine.start()
     for ref, content in zip(refs, files, strict=True):
         await engine.load_files(ref, content)

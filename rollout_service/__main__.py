@@ -4,10 +4,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-import torch
-
-from base_model.decoder import Decoder
-from base_model.device import find_device, keep_freed_memory, prepare_cpu
+from base_model.device import keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from base_model.loading_turn import alone_on
 from common.errors import InvalidInput
@@ -18,6 +15,7 @@ from common.streams import GROUP_ROLLOUT
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox
 from rollout_service.adapters import AdapterCache
+from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -42,15 +40,15 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     """Loads the base model."""
     deterministic = settings.deterministic
     chosen = (settings.rollout_device, settings.dtype, settings.rollout_threads)
-    if deterministic and chosen != ("cpu", "float32", 1):
-        raise InvalidInput("deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1")
+    if deterministic and (chosen != ("cpu", "float32", 1) or settings.rollout_backbone == "transformers"):
+        raise InvalidInput(
+            "deterministic mode needs rollout_device=cpu, rollout_dtype=float32, rollout_threads=1, and rollout_backbone not transformers"
+        )
     choice = choose(SELFTEST, folder, sizes=[settings.engine_slots]) if deterministic else None
     min_rows = choice.kernels.min_rows if choice else DEFAULT.min_rows
     prepare_cpu(settings.rollout_threads)
-    device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
-    dtype = getattr(torch, settings.dtype)
-    decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-    bits = choice.fingerprint(lambda: selftest(decoder, min_rows, settings.engine_slots)) if choice else ""
+    model = load_backbone(settings, folder)
+    bits = choice.fingerprint(lambda: selftest(model, min_rows, settings.engine_slots)) if choice else ""
     limits = EngineLimits(
         slots=settings.engine_slots,
         kv_bytes=settings.rollout_kv_bytes,
@@ -59,7 +57,7 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
         min_rows=min_rows,
         exact=deterministic,
     )
-    return TorchEngine(decoder, ChatTokenizer.load(folder, settings.max_context), limits=limits), bits
+    return TorchEngine(model, ChatTokenizer.load(folder, settings.max_context), limits=limits), bits
 
 
 def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:

@@ -22,6 +22,9 @@ class RolloutSettings(Settings):
     """A torch device: cpu, cuda, cuda:1. For vLLM cpu or cuda; CUDA_VISIBLE_DEVICES chooses among several."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of the base model and the adapters; log-probs are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
+    rollout_backbone: Literal["auto", "decoder", "transformers"] = "auto"
+    """The code that computes the base model in the torch engine. auto: our own decoder on a CPU for the families that it knows, and in
+    deterministic mode; elsewhere transformers' modules, as in trainers."""
     rollout_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
     rollout_slots: int = Field(default=64, ge=1)

@@ -149,10 +149,12 @@ async def vllm() -> "AsyncIterator[SharedVllm]":
 @pytest.fixture
 def running(request: pytest.FixtureRequest) -> "Running":
     """Runs an engine of the kind that the test's parameter names."""
-    from tests.support.engines_under_test import ProcessRunning, SharedCore, TorchRunning, fake_core
+    from tests.support.engines_under_test import ProcessRunning, SharedCore, TorchRunning, fake_core, modules_running
 
     if request.param == "torch":
         return TorchRunning()
+    if request.param == "modules":
+        return modules_running()
     if request.param == "deterministic":
         return TorchRunning(min_rows=request.getfixturevalue("min_rows"))
     if request.param == "fake":

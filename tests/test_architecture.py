@@ -44,8 +44,13 @@ MAY_IMPORT = {
 }
 
 IMPORTERS = {
-    "torch": {"base_model/", "rollout_service/__main__.py", "rollout_service/embedded/", "trainer_service/"},
-    "transformers": {"base_model/modules.py", "trainer_service/backbone/", "manager_service/cli/plan.py"},
+    "torch": {"base_model/", "rollout_service/embedded/", "trainer_service/"},
+    "transformers": {
+        "base_model/modules.py",
+        "manager_service/cli/plan.py",
+        "rollout_service/embedded/backbone/modules.py",
+        "trainer_service/backbone/attention.py",
+    },
     "peft": set[str](),
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.decoder import Decoder
 from base_model.device import give_back_memory
 from base_model.stacked import LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
-from rollout_service.embedded.backbone.fused import ForwardPart, FusedDecoder
+from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefill import Extension, Prefill, Rest
@@ -73,25 +72,24 @@ class RunningRows:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: EngineBackbone,
         *,
         end_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
     ) -> None:
         """`decode`: turns token ids into text, special tokens included, in which stop strings are looked for."""
-        config = decoder.config
-        self._model = FusedDecoder(decoder, exact=limits.exact)
-        self._config, self._device = config, decoder.device
+        config, device = model.config, model.embedding.device
+        self._model, self._config, self._device = model, config, device
         self._decode = decode
         self._limits = limits
         self._rounded = exact_rows if limits.exact else rounded_rows
         self._seats = Seats(limits.slots, end_ids, config.context)
-        self._pools = Pools(config, decoder.embedding, limits.pools)
-        self._planner = LanePlanner(decoder.device, limits.min_rows, budget_bytes=limits.step_lanes)
+        self._pools = Pools(config, model.embedding, limits.pools)
+        self._planner = LanePlanner(device, limits.min_rows, budget_bytes=limits.step_lanes)
         self._waiting: deque[TurnRow] = deque()
         self._layout: ForwardLayout | None = None
-        self.meter = Meter.of(decoder.device)
+        self.meter = Meter.of(device)
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
         self._rests: list[Rest] = []  # that the next step computes
         self._step_s = 0.0  # totals since the start

@@ -5,7 +5,7 @@ Axes: n rows, T positions, L positions of a pool's rows, H query heads, K key/va
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base_model.decoder import DecoderConfig
+from rollout_service.embedded.backbone.interface import ModelShape, joined
 from rollout_service.embedded.pools import Pool, rounded
 
 MERGED_HEADS = 2
@@ -32,8 +32,29 @@ class Slice:
 
     pool: Pool
     first: int  # row of the forward at which they begin
+    positions: Tensor  # [n] of each row's new token
     places: Tensor  # [n] row * length + position in the pool: where the new token's keys and values go
-    mask: Tensor  # [n, 1, 1, L] 0 on the row's own tokens, else -inf
+    length: int  # L
+    masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+
+    def mask(self, window: int | None) -> Tensor:
+        """[n, 1, 1, L] 0 on the tokens of a row that its new one sees, else -inf; made once for all layers."""
+        if window not in self.masks:
+            like = self.pool.layers[0]
+            self.masks[window] = masked(self.positions, self.length, window, like)[:, None, None]
+        return self.masks[window]
+
+
+def masked(positions: Tensor, length: int, window: int | None, like: Tensor) -> Tensor:
+    """positions [...] -> added to the scores of `length` keys, [..., length]: 0 where a position sees one, else -inf.
+
+    `window`: a position sees as many at most, itself included.
+    """
+    span = torch.arange(length, device=positions.device)
+    unseen = span > positions.unsqueeze(-1)
+    if window is not None:
+        unseen |= span <= positions.unsqueeze(-1) - window
+    return like.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
 
 
 def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> list[Slice]:
@@ -43,11 +64,8 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
     for pool, longest in zip(pools, lengths, strict=True):
         num = len(pool.seats)
         at = positions[first : first + num]
-        span = torch.arange(rounded(longest), device=at.device)
-        mask = torch.zeros(num, len(span), dtype=pool.layers[0].dtype, device=at.device)
-        mask.masked_fill_(span > at.unsqueeze(1), float("-inf"))
         places = torch.arange(num, device=at.device).mul_(pool.length).add_(at)
-        found.append(Slice(pool, first, places, mask.view(num, 1, 1, -1)))
+        found.append(Slice(pool, first, at, places, rounded(longest)))
         first += num
     return found
 
@@ -55,35 +73,36 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
 class DecodeAttend:
     """Attention of one new token a row on its pool's rows."""
 
-    def __init__(self, config: DecoderConfig, parts: Sequence[Slice], *, exact: bool) -> None:
+    def __init__(self, config: ModelShape, parts: Sequence[Slice], *, exact: bool) -> None:
         """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU."""
         self._parts = parts
         self._exact = exact
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         if len(self._parts) == 1 and len(self._parts[0].places) == len(qkv):
-            return self._one(layer, self._parts[0], qkv)
+            return self._one(layer, self._parts[0], qkv, scale, window)
         owned = [qkv[part.first : part.first + len(part.places)] for part in self._parts]
-        found = torch.cat([self._one(layer, part, own) for part, own in zip(self._parts, owned, strict=True)])
+        each = zip(self._parts, owned, strict=True)
+        found = torch.cat([self._one(layer, part, own, scale, window) for part, own in each])
         return F.pad(found, (0, 0, 0, len(qkv) - len(found)))
 
-    def _one(self, layer: int, part: Slice, qkv: Tensor) -> Tensor:
+    def _one(self, layer: int, part: Slice, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
         """qkv [n, H + 2K, D] -> [n, H * D]. The query heads of one key head stand as its rows."""
         num, k = len(qkv), self._kv_heads
         cache = part.pool.layers[layer]
         cache.view(-1, 2 * k, qkv.shape[2]).index_copy_(0, part.places, qkv[:, self._heads :])
         q = qkv[:, : self._heads].reshape(num, k, -1, qkv.shape[2])
-        seen = cache[:num, : part.mask.shape[3]]  # [n, L, 2K, D]
+        seen, mask = cache[:num, : part.length], part.mask(window)  # [n, L, 2K, D]
         if self._exact or (cache.device.type == "cpu" and k <= MERGED_HEADS):
-            return _merged_attention(q, seen, part.mask, block=BLOCK if self._exact else seen.shape[1])
+            return _merged_attention(q, seen, mask, scale, block=BLOCK if self._exact else part.length)
         seen = seen.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, seen[:, :k], seen[:, k:], attn_mask=part.mask)
+        out = F.scaled_dot_product_attention(q, seen[:, :k], seen[:, k:], attn_mask=mask, scale=scale)
         return out.reshape(num, -1)
 
 
-def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor, block: int) -> Tensor:
+def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor, scale: float | None, block: int) -> Tensor:
     """q [n, K, G, D], seen [n, L, 2K, D], mask [n, 1, 1, L] -> [n, K * G * D]; values are summed `block` positions at a time.
 
     On a CPU the cost of small heads is that of the calls. Here all heads of a row share one product: a query stands in the
@@ -94,7 +113,7 @@ def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor, block: int) -> Tens
     torch.diagonal(spread, dim1=1, dim2=3).copy_(q.permute(0, 2, 3, 1))
     spread = spread.view(num, k * group, k * size)
     keys, values = seen.view(num, -1, 2, k * size).unbind(2)
-    scores = torch.baddbmm(mask.squeeze(1), spread, keys.transpose(1, 2), alpha=size**-0.5)
+    scores = torch.baddbmm(mask.squeeze(1), spread, keys.transpose(1, 2), alpha=scale or size**-0.5)
     out = _summed(torch.softmax(scores, dim=-1), values, block).view(num, k, group, k, size)
     return torch.diagonal(out, dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(num, -1)
 
@@ -114,24 +133,43 @@ def _summed(weights: Tensor, values: Tensor, block: int) -> Tensor:
 class PrefillAttend:
     """Causal attention of whole sequences of one padded length; writes their keys and values into rows of pools."""
 
-    def __init__(
-        self, config: DecoderConfig, rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int
-    ) -> None:
+    def __init__(self, config: ModelShape, rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) -> None:
         """`rows`: the pool and its row of each sequence; `nums`: its tokens, of `width` positions."""
         self._num = len(rows)
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
         self._parts = _written(rows, nums, width)
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         for pool, positions, places in self._parts:
             cache = pool.layers[layer]
             cache.view(-1, *cache.shape[2:]).index_copy_(0, places, qkv[:, self._heads :].index_select(0, positions))
         rows = qkv.view(self._num, -1, *qkv.shape[1:])  # [n, T, H + 2K, D]
         q, k, v = rows.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
-        grouped = self._heads != self._kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if window is not None and window < q.shape[2]:
+            out = _windowed(q, k, v, scale, window)
+        else:
+            grouped = self._heads != self._kv_heads
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(len(qkv), -1)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
+    """Causal attention of q [n, H, T, D] on at most `window` of k and v [n, K, T, D]: -> [n, H, T, D].
+
+    It takes `window` positions at a time, which see twice as many, so that memory is linear in T.
+    """
+    num, heads, length, size = q.shape
+    group = heads // k.shape[1]
+    at, found = torch.arange(length, device=q.device), list[Tensor]()
+    for start in range(0, length, window):
+        first, own = max(0, start - window + 1), slice(start, start + window)
+        seen = slice(first, own.stop)
+        mask = masked(at[own] - first, k[:, :, seen].shape[2], window, k).repeat(group, 1)
+        queries = q[:, :, own].reshape(num, k.shape[1], -1, size)  # those of one key head stand as its rows
+        out = F.scaled_dot_product_attention(queries, k[:, :, seen], v[:, :, seen], attn_mask=mask, scale=scale)
+        found.append(out.view(num, heads, -1, size))
+    return torch.cat(found, dim=2)
 
 
 def _written(rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) -> list[tuple[Pool, Tensor, Tensor]]:
@@ -167,21 +205,20 @@ class ExtendAttend:
     """Causal attention of new tokens on rows that have keys and values of earlier ones; adds theirs. The tokens of all rows stand
     end to end, without padding; those of one kind are padded for attention alone."""
 
-    def __init__(self, config: DecoderConfig, spans: Sequence[NewTokens]) -> None:
+    def __init__(self, config: ModelShape, spans: Sequence[NewTokens]) -> None:
         """`spans`: in order of kind."""
         self._parts = [_SameKind(config, [*same]) for _, same in itertools.groupby(spans, key=lambda span: span.kind)]
         self._sizes = [part.num_tokens for part in self._parts]
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """qkv [N, H + 2K, D] -> [N, H * D]"""
-        found = [part(layer, own) for part, own in zip(self._parts, qkv.split(self._sizes), strict=True)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+    def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+        owned = zip(self._parts, qkv.split(self._sizes), strict=True)
+        return joined([part(layer, own, scale, window) for part, own in owned])
 
 
 class _SameKind:
     """The rows of one pool that have new tokens, T at most."""
 
-    def __init__(self, config: DecoderConfig, spans: Sequence[NewTokens]) -> None:
+    def __init__(self, config: ModelShape, spans: Sequence[NewTokens]) -> None:
         self._pool = spans[0].pool
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         device = self._pool.layers[0].device
@@ -195,16 +232,18 @@ class _SameKind:
         if self.num_tokens < is_token_nT.numel():
             self._spread = (is_token_nT.flatten().cumsum(0) - 1).clamp_(min=0)
             self._gathered = is_token_nT.flatten().nonzero().squeeze(1)
-        self._mask = self._masked(position_nT, rounded(max(span.start + span.num for span in spans)))
+        self._position_nT = position_nT
+        self._length = rounded(max(span.start + span.num for span in spans))
+        self._masks: dict[int | None, Tensor] = {}
 
-    def _masked(self, position_nT: Tensor, length: int) -> Tensor:
-        """Makes what is added to scores, [n, 1, G * T, L]."""
-        span_L = torch.arange(length, device=position_nT.device)
-        mask = self._pool.layers[0].new_zeros(len(position_nT), 1, position_nT.shape[1], length)
-        mask.masked_fill_((span_L > position_nT.unsqueeze(2)).unsqueeze(1), float("-inf"))
-        return mask.repeat(1, 1, self._heads // self._kv_heads, 1)
+    def _mask(self, window: int | None) -> Tensor:
+        """Made once for all layers, [n, 1, G * T, L]."""
+        if window not in self._masks:
+            mask = masked(self._position_nT, self._length, window, self._pool.layers[0])
+            self._masks[window] = mask.unsqueeze(1).repeat(1, 1, self._heads // self._kv_heads, 1)
+        return self._masks[window]
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
         """qkv [tokens, H + 2K, D] -> [tokens, H * D]. The G query heads of one key head stand as its rows."""
         num, heads, size = len(self._rows_n), self._heads, qkv.shape[2]
         cache = self._pool.layers[layer]
@@ -212,9 +251,8 @@ class _SameKind:
         q = qkv[:, :heads]
         q = q if self._spread is None else q.index_select(0, self._spread)
         q = q.reshape(num, -1, self._kv_heads, heads // self._kv_heads, size).permute(0, 2, 3, 1, 4)
-        seen = cache[:, : self._mask.shape[3]].index_select(0, self._rows_n).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q.flatten(2, 3), seen[:, : self._kv_heads], seen[:, self._kv_heads :], attn_mask=self._mask
-        )
+        seen = cache[:, : self._length].index_select(0, self._rows_n).transpose(1, 2)
+        k, v = seen[:, : self._kv_heads], seen[:, self._kv_heads :]
+        out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=self._mask(window), scale=scale)
         out = out.view(q.shape).permute(0, 3, 1, 2, 4).reshape(-1, heads * size)
         return out if self._gathered is None else out.index_select(0, self._gathered)

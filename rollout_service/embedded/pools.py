@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from base_model.decoder import DecoderConfig
 from base_model.kernels import DEFAULT
 from common.errors import InvalidInput
 from common.served_context import cache_room, fitting_context
+from rollout_service.embedded.backbone.interface import ModelShape
 from rollout_service.embedded.seats import TurnRow
 
 MIN_LENGTH = 64
@@ -80,7 +80,7 @@ def length_class(length: int, context: int) -> int:
 class Pool:
     """The rows of one length class. `seats[r]` is the seat of row r."""
 
-    def __init__(self, config: DecoderConfig, length: int, like: Tensor) -> None:
+    def __init__(self, config: ModelShape, length: int, like: Tensor) -> None:
         self.length = length
         self.seats: list[int] = []
         shape = (0, length, 2 * config.num_kv_heads, config.head_dim)
@@ -134,7 +134,7 @@ class Pool:
 class Pools:
     """The pools of all length classes. Together they take at most `budget_bytes`, also while one is resized."""
 
-    def __init__(self, config: DecoderConfig, like: Tensor, budget_bytes: int) -> None:
+    def __init__(self, config: ModelShape, like: Tensor, budget_bytes: int) -> None:
         """Raises InvalidInput if not even one row of the whole context fits."""
         self._config, self._like = config, like
         self.token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * like.element_size()

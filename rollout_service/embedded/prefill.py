@@ -22,7 +22,7 @@ from torch import Tensor
 from base_model.stacked import LanePlanner
 from common.messages import AdapterRef, Array, TurnRequest
 from rollout_service.embedded import kv
-from rollout_service.embedded.backbone.fused import ForwardPart, FusedDecoder
+from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
@@ -71,7 +71,7 @@ def prefix_key(row: TurnRow) -> PrefixKey:
 class Prefill:
     """Prefills rows, and keeps the results for later ones."""
 
-    def __init__(self, model: FusedDecoder, pools: Pools, meter: Meter, spent: Spent, limits: EngineLimits) -> None:
+    def __init__(self, model: EngineBackbone, pools: Pools, meter: Meter, spent: Spent, limits: EngineLimits) -> None:
         self._model = model
         self._pools = pools
         self._meter = meter

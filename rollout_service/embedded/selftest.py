@@ -17,6 +17,8 @@ from base_model.stacked import FusedAdapter, fuse
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.rng import uniform
 from common.transcript import shown
+from rollout_service.embedded.backbone.fused import FusedDecoder
+from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
@@ -34,17 +36,17 @@ Turns = dict[str, tuple[list[int], list[float], bytes]]
 """Request id -> tokens, log-probs, and those of the prompt, f4."""
 
 
-def selftest(decoder: Decoder, min_rows: int, slots: int = CROWD) -> str:
+def selftest(model: EngineBackbone, min_rows: int, slots: int = CROWD) -> str:
     """The sha256 of what was generated, for any number of slots the same; a second or less for a small base.
     Raises NotDeterministic."""
-    adapters = [_adapter(decoder, seed, rank) for seed, rank in enumerate(RANKS)]
-    everyone = [_row(decoder, adapters, i) for i in range(max(CROWD, slots))]
+    adapters = [_adapter(model, seed, rank) for seed, rank in enumerate(RANKS)]
+    everyone = [_row(model, adapters, i) for i in range(max(CROWD, slots))]
     crowd, rows = everyone[:CROWD], everyone[: 2 * len(LENGTHS)]
-    together = _run(decoder, crowd, slots=CROWD, min_rows=min_rows)
-    full = _run(decoder, everyone, slots=slots, min_rows=min_rows) if slots > CROWD else together
-    reversed_ = _run(decoder, rows[::-1], slots=5, min_rows=min_rows)
+    together = _run(model, crowd, slots=CROWD, min_rows=min_rows)
+    full = _run(model, everyone, slots=slots, min_rows=min_rows) if slots > CROWD else together
+    reversed_ = _run(model, rows[::-1], slots=5, min_rows=min_rows)
     for row in rows:
-        alone = _run(decoder, [row], slots=1, min_rows=min_rows)
+        alone = _run(model, [row], slots=1, min_rows=min_rows)
         for other in (together, full, reversed_):
             if other[row.request.id] != alone[row.request.id]:
                 raise NotDeterministic("a generated turn's bits depend on its neighbours (rows, lengths or adapters)")
@@ -60,23 +62,23 @@ def _digest(turns: Turns) -> str:
     return found.hexdigest()
 
 
-def _adapter(decoder: Decoder, seed: int, rank: int) -> FusedAdapter:
+def _adapter(model: EngineBackbone, seed: int, rank: int) -> FusedAdapter:
     """An adapter that went through its file format, with a B that is not zero."""
-    shapes = decoder.linear_shapes()
+    shapes = model.linear_shapes()
     initial = init_adapter(LoraSpec(rank, 16.0), shapes, seed)
     b: dict[str, torch.Tensor] = {}
     for index, (name, tensor) in enumerate(sorted(initial.b.items())):
         draws = uniform(seed, "selftest", index, np.arange(tensor.numel())).astype(np.float32) - 0.5
         b[name] = torch.from_numpy(draws).view_as(tensor) * 0.05
     files = save_adapter(Adapter(initial.spec, initial.a, b), "selftest")
-    return fuse(load_adapter(files), shapes, decoder.config.num_layers, like=decoder.embedding)
+    return fuse(load_adapter(files), shapes, model.config.num_layers, like=model.embedding)
 
 
-def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
+def _row(model: EngineBackbone, adapters: list[FusedAdapter], index: int) -> TurnRow:
     which = index % (len(adapters) + 1)
     num = LONG.get(index, LENGTHS[index % len(LENGTHS)])
-    room = decoder.config.context // 2
-    tokens = (uniform(index, "selftest", np.arange(min(num, room))) * decoder.config.vocab).astype(np.int32)
+    room = model.config.context // 2
+    tokens = (uniform(index, "selftest", np.arange(min(num, room))) * model.config.vocab).astype(np.int32)
     request = TurnRequest(
         id=str(index),
         tenant="selftest",
@@ -94,9 +96,9 @@ def _row(decoder: Decoder, adapters: list[FusedAdapter], index: int) -> TurnRow:
     return TurnRow(request, None if which == len(adapters) else adapters[which], handle=None)
 
 
-def _run(decoder: Decoder, rows: list[TurnRow], *, slots: int, min_rows: int) -> Turns:
+def _run(model: EngineBackbone, rows: list[TurnRow], *, slots: int, min_rows: int) -> Turns:
     limits = EngineLimits(slots=slots, min_rows=min_rows, exact=True)
-    running = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=limits)
+    running = RunningRows(model, end_ids=(), decode=lambda _: "", limits=limits)
     results: Turns = {}
     with torch.inference_mode():
         for row in rows:
@@ -110,5 +112,9 @@ def _turn(end: Ended) -> tuple[list[int], list[float], bytes]:
     return end.partial.tokens, end.partial.logprobs, end.row.prompt_logprobs.data
 
 
+def _of_decoder(decoder: Decoder, *sizes: int) -> str:
+    return selftest(FusedDecoder(decoder, exact=True), *sizes)
+
+
 if __name__ == "__main__":
-    run_selftest(selftest)
+    run_selftest(_of_decoder)

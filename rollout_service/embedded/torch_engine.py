@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from base_model.adapter import load_adapter
-from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
 from common.errors import NotFound
 from common.messages import AdapterRef, TurnRequest
+from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
@@ -42,18 +42,18 @@ class Ticket:
 
 
 class TorchEngine:
-    """Implements `Engine` over `base_model.Decoder`."""
+    """Implements `Engine` over a base model in this process."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, limits: EngineLimits | None = None) -> None:
-        self._config, self._like = decoder.config, decoder.embedding
+    def __init__(self, model: EngineBackbone, tokenizer: Tokenizer, *, limits: EngineLimits | None = None) -> None:
+        self._config, self._like = model.config, model.embedding
         self._limits = limits or EngineLimits()
         self._running = RunningRows(
-            decoder,
+            model,
             end_ids=tokenizer.end_of_turn_ids,
             decode=lambda ids: tokenizer.decode(ids, skip_special=False),
             limits=self._limits,
         )
-        self._shapes = decoder.linear_shapes()
+        self._shapes = model.linear_shapes()
         self._adapters: dict[AdapterRef, FusedAdapter] = {}
         self._turns = TurnsUnderWay(self._running.progress)
         self._commands: list[Callable[[], None]] = []

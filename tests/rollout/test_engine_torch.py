@@ -27,6 +27,7 @@ from tests.support.rollout_cases import (
     decoder,
     exact_limits,
     files_of,
+    model,
     one,
     peft_model,
     prompt,
@@ -93,7 +94,7 @@ async def test_a_drawn_version_0_has_the_base_models_bits_also_beside_other_adap
 
 @pytest.mark.exact
 def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
-    assert selftest(decoder(), min_rows) == selftest(decoder(), min_rows)
+    assert selftest(model(exact=True), min_rows) == selftest(model(exact=True), min_rows)
     forward = FusedDecoder.forward
 
     def by_rows(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -101,22 +102,22 @@ def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytes
 
     monkeypatch.setattr(FusedDecoder, "forward", by_rows)
     with pytest.raises(NotDeterministic):
-        selftest(decoder(), min_rows)
+        selftest(model(exact=True), min_rows)
 
 
 @pytest.mark.exact
 def test_the_self_test_fills_all_slots(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
-    expected, forward = selftest(decoder(), min_rows), FusedDecoder.forward
-    assert selftest(decoder(), min_rows, 128) == expected  # workers with more slots compute the same
+    expected, forward = selftest(model(exact=True), min_rows), FusedDecoder.forward
+    assert selftest(model(exact=True), min_rows, 128) == expected  # workers with more slots compute the same
 
     def breaks_beyond_64(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         hidden = forward(self, tokens, *rest)
         return hidden * (1 + 1e-6) if len(hidden) == 128 else hidden
 
     monkeypatch.setattr(FusedDecoder, "forward", breaks_beyond_64)
-    assert selftest(decoder(), min_rows, 64) == expected
+    assert selftest(model(exact=True), min_rows, 64) == expected
     with pytest.raises(NotDeterministic):
-        selftest(decoder(), min_rows, 128)
+        selftest(model(exact=True), min_rows, 128)
 
 
 def test_quick_norms_are_those_of_torch() -> None:
@@ -140,7 +141,7 @@ def test_forwards_have_rounded_rows(num: int, least: int, exact: int, expected: 
 
 @pytest.mark.parametrize("exact,expected", [(False, 40), (True, 48)])
 def test_a_few_rows_more_are_computed_with_few_that_nobody_needs(exact: bool, expected: int) -> None:
-    batch = RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=EngineLimits(exact=exact))
+    batch = RunningRows(model(exact=exact), end_ids=(), decode=lambda _: "", limits=EngineLimits(exact=exact))
     for number in range(33):
         batch.add(TurnRow(request(tokens=[97] * 4, sample=number, max_tokens=2), None, handle=None))
     with torch.inference_mode():
@@ -150,7 +151,7 @@ def test_a_few_rows_more_are_computed_with_few_that_nobody_needs(exact: bool, ex
 
 def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
     with pytest.raises(InvalidInput, match=r"context.*MARLAAS_ROLLOUT_KV_BYTES"):
-        RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
+        RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
 
 
 @pytest.mark.exact

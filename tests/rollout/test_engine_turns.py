@@ -16,7 +16,7 @@ from rollout_service.embedded.prefix import TurnCache
 from rollout_service.embedded.seats import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
-from tests.support.rollout_cases import adapter_of, decoder, files_of, nearly, one, prompt, ref, request, running
+from tests.support.rollout_cases import adapter_of, decoder, files_of, model, nearly, one, prompt, ref, request, running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,7 +74,7 @@ def test_later_turns_of_all_lengths_and_ranks_are_computed_without_padding_besid
 
     monkeypatch.setattr(FusedDecoder, "forward", counting)
     every_token = range(decoder().config.vocab)
-    batch = RunningRows(decoder(), end_ids=every_token, decode=lambda _: "", limits=EngineLimits())
+    batch = RunningRows(model(), end_ids=every_token, decode=lambda _: "", limits=EngineLimits())
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
     fused = [fuse(adapter_of(rank, rank=rank), shapes, layers, like=decoder().embedding) for rank in (8, 16)]
 

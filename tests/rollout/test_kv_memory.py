@@ -10,7 +10,7 @@ from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 from tests.support.kv_bytes import KvBytes
-from tests.support.rollout_cases import adapter_of, decoder, exact_limits, ref, request
+from tests.support.rollout_cases import adapter_of, decoder, exact_limits, model, ref, request
 
 pytestmark = pytest.mark.timeout(120)
 KV_BYTES = 8 << 20
@@ -33,7 +33,7 @@ def asked(sample: int, turn: int, tokens: list[int]) -> TurnRequest:
 def sample_all(limits: EngineLimits, *, num: int = 16, turns: int = 2, longest: int = 400) -> tuple[Answers, int]:
     """Samples all turns of `num` trajectories; says the most bytes on the way. Prompts have 2 to `longest` tokens, some are shared."""
     rng, fused, answers = np.random.default_rng(0), adapters(), Answers()
-    batch = RunningRows(decoder(), end_ids=range(97, 103), decode=lambda _: "", limits=limits)
+    batch = RunningRows(model(), end_ids=range(97, 103), decode=lambda _: "", limits=limits)
     prompts = [rng.integers(97, 122, 2 + longest * (i // 2 * 7 % 24) // 24).tolist() for i in range(num)]
     with torch.inference_mode(), KvBytes(decoder().config) as measured:
         for sample, tokens in enumerate(prompts):
@@ -64,7 +64,7 @@ def test_a_job_with_a_shorter_context_reserves_less_and_more_of_it_run_at_once()
 
 def rows_at_once(limits: EngineLimits, *, max_context: int) -> tuple[int, int]:
     """The number of ten rows of one job that are admitted together, and the tokens that each has memory for."""
-    batch = RunningRows(decoder(), end_ids=(), decode=lambda _: "", limits=limits)
+    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=limits)
     for sample in range(10):
         turn = request(tokens=[97] * 20, sample=sample, max_tokens=1000, max_context=max_context)
         batch.add(TurnRow(turn, None, handle=None))

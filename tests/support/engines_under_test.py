@@ -1,9 +1,10 @@
-"""Runners of the engines under the contract tests: `torch`, `fake` (a process engine over a core that
-is no process), and `vllm`, whose process is started once and shared by all tests of a run."""
+"""Runners of the engines under the contract tests: `torch`, `modules` (the same on transformers' modules), `fake` (a process engine
+over a core that is no process), and `vllm`, whose process is started once and shared by all tests of a run."""
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import pytest
 
 from common.messages import AdapterRef
+from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
@@ -25,6 +27,7 @@ needs_vllm = pytest.mark.skipif(
 )
 KINDS = [
     "torch",
+    "modules",
     "fake",
     pytest.param("deterministic", marks=pytest.mark.exact),
     pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm]),
@@ -55,7 +58,7 @@ class TorchRunning:
     """The embedded engine; with `min_rows` as deterministic mode runs it."""
 
     min_rows: int | None = None
-
+    backbone: EngineBackbone | None = None
     scales_prompts: bool = True
 
     @property
@@ -65,10 +68,17 @@ class TorchRunning:
     def __call__(
         self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
     ) -> "contextlib.AbstractAsyncContextManager[Engine]":
-        return running(adapters=dict(adapters or {}), ends=ends, limits=self._limits(slots))
+        return running(adapters=adapters, ends=ends, limits=self._limits(slots), backbone=self.backbone)
 
     def _limits(self, slots: int) -> EngineLimits:
         return EngineLimits(slots=slots) if self.min_rows is None else exact_limits(self.min_rows, slots=slots)
+
+
+@functools.cache
+def modules_running() -> TorchRunning:
+    from rollout_service.embedded.backbone.loading import load_modules  # here: transformers takes seconds
+
+    return TorchRunning(backbone=load_modules(TINY))
 
 
 @dataclasses.dataclass

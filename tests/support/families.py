@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {"tie_word_embeddings": True}),
     "gemma3": (
         Gemma3TextConfig,
-        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
     ),
     "mistral": (MistralConfig, {"sliding_window": WINDOW}),
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),

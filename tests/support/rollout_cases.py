@@ -1,7 +1,7 @@
 """Requests, adapters and engines for the rollout tests."""
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from base_model.decoder import Decoder
 from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.text.tokens import ChatTokenizer
 from common.transcript import shown, wrote
+from rollout_service.embedded.backbone.fused import FusedDecoder
+from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine, Generated
@@ -58,6 +60,11 @@ def decoder() -> Decoder:
     if not _decoders:
         _decoders.append(Decoder.load(TINY))
     return _decoders[0]
+
+
+def model(*, exact: bool = False) -> FusedDecoder:
+    """`exact`: as deterministic mode has it."""
+    return FusedDecoder(decoder(), exact=exact)
 
 
 def tokenizer() -> ChatTokenizer:
@@ -130,10 +137,12 @@ async def running(
     *,
     limits: EngineLimits | None = None,
     ends: bool = True,
-    adapters: dict[AdapterRef, dict[str, bytes]] | None = None,
+    adapters: Mapping[AdapterRef, dict[str, bytes]] | None = None,
+    backbone: EngineBackbone | None = None,
 ) -> AsyncGenerator[TorchEngine]:
-    """`ends`: whether the end-of-turn token ends a turn."""
-    engine = TorchEngine(decoder(), tokenizer() if ends else NoEnd(), limits=limits)
+    """`ends`: whether the end-of-turn token ends a turn. `backbone`: our decoder, if it is left out."""
+    computes = backbone or model(exact=limits is not None and limits.exact)
+    engine = TorchEngine(computes, tokenizer() if ends else NoEnd(), limits=limits)
     await engine.start()
     try:
         for adapter, files in (adapters or {}).items():

@@ -1,6 +1,12 @@
 """Computes the base model for the rows of the embedded engine.
 
+    tokens, positions, parts (attention and adapters) ─► EngineBackbone.forward ─► hidden states ─► logits
+
 Its files:
 
-    fused.py   our decoder, with few and large operations
+    choice.py      chooses a backbone by the settings and the base model, and loads it
+    interface.py   the protocol `EngineBackbone`, and the parts of a forward
+    fused.py       our decoder, with few and large operations
+    modules.py     transformers' own modules, for the families that our decoder does not know, and on a GPU
+    loading.py     loads a base model into them, and compares them with transformers
 """

@@ -13,20 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base_model.decoder import Decoder
-from base_model.stacked import NUM_FUSED, Product
+from base_model.stacked import NUM_FUSED
+from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
 
-QkvAttend = Callable[[int, Tensor], Tensor]
-"""(layer, q and k and v [N, H + 2K, D], q and k rotated) -> [N, H * D]; it keeps keys and values as it likes."""
 Norm = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardPart:
-    """Neighbouring rows of a forward, with attention and adapters of their own."""
-
-    num: int
-    attend: QkvAttend
-    products: Sequence[Product]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +37,13 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """Frozen weights, safe to use from one thread at a time."""
+    """See `EngineBackbone`."""
 
     def __init__(self, decoder: Decoder, *, exact: bool) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones."""
         self.config = decoder.config
         self.embedding, self.head = decoder.embedding, decoder.head
+        self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
         make_norm = partial(quick_norm if quick else torch_norm, eps=self.config.norm_eps)
         self.layers = [_fuse_layer(decoder, layer, make_norm) for layer in range(self.config.num_layers)]
@@ -61,8 +52,10 @@ class FusedDecoder:
         self._cos = decoder.cos.unsqueeze(1)  # [context, 1, D]
         self._sin = torch.cat([-decoder.sin[:, :half], decoder.sin[:, half:]], dim=-1).unsqueeze(1)
 
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        return self._shapes
+
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
-        """tokens, positions [N] -> hidden states [N, E] after the last norm. A part may see what those before it write."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         for number, layer in enumerate(self.layers):
@@ -71,7 +64,6 @@ class FusedDecoder:
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] -> float32 [N, V]"""
         return F.linear(hidden, self.head).float()
 
     def _attention(
@@ -80,39 +72,28 @@ class FusedDecoder:
         c = self.config
         x = layer.input_norm(x)
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        _adapt(qkv, x, number * NUM_FUSED, parts)
+        adapt(qkv, x, number * NUM_FUSED, parts)
         qkv = qkv.view(len(x), -1, c.head_dim)
         rotated = qkv[:, : c.num_heads + c.num_kv_heads]
         qk = rotated
         if layer.qk_norm is not None:
             qk = layer.qk_norm(qk)
         torch.addcmul(qk * cos, qk.roll(c.head_dim // 2, -1), sin, out=rotated)
-        found = [part.attend(number, own) for part, own in zip(parts, _cut(qkv, parts), strict=True)]
-        seen = found[0] if len(found) == 1 else torch.cat(found)
+        found = [part.attend(number, own) for part, own in zip(parts, cut(qkv, parts), strict=True)]
+        seen = joined(found)
         out = F.linear(seen, layer.out, layer.out_bias)
-        _adapt(out, seen, number * NUM_FUSED + 1, parts)
+        adapt(out, seen, number * NUM_FUSED + 1, parts)
         return out
 
     def _mlp(self, number: int, layer: FusedLayer, x: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
         x = layer.mlp_norm(x)
         both = F.linear(x, layer.gate_up, layer.gate_up_bias)
-        _adapt(both, x, number * NUM_FUSED + 2, parts)
+        adapt(both, x, number * NUM_FUSED + 2, parts)
         gate, up = both.chunk(2, dim=-1)
         inner = F.silu(gate).mul_(up)
         out = F.linear(inner, layer.down, layer.down_bias)
-        _adapt(out, inner, number * NUM_FUSED + 3, parts)
+        adapt(out, inner, number * NUM_FUSED + 3, parts)
         return out
-
-
-def _adapt(y: Tensor, x: Tensor, number: int, parts: Sequence[ForwardPart]) -> None:
-    """Adds to y what each row's adapter makes of x."""
-    for part, own_y, own_x in zip(parts, _cut(y, parts), _cut(x, parts), strict=True):
-        for product in part.products:
-            product.add_to(own_y, own_x, number)
-
-
-def _cut(x: Tensor, parts: Sequence[ForwardPart]) -> Sequence[Tensor]:
-    return (x,) if len(parts) == 1 else x.split_with_sizes([part.num for part in parts])
 
 
 def torch_norm(weight: Tensor, eps: float) -> Norm:

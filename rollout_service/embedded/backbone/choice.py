@@ -1,0 +1,51 @@
+"""Chooses what computes the base model for the embedded engine, by the settings and the base model, and loads it."""
+
+from pathlib import Path
+
+import structlog
+import torch
+
+from base_model.decoder import Decoder, DecoderConfig
+from base_model.device import find_device
+from common.errors import InvalidInput
+from rollout_service.embedded.backbone.fused import FusedDecoder
+from rollout_service.embedded.backbone.interface import EngineBackbone
+from rollout_service.settings import RolloutSettings
+
+log = structlog.get_logger()
+
+
+def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
+    """Loads the base model in a local folder; in deterministic mode our decoder, with exact bits.
+
+    Raises InvalidInput for a base model that the embedded engine does not compute as it is meant.
+    """
+    device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
+    kind = settings.rollout_backbone
+    if kind == "auto":
+        kind = _fitting(settings, folder, device)
+    log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
+    dtype = getattr(torch, settings.dtype)
+    if kind == "decoder":
+        decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
+        return FusedDecoder(decoder, exact=settings.deterministic)
+    from rollout_service.embedded.backbone.loading import load_modules  # imported here: transformers takes seconds
+
+    try:
+        return load_modules(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error} (vLLM may sample from it: MARLAAS_ENGINE=vllm)") from error
+
+
+def _fitting(settings: RolloutSettings, folder: Path, device: torch.device) -> str:
+    """Our decoder in deterministic mode, and on a CPU for the families that it knows; else transformers' modules, as in trainers."""
+    if settings.deterministic:
+        return "decoder"
+    if device.type != "cpu":
+        return "transformers"
+    try:
+        DecoderConfig.load(folder)
+    except InvalidInput as error:
+        log.info("decoder_refused", reason=str(error))
+        return "transformers"
+    return "decoder"

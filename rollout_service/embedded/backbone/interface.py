@@ -1,0 +1,95 @@
+"""The seam between the engine's rows and the base model under them.
+
+Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from base_model.stacked import Product
+
+
+class ModelShape(Protocol):
+    """The sizes of a base model that its rows need to know."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at most."""
+        ...
+
+
+class QkvAttend(Protocol):
+    """Attention of one layer: q and k and v [N, H + 2K, D], q and k rotated -> [N, H * D]. It keeps keys and values as it likes."""
+
+    def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+        """`scale`: of scores; None: 1 / sqrt(D). `window`: positions that a position sees, itself included; None: all before it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPart:
+    """Neighbouring rows of a forward, with attention and adapters of their own."""
+
+    num: int
+    attend: QkvAttend
+    products: Sequence[Product]
+
+
+class EngineBackbone(Protocol):
+    """The frozen base model, an adapter for each row. Holds nothing of a row; safe to use from one thread at a time."""
+
+    @property
+    def config(self) -> ModelShape: ...
+
+    @property
+    def embedding(self) -> Tensor:
+        """Has the device and the dtype of all that is computed."""
+        ...
+
+    def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Module name -> (out, in), for every layer that an adapter may target."""
+        ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
+        """tokens, positions [N] -> hidden states [N, E] after the last norm. A part may see what those before it write."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> float32 [N, V]"""
+        ...
+
+
+def adapt(y: Tensor, x: Tensor, number: int, parts: Sequence[ForwardPart]) -> None:
+    """Adds to y [N, out] what each row's adapter makes of x [N, in], by the fused product of that number."""
+    for part, own_y, own_x in zip(parts, cut(y, parts), cut(x, parts), strict=True):
+        for product in part.products:
+            product.add_to(own_y, own_x, number)
+
+
+def cut(x: Tensor, parts: Sequence[ForwardPart]) -> Sequence[Tensor]:
+    """Each part's rows."""
+    return (x,) if len(parts) == 1 else x.split_with_sizes([part.num for part in parts])
+
+
+def joined(found: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts."""
+    return found[0] if len(found) == 1 else torch.cat([*found])

@@ -1,0 +1,179 @@
+"""transformers' own modules for generation: the arithmetic of the trainers' backbone of that name, on the engine's rows.
+
+Their attention and their linear layers are replaced: the engine attends, on its keys and values, and linear layers of one input are one
+product, to which each row's adapter is added.
+
+Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from base_model.modules import context_of, refuse_additions, target_layers
+from base_model.stacked import fused_of
+from common.errors import InvalidInput
+from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
+
+NAME = "marlaas_rows"
+"""As which transformers knows the engine's attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesShape:
+    """See `ModelShape`."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+
+    @classmethod
+    def of(cls, model: Any, max_context: int | None) -> "ModulesShape":
+        config = model.config.get_text_config()
+        return cls(
+            num_layers=len(model.get_decoder().layers),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab=config.vocab_size,
+            context=context_of(model, max_context),
+        )
+
+
+class ModulesDecoder:
+    """See `EngineBackbone`. Changes the linear layers and the attention of `model`, which it owns."""
+
+    def __init__(self, model: Any, max_context: int | None = None) -> None:
+        """Takes a loaded model. `max_context`: serve no longer context than this."""
+        self.model, self.config = model, ModulesShape.of(model, max_context)
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.windows = set[int | None]()  # that layers have asked attention for
+        self._current = CurrentParts()
+        self._shapes = _join_layers(target_layers(model), self.config.num_layers, self._current)
+        model.set_attn_implementation(NAME)
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        return self._shapes
+
+    def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
+        self._current.parts = parts
+        model = self.model.get_decoder()
+        found = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=self)
+        return found.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.model.get_output_embeddings().weight).float()
+
+    def attend(self, layer: int, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Attention of the rows of the forward under way. Raises InvalidInput for keys of another shape than the base model's."""
+        c, parts = self.config, self._current.parts
+        if qkv.shape[1:] != (c.num_heads + 2 * c.num_kv_heads, c.head_dim):
+            raise InvalidInput(
+                "the transformers backbone does not sample from layers whose keys and values differ in shape"
+            )
+        self.windows.add(window)
+        return joined(
+            [part.attend(layer, own, scale, window) for part, own in zip(parts, cut(qkv, parts), strict=True)]
+        )
+
+
+def rows_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    rows: ModulesDecoder,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. `rows` comes with the call of the model.
+
+    Raises InvalidInput for an attention that adds to its scores.
+    """
+    refuse_additions(others)
+    qkv = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
+    found = rows.attend(module.layer_idx, qkv, scaling, sliding_window)
+    return found.view(1, len(qkv), query.shape[1], -1), None
+
+
+@dataclass(slots=True)
+class CurrentParts:
+    """The parts of the forward under way: transformers' linear layers have no room for them in their arguments."""
+
+    parts: Sequence[ForwardPart] = ()
+
+
+class JoinedLinears:
+    """Linear layers of one input, as one product with each row's adapter."""
+
+    def __init__(self, layers: Sequence[torch.nn.Linear], number: int, current: CurrentParts) -> None:
+        """`number`: of their fused product."""
+        self._weight = joined([layer.weight for layer in layers])
+        self._bias = _joined_bias(layers)
+        self._widths = [layer.out_features for layer in layers]
+        self._number, self._current = number, current
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def output(self, x: Tensor, index: int) -> Tensor:
+        """x [..., in] -> [..., out of one layer]. The first that asks has all computed, the last has them forgotten."""
+        if x is not self._input or index not in self._outputs:
+            self._input, self._outputs = x, dict(enumerate(self._computed(x).split(self._widths, dim=-1)))
+        found = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return found
+
+    def _computed(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        adapt(y.flatten(0, -2), x.flatten(0, -2), self._number, self._current.parts)
+        return y
+
+
+class JoinedLinear(torch.nn.Module):
+    """One of several layers that are computed as one."""
+
+    def __init__(self, of: JoinedLinears, index: int) -> None:
+        super().__init__()
+        self._of, self._index = of, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._of.output(x, self._index)
+
+
+def _join_layers(
+    targets: Mapping[str, tuple[Any, str]], num_layers: int, current: CurrentParts
+) -> dict[str, tuple[int, int]]:
+    """Replaces the layers that an adapter may target; returns their shapes."""
+    modules = {name: getattr(*place) for name, place in targets.items()}
+    shapes = {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    fused = fused_of(shapes)
+    groups = [[f"layers.{layer}.{leaf}" for leaf in leaves] for layer in range(num_layers) for leaves in fused]
+    for number, names in enumerate(groups):
+        together = JoinedLinears([modules.pop(name) for name in names], number, current)
+        for index, name in enumerate(names):
+            setattr(*targets[name], JoinedLinear(together, index))
+    return shapes
+
+
+def _joined_bias(layers: Sequence[Any]) -> Tensor | None:
+    """Zeros for a layer without a bias, where others have one."""
+    biases: list[Tensor | None] = [layer.bias for layer in layers]
+    if all(bias is None for bias in biases):
+        return None
+    each = zip(biases, layers, strict=True)
+    return joined([layer.weight.new_zeros(layer.out_features) if bias is None else bias for bias, layer in each])
+
+
+AttentionInterface.register(NAME, rows_attention)  # pyright: ignore
