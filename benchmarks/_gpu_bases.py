@@ -1,4 +1,5 @@
-"""Base models with random weights in the shape of real ones: our decoder, and transformers' modules over the same weights."""
+"""Base models with random weights in the shape of real ones: our decoder, and transformers' modules that train and sample over its
+weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +7,8 @@ from typing import Any
 import torch
 
 from base_model.decoder import Decoder, DecoderConfig
+from rollout_service.embedded.backbone.fused import FusedDecoder
+from rollout_service.embedded.backbone.interface import EngineBackbone
 from trainer_service.backbone.interface import Backbone
 
 
@@ -96,6 +99,15 @@ def random_modules(decoder: Decoder) -> Backbone:
 
     model = random_model(decoder, NAME)
     return ModulesBackbone.of(model, target_layers(model), decoder.config.context)
+
+
+def sampling_backbone(decoder: Decoder, kind: str) -> EngineBackbone:
+    """What the embedded engine samples with, with the weights of a decoder. `kind`: as MARLAAS_ROLLOUT_BACKBONE."""
+    if kind == "decoder":
+        return FusedDecoder(decoder, exact=False)
+    from rollout_service.embedded.backbone.modules import ModulesDecoder  # here: it imports transformers
+
+    return ModulesDecoder(random_model(decoder, "sdpa"))
 
 
 def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

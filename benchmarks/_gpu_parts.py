@@ -27,6 +27,7 @@ from benchmarks.training import ADAPTER, LORA, PeftLoop, Workload, initial_state
 from common.messages import AdapterRef, Rows, TrajectoryRef, f32, i32, u8
 from common.transcript import transcript
 from harness.bases import FIRST_WORD, LAST_WORD, QWEN3_06B, make_random_base
+from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
@@ -114,9 +115,9 @@ def rows_of(adapters: Sequence[FusedAdapter]) -> list[TurnRow]:
     return rows
 
 
-def decode(decoder: Decoder, rows: Sequence[TurnRow], num_steps: int = LONGEST) -> float:
+def decode(model: EngineBackbone, rows: Sequence[TurnRow], num_steps: int = LONGEST) -> float:
     """Seconds of the forwards after the first, prefills left out."""
-    batch = RunningRows(decoder, end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
+    batch = RunningRows(model, end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
     with torch.inference_mode():
         for row in rows:
             batch.add(TurnRow(row.request, row.adapter, handle=None))
@@ -128,12 +129,12 @@ def decode(decoder: Decoder, rows: Sequence[TurnRow], num_steps: int = LONGEST) 
     return batch.meter.decode_s - first_s
 
 
-def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
+def bytes_read(model: EngineBackbone, rows: Sequence[TurnRow]) -> float:
     """Bytes that all forwards but the first have to read at least."""
-    config, size = decoder.config, decoder.embedding.element_size()
+    config, size = model.config, model.embedding.element_size()
     row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
-    shapes = decoder.linear_shapes().values()
-    weights = size * (sum(out * width for out, width in shapes) + decoder.head.numel())
+    shapes = model.linear_shapes().values()
+    weights = size * (sum(out * width for out, width in shapes) + model.embedding.numel())  # the head is as large
     steps_of: Counter[FusedAdapter] = Counter()
     total = 0.0
     for row in rows:
@@ -144,17 +145,17 @@ def bytes_read(decoder: Decoder, rows: Sequence[TurnRow]) -> float:
     return total + weights * max(steps_of.values()) + sum(a.num_bytes * n for a, n in steps_of.items())
 
 
-def measure_decoding(decoder: Decoder, adapters: Sequence[FusedAdapter], repetitions: int) -> dict[str, float]:
+def measure_decoding(model: EngineBackbone, adapters: Sequence[FusedAdapter], repetitions: int) -> dict[str, float]:
     """Decodes with one adapter and with all in turn."""
     alone, mixed = rows_of(adapters[:1]), rows_of(adapters)
     num_tokens = sum(row.request.sampling.max_tokens - 1 for row in mixed)
-    decode(decoder, mixed)
-    seconds = [(decode(decoder, alone), decode(decoder, mixed)) for _ in range(repetitions)]
+    decode(model, mixed)
+    seconds = [(decode(model, alone), decode(model, mixed)) for _ in range(repetitions)]
     mixed_s = statistics.median(s for _, s in seconds)
     return {
         "tokens_per_s": num_tokens / mixed_s,
         "to_one_adapter": statistics.median(one / all_ for one, all_ in seconds),
-        "bytes_per_s": bytes_read(decoder, mixed) / mixed_s,
+        "bytes_per_s": bytes_read(model, mixed) / mixed_s,
     }
 
 
@@ -177,19 +178,19 @@ def measure_against_peft(trainer: Trainer, decoder: Decoder, jobs: list[Job], re
     }
 
 
-def measure_gap(trainer: Trainer, decoder: Decoder) -> dict[str, float]:
+def measure_gap(trainer: Trainer, model: EngineBackbone) -> dict[str, float]:
     """Samples rows on the embedded engine with an adapter that is not at zero, and trains on them: the mean difference between
     both log-probs of a token, and what both base models are in."""
     initial = initial_state(trainer, 0, LORA)
     noise_P = torch.randn(len(initial.values_P), generator=torch.Generator().manual_seed(0)) * 0.02
     state = replace(initial, values_P=initial.values_P + noise_P.to(initial.values_P.device))
-    trained = trainer.step(step_of(asyncio.run(_sampled(decoder, state))), state, lambda: None)
+    trained = trainer.step(step_of(asyncio.run(_sampled(model, state))), state, lambda: None)
     return {"gap": trained.metrics["sampling_gap"] or 0.0, "tokens": float(trained.trained_tokens)}
 
 
-async def _sampled(decoder: Decoder, state: TrainState) -> Rows:
+async def _sampled(model: EngineBackbone, state: TrainState) -> Rows:
     """A group of 8 samples for each of some prompts."""
-    engine = TorchEngine(decoder, NoEnd(), limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
+    engine = TorchEngine(model, NoEnd(), limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
     await engine.start()
     await engine.load_files(ADAPTER, save_adapter(state.adapter, "base"))
     prompts = np.random.default_rng(0).integers(0, 250, (ROWS // GROUP_SIZE, PROMPT)).repeat(GROUP_SIZE, axis=0)

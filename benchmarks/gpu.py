@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --quick                                  # one shape, one repetition: a minute or two
     python -m benchmarks.gpu --device cpu --shapes tiny --jobs 1 2    # tries the benchmark itself
 
-Weights are random, in bfloat16; adapters have rank 8 on all linear layers. transformers' modules train, as they do on CUDA (`--backbone
-decoder`: ours). Answers have lengths log-normal with median 16 and 99th percentile 160 tokens. Of each shape:
+Weights are random, in bfloat16; adapters have rank 8 on all linear layers. transformers' modules train and sample, as they do on CUDA
+(`--backbone decoder`: ours). Answers have lengths log-normal with median 16 and 99th percentile 160 tokens. Of each shape:
 
     training   one step of each of N jobs, 4 groups of 8 rows each, fused, against N separate steps; and with 2 rows of 16 tokens each;
                and the most memory that a fused step takes on a GPU, weights included. MFU: floating-point operations of what is
@@ -33,7 +33,7 @@ import torch
 
 from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
-from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules
+from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules, sampling_backbone
 from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
 from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -100,15 +100,15 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     jobs = parts.heavy_tailed(trainer, min(PEFT_JOBS, most))
     against = partial(parts.measure_against_peft, trainer, decoder, jobs, times)
     run.run(f"{shape}, peft, N = {len(jobs)}", against)
-    adapters = parts.random_adapters(decoder, most)
+    adapters, sampling = parts.random_adapters(decoder, most), sampling_backbone(decoder, given.backbone)
     for n in given.jobs:
-        decoding = partial(parts.measure_decoding, decoder, adapters[:n], times)
+        decoding = partial(parts.measure_decoding, sampling, adapters[:n], times)
         run.run(f"{shape}, decoding, N = {n}", decoding)
-    run.run(f"{shape}, gap", lambda: parts.measure_gap(trainer, decoder))
+    run.run(f"{shape}, gap", lambda: parts.measure_gap(trainer, sampling))
     last, rows = parts.heavy_tailed(trainer, most), parts.rows_of(adapters)
     busiest: dict[str, Callable[[], object]] = {
         "a fused step": lambda: fused(trainer, last),
-        "decoding": lambda: parts.decode(decoder, rows, parts.PROFILED),
+        "decoding": lambda: parts.decode(sampling, rows, parts.PROFILED),
     }
     for what, work in busiest.items():
         run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
@@ -199,7 +199,9 @@ def options() -> Any:
     known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
     known.add_argument("--memory-bytes", type=int, default=0, help="as MARLAAS_TRAINER_MEMORY_BYTES")
     known.add_argument("--compile", action="store_true", help="compile the decoder, as MARLAAS_TRAINER_COMPILE")
-    known.add_argument("--backbone", choices=("decoder", "transformers"), default="transformers", help="what trains")
+    known.add_argument(
+        "--backbone", choices=("decoder", "transformers"), default="transformers", help="what trains and samples"
+    )
     known.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
     known.add_argument("--peak-gbs", type=float, help="of the device's memory")
     given = known.parse_args()

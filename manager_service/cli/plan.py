@@ -53,21 +53,16 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that the engine or the trainer does not compute, or of which the sizes are not known here."""
+    """Raises InvalidInput for a model that trainers do not compute, or of which the sizes are not known here."""
     folder = resolve_config(where)
     config, shape = read_shape(folder)
-    refused = list(unsupported(config))
-    if refused and engine == "torch":
-        raise InvalidInput(
-            f"{where}: the embedded engine does not compute {', nor '.join(refused)}; `--engine vllm` plans for vLLM, which has"
-            " other families, and trainers compute those with transformers' modules"
-        )
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
-    modules = device.gpu or bool(refused)
+    modules = device.gpu or any(unsupported(config))
     if modules and (refused := list(unsupported_by_modules(_config_of(folder)))):
-        raise InvalidInput(f"{where}: trainers do not compute {', nor '.join(refused)}")
+        who = "trainers do" if engine == "vllm" else "trainers and the embedded engine do"
+        raise InvalidInput(f"{where}: {who} not compute {', nor '.join(refused)}")
     chosen = PlannedEngine.of(engine, device)
     return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
 

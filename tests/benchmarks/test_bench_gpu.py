@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from base_model.decoder import Decoder
-from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules
+from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules, sampling_backbone
 from benchmarks._gpu_parts import PROMPT, bytes_read, measure_gap, measure_training, random_adapters, rows_of
 from benchmarks._lengths import answer_tokens
 from benchmarks.fused import SHAPES, make_jobs
@@ -57,7 +57,10 @@ def test_bytes_of_a_row_are_weights_adapter_and_its_own_keys_and_values_at_each_
     steps = answer_tokens(TrajectoryRef("train", 1, 0, 0)) - 1
     weights = 2 * (sum(out * width for out, width in decoder.linear_shapes().values()) + 272 * 128)
     keys_and_values = 2 * 2 * 4 * 2 * 32 * sum(PROMPT + t for t in range(1, steps + 1))
-    assert bytes_read(decoder, [row]) == (weights + adapter.num_bytes) * steps + keys_and_values
+    assert (
+        bytes_read(sampling_backbone(decoder, "decoder"), [row])
+        == (weights + adapter.num_bytes) * steps + keys_and_values
+    )
 
 
 def test_it_says_why_columns_are_empty_and_goals_are_not_judged() -> None:
@@ -94,7 +97,7 @@ def test_transformers_modules_train_without_padding() -> None:
 
 def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> None:
     gaps = [
-        measure_gap(Trainer(random_modules(decoder)), decoder)
+        measure_gap(Trainer(random_modules(decoder)), sampling_backbone(decoder, "transformers"))
         for decoder in (tiny(torch.float32, device), tiny(torch.bfloat16, device))
     ]
     assert gaps[0]["gap"] < 1e-4 < gaps[1]["gap"] < 0.1

@@ -356,10 +356,9 @@ def test_the_command_prints_how_several_gpus_are_split(qwen: Path) -> None:
     assert f"--rollout {chosen['rollout_workers']}" in printed or chosen["rollout_workers"] == 1
 
 
-def test_the_command_names_what_the_embedded_engine_refuses_and_plans_it_for_vllm(qwen: Path) -> None:
+def test_what_our_decoder_lacks_is_planned_for_both_engines(qwen: Path) -> None:
     larger(qwen, QWEN3_30B_A3B)
-    with pytest.raises(InvalidInput, match=r"embedded engine does not compute model_type 'qwen3_moe'.*--engine vllm"):
-        plan_for(str(qwen), gpu="80GB")
+    assert plan_for(str(qwen), gpu="h200", gpus=2).chosen is not None
     status, printed = run(str(qwen), "--gpu", "h200", "--gpus", "2", "--engine", "vllm")
     assert status == 0 and "3,353 M of them for a token" in printed
 
@@ -376,8 +375,9 @@ def test_the_command_names_what_the_embedded_engine_refuses_and_plans_it_for_vll
 )
 def test_the_command_names_what_trainers_refuse(qwen: Path, sizes: dict[str, Any], reason: str) -> None:
     larger(qwen, sizes)
-    with pytest.raises(InvalidInput, match=reason):
-        plan_for(str(qwen), gpu="80GB", engine="vllm")
+    for engine in ("torch", "vllm"):
+        with pytest.raises(InvalidInput, match=reason):
+            plan_for(str(qwen), gpu="80GB", engine=engine)
 
 
 def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
