@@ -102,7 +102,7 @@ def random_modules(decoder: Decoder) -> Backbone:
 
 
 def sampling_backbone(decoder: Decoder, kind: str) -> EngineBackbone:
-    """What the embedded engine samples with, with the weights of a decoder. `kind`: as MARLAAS_ROLLOUT_BACKBONE."""
+    """The backbone of that kind for the embedded engine, with the weights of a decoder. `kind`: decoder or transformers."""
     if kind == "decoder":
         return FusedDecoder(decoder, exact=False)
     from rollout_service.embedded.backbone.modules import ModulesDecoder  # here: it imports transformers

@@ -1,7 +1,7 @@
 """The engine in torch: requests come in, tokens with log-probs go out, one step for all rows at a time.
 
-    torch_engine ─ commands ─► batch: admit ─► prefill ─► step (fused ─► sampler) ─► ended rows, new tokens ─► torch_engine
-                                        seats, pools: the rows under way            prefix: keys and values kept for later
+    torch_engine ─ commands ─► batch: admit ─► prefill ─► step (backbone ─► sampler) ─► ended rows, new tokens ─► torch_engine
+                                        seats, pools: the rows under way               prefix: keys and values kept for later
 
 Its files:
 
