@@ -1,14 +1,14 @@
 """A base model as transformers' own modules, for trainers and the embedded engine: loads it, finds the layers that adapters may target,
 and refuses by name what would be computed otherwise than meant.
 
-Who computes it replaces the linear layers and the attention. `check_computed` then compares a few tokens with transformers.
+The callers replace its linear layers and its attention; `check_computed` then compares a few tokens with transformers.
 
 Axes: T tokens of a row, M of them its own, V vocabulary.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from base_model.decoder import LINEAR_MODULES
 from common.errors import InvalidInput
 from common.modules_families import unsupported_by_modules
 
+T = TypeVar("T")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Of the mean difference between log-probs as they are computed here and as transformers computes them."""
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
@@ -50,10 +51,16 @@ def refuse(folder: Path, reasons: Iterable[str]) -> None:
         raise InvalidInput(f"{folder}: the transformers backbone does not compute {', nor '.join(found)}")
 
 
-def refuse_additions(arguments: Mapping[str, Any]) -> None:
-    """Raises InvalidInput for an attention that adds to its scores. `arguments`: that transformers' layer calls it with."""
+def passed_on(what: T | None, arguments: Mapping[str, Any]) -> T:
+    """Gives attention what the model was called with for it. `arguments`: the others that transformers' layer calls attention with.
+
+    Raises InvalidInput for layers that do not pass it on, and for an attention that adds to its scores.
+    """
+    if what is None:
+        raise InvalidInput("the transformers backbone does not compute layers that keep arguments from their attention")
     if odd := [name for name in NOT_COMPUTED if arguments.get(name) is not None]:
         raise InvalidInput(f"the transformers backbone does not compute attention with {', '.join(odd)}")
+    return what
 
 
 def context_of(model: Any, max_context: int | None) -> int:

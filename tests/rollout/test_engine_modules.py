@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, NemotronConfig
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
@@ -22,7 +22,7 @@ from rollout_service.embedded.backbone.modules import ModulesDecoder
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
 from rollout_service.settings import RolloutSettings
-from tests.support.families import FAMILIES, VOCAB, save_family
+from tests.support.families import FAMILIES, SHAPE, VOCAB, save_family
 from tests.support.rollout_cases import TINY, NoEnd, one, ref, request
 from trainer_service import lora
 from trainer_service.backbone.interface import AdapterPlace, Backbone, Sequences
@@ -154,6 +154,19 @@ def test_what_neither_computes_is_refused_by_name_with_vllm_as_the_way_out(tmp_p
     folder = save_family("gemma3", tmp_path, final_logit_softcapping=30.0)
     with pytest.raises(InvalidInput, match=r"final_logit_softcapping 30\.0 .*MARLAAS_ENGINE=vllm"):
         choose(folder)
+
+
+def test_layers_that_the_engine_cannot_keep_are_refused_by_name(tmp_path: Path) -> None:
+    """Values narrower than keys, as DeepSeek has them; layers that do not tell their attention what the model was called with."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    shape: dict[str, Any] = SHAPE | experts | latent | {"topk_group": 1, "num_key_value_heads": 4}
+    for name, config in {"narrow": DeepseekV3Config(**shape), "silent": NemotronConfig(**SHAPE)}.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)  # pyright: ignore
+    with pytest.raises(InvalidInput, match=r"keys and values, .* differ in shape .*MARLAAS_ENGINE=vllm"):
+        choose(tmp_path / "narrow")
+    with pytest.raises(InvalidInput, match=r"layers that keep arguments .*MARLAAS_ENGINE=vllm"):
+        choose(tmp_path / "silent")
 
 
 def test_deterministic_mode_refuses_transformers_by_name() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from base_model.modules import refuse_additions
+from base_model.modules import passed_on
 from trainer_service.packing import Tree
 
 NAME = "marlaas_packed"
@@ -99,16 +99,16 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: Pack,
+    packed: Pack | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. `packed` comes with the call of the model.
 
-    Raises InvalidInput for an attention that adds to its scores.
+    Raises InvalidInput for an attention that this is not.
     """
-    refuse_additions(others)
+    packed = passed_on(packed, others)
     found: list[Tensor] = []
     for number, span in enumerate(packed.spans):
         q, k, v = (each[:, :, span.start : span.stop] for each in (query, key, value))

@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from base_model.modules import context_of, refuse_additions, target_layers
+from base_model.modules import context_of, passed_on, target_layers
 from base_model.stacked import fused_of
 from common.errors import InvalidInput
 from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
 
 NAME = "marlaas_rows"
 """As which transformers knows the engine's attention."""
+SHAPES_DIFFER = (
+    "the transformers backbone does not sample where keys and values, or those of other layers, differ in shape"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,16 @@ class ModulesShape:
 
     @classmethod
     def of(cls, model: Any, max_context: int | None) -> "ModulesShape":
+        """Raises InvalidInput for a base model whose layers differ in them."""
         config = model.config.get_text_config()
-        return cls(
-            num_layers=len(model.get_decoder().layers),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab=config.vocab_size,
-            context=context_of(model, max_context),
-        )
+        try:
+            heads = config.num_attention_heads
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        except RuntimeError as error:  # of transformers, for a field that layers have for themselves
+            raise InvalidInput(f"{SHAPES_DIFFER}: {error}") from error
+        num_layers = len(model.get_decoder().layers)
+        return cls(num_layers, heads, kv_heads, head_dim, config.vocab_size, context_of(model, max_context))
 
 
 class ModulesDecoder:
@@ -73,12 +77,8 @@ class ModulesDecoder:
         return F.linear(hidden, self.model.get_output_embeddings().weight).float()
 
     def attend(self, layer: int, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attention of the rows of the forward under way. Raises InvalidInput for keys of another shape than the base model's."""
-        c, parts = self.config, self._current.parts
-        if qkv.shape[1:] != (c.num_heads + 2 * c.num_kv_heads, c.head_dim):
-            raise InvalidInput(
-                "the transformers backbone does not sample from layers whose keys and values differ in shape"
-            )
+        """Attention of the rows of the forward under way."""
+        parts = self._current.parts
         self.windows.add(window)
         return joined(
             [part.attend(layer, own, scale, window) for part, own in zip(parts, cut(qkv, parts), strict=True)]
@@ -92,19 +92,22 @@ def rows_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    rows: ModulesDecoder,
+    rows: ModulesDecoder | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. `rows` comes with the call of the model.
 
-    Raises InvalidInput for an attention that adds to its scores.
+    Raises InvalidInput for an attention that this is not.
     """
-    refuse_additions(others)
-    qkv = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
-    found = rows.attend(module.layer_idx, qkv, scaling, sliding_window)
-    return found.view(1, len(qkv), query.shape[1], -1), None
+    rows = passed_on(rows, others)
+    c, each = rows.config, [states[0].transpose(0, 1) for states in (query, key, value)]
+    expected = [(heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+    if [states.shape[1:] for states in each] != expected:
+        raise InvalidInput(SHAPES_DIFFER)
+    found = rows.attend(module.layer_idx, torch.cat(each, dim=1), scaling, sliding_window)
+    return found.view(1, *each[0].shape), None
 
 
 @dataclass(slots=True)
