@@ -24,7 +24,7 @@ class RolloutSettings(Settings):
     """The dtype of the base model and the adapters; log-probs are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     rollout_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
-    rollout_slots: int = Field(default=64, ge=1)
+    rollout_slots: int = Field(default=128, ge=1)
     """Turns generated at once; on vLLM and CUDA 256 unless set."""
     rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
     """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA: see
