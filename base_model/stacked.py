@@ -39,6 +39,8 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
+MOST_PLACES = 1.25
+"""The most places in wide lanes, for each row."""
 NUM_FUSED = len(FUSED)
 """A fused product's number is layer * NUM_FUSED + its index in FUSED; of a base that lacks some, as `fused_of` has them."""
 
@@ -222,10 +224,14 @@ class Product:
 class LanePlanner:
     """Plans the products of one kind of forward; keeps the lanes between plans. A plan ends the one before."""
 
-    def __init__(self, device: torch.device, lane_rows: int, *, budget_bytes: float = math.inf) -> None:
-        """`budget_bytes`: of all lanes together."""
+    def __init__(
+        self, device: torch.device, lane_rows: int, *, wide_rows: int | None = None, budget_bytes: float = math.inf
+    ) -> None:
+        """`wide_rows`: the rows of a lane where few of their places would be empty, so that fewer copies of factors are read;
+        `budget_bytes`: of all lanes together."""
         self._device = device
         self._lane_rows = lane_rows
+        self._wide_rows = wide_rows or lane_rows
         self._budget_bytes = budget_bytes
         self._lanes: dict[int, Lanes] = {}
 
@@ -274,7 +280,7 @@ class LanePlanner:
     def _spread(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
         """The products of one rank's rows; None: a row that is not of this rank."""
         rows_of = _places(adapters)
-        num = self._lane_rows
+        num = self._width([len(rows) for rows in rows_of.values()])
         blocks = [(a, r[i : i + num]) for a, r in rows_of.items() for i in range(0, len(r), num)]
         lanes = self._lanes_for(len(blocks), blocks[0][0])
         if lanes is None:
@@ -291,6 +297,11 @@ class LanePlanner:
         else:
             rows, places = self._index([*place_of]), [*place_of.values()]
         return [Product(lanes.first(num_lanes), self._index(gather), rows, self._index(places))]
+
+    def _width(self, nums: Sequence[int]) -> int:
+        """The rows of a lane, for adapters of so many rows each."""
+        places = sum(-(-num // self._wide_rows) * self._wide_rows for num in nums)
+        return self._wide_rows if places <= MOST_PLACES * sum(nums) else self._lane_rows
 
     def _own(self, adapter: FusedAdapter, rows: list[int]) -> Product:
         """The product of one adapter's rows with its own factors, which need no copy."""

@@ -27,7 +27,7 @@ class RolloutSettings(Settings):
     deterministic mode; elsewhere transformers' modules, as in trainers."""
     rollout_threads: int = Field(default=1, ge=1)
     """Threads of torch. Deterministic mode needs 1."""
-    rollout_slots: int = Field(default=64, ge=1)
+    rollout_slots: int = Field(default=128, ge=1)
     """Turns generated at once; on vLLM and CUDA 256 unless set."""
     rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
     """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA: see

@@ -75,7 +75,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     rollout: int = 1
     env: int = 1
     trainer: int = 1
-    rollout_slots: int = 64
+    rollout_slots: int = 128
     env_slots: int = 64
     trainer_slots: int = 32  # steps that a trainer takes at most
     trainer_window_tokens: int = 4096  # and it takes none while it has so many tokens' worth of them

@@ -176,7 +176,7 @@ class Prefill:
     def keep(self, row: TurnRow, tokens: bytes) -> None:
         """Keeps a row's keys and values for its trajectory's next turn. `tokens`: those of which it has them, i4."""
         num = len(tokens) // 4
-        if self.turns.wants(row.request) and self.turns.make_room(num * self._pools.token_bytes):
+        if self.turns.make_room(num * self._pools.token_bytes):
             self.turns.put(row.request, tokens, self._pools.of(row).kept(row.seat, num))
 
     def extension(self, rests: Sequence[Rest]) -> Extension:

@@ -155,7 +155,7 @@ def test_rollout_and_trainer_choose_one_dtype_for_one_kind_of_device(device: str
 
 def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     here, gpu = RolloutSettings(engine="vllm"), RolloutSettings(engine="vllm", rollout_device="cuda")
-    assert (here.rollout_slots, gpu.rollout_slots) == (64, 256)
+    assert (here.rollout_slots, gpu.rollout_slots) == (128, 256)
     assert here.rollout_idle_adapter_bytes < gpu.rollout_idle_adapter_bytes
     monkeypatch.setenv("MARLAAS_ROLLOUT_SLOTS", "32")
     assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == 32

@@ -165,7 +165,8 @@ async def test_rows_that_do_not_fit_into_memory_wait_and_then_run(min_rows: int)
         assert [bits(g) for g in done] == [bits(await one(engine, r)) for r in asked]
 
 
-def test_stacked_products_equal_each_adapters_own() -> None:
+@pytest.mark.parametrize("wide_rows", [None, 2 * LANE_ROWS])
+def test_stacked_products_equal_each_adapters_own(wide_rows: int | None) -> None:
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
     adapters = [adapter_of(i, rank=r) for i, r in enumerate((8, 8, 3, 20))]
     fused = [fuse(a, shapes, layers, like=decoder().embedding) for a in adapters]
@@ -173,7 +174,7 @@ def test_stacked_products_equal_each_adapters_own() -> None:
     owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
     x = torch.randn(40, 384)
     y = torch.zeros(40, 128)
-    planner = LanePlanner(torch.device("cpu"), LANE_ROWS)
+    planner = LanePlanner(torch.device("cpu"), LANE_ROWS, wide_rows=wide_rows)
     for product in planner.plan([fused[o] if o < 4 else None for o in owners], 40):
         product.add_to(y, x, 7)  # layers.1.mlp.down_proj
     for row, owner in enumerate(owners):
@@ -197,6 +198,15 @@ def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
             assert product.gather[place] == row
             for ours, own in zip(product.factors, rows[row].factors, strict=True):
                 assert torch.equal(ours[lane], own[0])
+
+
+def test_adapters_of_many_rows_have_half_as_many_lanes_and_those_of_few_do_not() -> None:
+    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
+    fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(4)]
+    planner = LanePlanner(torch.device("cpu"), LANE_ROWS, wide_rows=2 * LANE_ROWS)
+    for rows, num_lanes in ((2 * LANE_ROWS, 4), (2, 4), (LANE_ROWS, 4), (4 * LANE_ROWS, 8)):
+        (product,) = planner.plan([a for a in fused for _ in range(rows)], 4 * rows)
+        assert len(product.factors.a[0]) == num_lanes
 
 
 def test_uniform_numbers_for_many_rows_are_those_of_each() -> None:
