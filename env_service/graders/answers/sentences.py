@@ -60,6 +60,9 @@ _COMPOUND = re.compile(
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
+_LATER = re.compile(
+    r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
+)
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _UNKNOWN = re.compile(r"\bneed to know\b|\bdepend(?:s|ing) on\b|not enough information")
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
@@ -187,13 +190,10 @@ def result_of(sentence: str) -> str:
     sentence = _without_aside(_totalled(_concluded(_main(sentence))), said.REASON)
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
-    stated = re.search(r"[,;][^=]*\b(?:is|are|an? \w+ of) [＄€£]?\d[^=]*$", sentence)
-    if (
-        not stated
-        and (equal := list(_EQUATION.finditer(sentence)))
-        and (value := value_at(sentence[equal[-1].end() :]))
-    ):
-        return value
+    if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
+        if not (later := _later(sentence, equal[-1].end())):
+            return value
+        sentence = later
     sentence = _without_aside(sentence, said.ASIDE)
     if not has_number(sentence) and "⟦" not in sentence:
         sentence = spelled_small(sentence)
@@ -201,6 +201,14 @@ def result_of(sentence: str) -> str:
     free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
     free = _without_circumstances(sentence, free) or free or found
     return _chosen(sentence, free) if free else ""
+
+
+def _later(sentence: str, end: int) -> str:
+    """The clause after an equation that states another result, "" if none."""
+    aside = said.ASIDE.search(sentence, end)
+    clauses = _LATER.split(sentence[end : aside.start() if aside else None])
+    stating = (c for c in clauses[1:] if len(c.split()) > 2 and any(not _hidden(c, at) for at, _ in _candidates(c)))
+    return next(stating, "")
 
 
 def _relation(sentence: str) -> str | None:
