@@ -47,6 +47,7 @@ _DISPLAY = re.compile(r"\$\$([^$]*+)\$\$")
 _INLINE = re.compile(r"\$(?=\S)([^$\n]*+)(?<=\S)\$(?!\d)")
 _MATH = re.compile(r"⟦([^⟦⟧]*+)⟧")
 _BOLD = re.compile(r"\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
+_ITALIC = re.compile(r"(?<![\w*)⟧])(?:\*(?=[^\s*])([^*\n⟦⟧]{1,80}+)(?<=\S)\*|_(?=[^\s_])([^_\n⟦⟧]{1,80}+)(?<=\S)_)(?![\w*(]|\s*\d)")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
 _PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])")
 _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -80,7 +81,8 @@ def plain(text: str) -> str:
         text = foreign_spelled(_NUMBER.sub(_with_point, text))
     elif _CHINESE.search(text):
         text = foreign_spelled(text)
-    return spelled(_BOLD.sub(r"⟪\1⟫", text))
+    text = _ITALIC.sub(lambda m: f"⟪{m[1] or m[2]}⟫", _BOLD.sub(r"⟪\1⟫", text))
+    return spelled(text)
 
 
 def _digit(character: str) -> str:
@@ -105,6 +107,8 @@ _PRICE = re.compile(
     r"(?<![\d,.])\d{1,3}(?:\.\d{3})+(?:,\d\d)?(?:\s?€|\s(?:Euro|EUR)\b)"
     r"|(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|(?:€|R＄)\s?\d[\d.]*,\d\d(?!\d)"
 )
+_DECIMAL_COMMA = re.compile(r"(?<![\d,.(\[])\d+,\d{1,2}(?![\d,])")
+_WORD = re.compile(r"[^\W\d_]{2,}")
 _NUMBER = re.compile(r"(?<![\d,.(\[^_])\d++(?:[.,]\d++)*+(?![,.]?\d)")
 
 
@@ -113,6 +117,8 @@ def comma_is_decimal(text: str) -> bool:
     if _CYRILLIC.search(text) or _PRICE.search(text):
         return True
     foreign = len({word.casefold() for word in COMMA_LANGUAGES.findall(text)})
+    if not ENGLISH.search(text) and _DECIMAL_COMMA.search(text) and len(_WORD.findall(text)) > 3:
+        return True
     return foreign > 0 and foreign >= len({word.casefold() for word in ENGLISH.findall(text)})
 
 

@@ -11,7 +11,7 @@ from math import prod
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
 from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
-from env_service.graders.answers.values.units import UNIT
+from env_service.graders.answers.values.units import MIXED
 
 Candidate = tuple[int, str]
 """Position and text of what may be a result."""
@@ -32,19 +32,19 @@ _STATES = re.compile(
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
 _POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?"
-_EXACT = re.compile(r"(?:\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
-_DURATION = rf"\d+(?:\.\d+)?\s?{UNIT},?\s(?:and\s)?\d+(?:\.\d+)?\s?{UNIT}(?![A-Za-z])"
+_EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:at|when|for|if) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,]* (?:and|to) [＄€£]?\d[\d,]*"
+    r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
 )
 """Calculations, parameters and operands that a sentence names beside its result."""
 _COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be)\b|:)\s+", re.IGNORECASE)
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
-_WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{_DURATION}|{_POWER}|{_ROOT}|{_TUPLE}")
+_WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{_ROOT}|{_TUPLE}")
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"\s*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
@@ -60,11 +60,18 @@ _COMPOUND = re.compile(
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
+_OR_RATHER = re.compile(
+    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus)\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
+)
+"""Before the value of a calculation: `28 - 12, or 16`."""
+_LIST = re.compile(
+    r"(?:\b(?:are|were|terms|numbers|values|be)|:)\s+(-?\d[\d.]*(?:(?:, (?:and )?| and )-?\d[\d.]*)+)(?: [a-z]+){0,3}\W*$", re.IGNORECASE
+)
 _LATER = re.compile(
     r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
 )
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
-_UNKNOWN = re.compile(r"\bneed to know\b|\bdepend(?:s|ing) on\b|not enough information")
+_UNKNOWN = re.compile(r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't) enough information|insufficient information")
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
@@ -115,9 +122,8 @@ def _headline(sentences: list[str]) -> str | None:
 
 
 def _concludes(sentence: str) -> bool:
-    return bool(
-        said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence) or _terse(sentence) or "=" in sentence
-    )
+    concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
+    return bool((concludes and result_of(sentence)) or _terse(sentence) or "=" in sentence)
 
 
 def _is_item(sentences: list[str]) -> bool:
@@ -172,12 +178,13 @@ def _ends_in_value(line: str) -> bool:
 
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none."""
-    if said.REFUSAL.search(sentence) or said.SETUP.match(sentence):
+    if said.REFUSAL.search(sentence) or said.SETUP.match(sentence) or said.TASK.match(_concluded(sentence)):
         return ""
     if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_concluded(sentence)):
         return ""
     if has_number(outside := _NOT_STATED.sub("", sentence)):
         sentence = outside
+    sentence = _OR_RATHER.sub(r"\1 = ", sentence)
     if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
         sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)
     if (whole := assignments(sentence) or _relation(sentence) or _terse(sentence)) is not None:
@@ -188,6 +195,8 @@ def result_of(sentence: str) -> str:
     if (named := _named_whole(sentence)) is not None:
         return named
     sentence = _without_aside(_totalled(_concluded(_main(sentence))), said.REASON)
+    if listed := _LIST.search(sentence):
+        return re.sub(r",? and |, ", ", ", listed[1])
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):

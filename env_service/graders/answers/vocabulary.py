@@ -120,7 +120,7 @@ REFUSAL = compiled(
 """In a sentence that decides on no answer."""
 HEDGE = compiled(
     words("""
-        either|somewhere|torn between|depends|otherwise|vary|could (?:also )?be|might be|may be|one of|not sure|unsure
+        either|somewhere|torn between|depends|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue|one of these|could (?:also )?be|might be|may be|one of|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?
         choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia
         либо|возможно
@@ -141,9 +141,9 @@ CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(r"""
         so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
-        which is(?! what| the answer| \d[\d./]*%? of\b| (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b)
+        which is(?! what| the answer| (?:just |more than )?enough| \d[\d./]*%? of\b| [\d.]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b| (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b)
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)|i\.e(?=\.,? (?:(?!she|he|they)\w+ ){0,2}(?:-?[＄€£]?\d|⟦))
-        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb
+        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
     """)
     + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
@@ -161,8 +161,8 @@ ASIDE = compiled(
     + either(r"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|up from|down from|versus|vs
-        (?:and |but )?not(?! only)|which is (?:more|less|\d|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
-        (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
+        (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough|which is (?:more|less|\d[\d.,]*|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
+        (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)|\d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
         (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
@@ -181,14 +181,16 @@ GOVERNED = compiled(
         after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number|step
         week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
         (?<=\d )(?:out )?of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
-        (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
+        (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}(?: up| back| off)?
+        (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 SOFT = compiled(
-    r"\b(?:in|for|over|each|every|on|at|per|into|among|(?<!left )(?<!up )(?<!ends )with"
+    r"\b(?:in|for|over|each|every|on|at|per|into|among|at an? (?:[a-z]+ ){1,3}of"
+    r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
@@ -226,6 +228,13 @@ SETUP = compiled(
     r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry\b|(?:print|return|def|import)\b)"
 )
 """Beginning of a sentence that says what is known or asked."""
+TASK = compiled(
+    r"[\W_]*(?:(?:first|next|then|now|so|to [^,]*),?\s)*"
+    r"(?:(?:we|i|you)(?:'ll)? (?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
+    r"(?:compute|calculate|find|determine|solve|multiply|divide|add|subtract)\b"
+    r"(?!.*(?:=|\b(?:is|are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b))"
+)
+"""Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(
     r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
@@ -263,4 +272,4 @@ COMMA_LANGUAGES = compiled(
     """)
 )
 """Common words of languages that write `1.234,56`."""
-ENGLISH = compiled(words("the|of|and|is|so|are"))
+ENGLISH = compiled(words("the|of|and|is|so|are|has|she|this|with|for|it|that|each|which|there|by"))
