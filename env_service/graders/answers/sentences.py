@@ -48,7 +48,7 @@ _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"\s*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
-    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|the (?:sum|total|difference|product|answer))[^,;:.=]*",
+    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we) |(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
 _AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
@@ -61,7 +61,7 @@ _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
 _OR_RATHER = re.compile(
-    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus)\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
+    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus)\b|% of\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
 )
 """Before the value of a calculation: `28 - 12, or 16`."""
 _LIST = re.compile(
@@ -70,6 +70,7 @@ _LIST = re.compile(
 _LATER = re.compile(
     r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
 )
+_THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _UNKNOWN = re.compile(r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't) enough information|insufficient information")
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
@@ -192,7 +193,7 @@ def result_of(sentence: str) -> str:
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    if (named := _named_whole(sentence)) is not None:
+    if (named := _named_whole(_concluded(sentence))) is not None:
         return named
     sentence = _without_aside(_totalled(_concluded(_main(sentence))), said.REASON)
     if listed := _LIST.search(sentence):
@@ -215,8 +216,11 @@ def result_of(sentence: str) -> str:
 def _later(sentence: str, end: int) -> str:
     """The clause after an equation that states another result, "" if none."""
     aside = said.ASIDE.search(sentence, end)
-    clauses = _LATER.split(sentence[end : aside.start() if aside else None])
-    stating = (c for c in clauses[1:] if len(c.split()) > 2 and any(not _hidden(c, at) for at, _ in _candidates(c)))
+    rest = sentence[end : aside.start() if aside else None]
+    clauses = _LATER.split(rest)
+    if verb := _THEN_IS.match(clauses[0]):
+        clauses.insert(1, clauses[0][verb.start(1) :])
+    stating = (c for c in clauses[1:] if len(c.split()) > 1 and not re.match(r"an? \d", c) and any(not _hidden(c, at) for at, _ in _candidates(c)))
     return next(stating, "")
 
 

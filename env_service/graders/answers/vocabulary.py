@@ -72,7 +72,7 @@ QUESTION = re.compile(
 )
 CHECK = re.compile(
     r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
-    r"(?:(?:let's|let us|to|we can|you can) (?:verify|check)\b|(?:this|that|it) can be (?:verified|checked)|"
+    r"(?:(?:let's|let us|to|we can|you can) (?:verify|check)\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that|it) can be (?:verified|checked)|"
     r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -96,6 +96,8 @@ COMMENT = re.compile(
         by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)
         (?:remark|note|tip|hint)⟫?:|if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
         i(?: am|'m) \\d+ ?% sure|would you like|let me know|(?:this|that) (?:took|kind|type|sort)|(?:this|that|it|\\d+) is also
+        here,? we (?:used?|multipl|add|subtract|divid)|we (?:found|got) (?:this|it) by|(?:this|that|it) comes from|to (?:get|find) (?:this|that),
+        we (?:multiplied|added|subtracted|divided) [^.\n]* to (?:get|find) (?:this|it|that)|this (?:problem|question) is
         that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty|score|level|date|used|time spent|tokens)⟫?:
     """)
     + r"[^\n]*?(?:(?<=[.!?])[*_)⟫]*(?= )|$)",
@@ -121,7 +123,7 @@ REFUSAL = compiled(
 HEDGE = compiled(
     words("""
         either|somewhere|torn between|depends|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue|one of these|could (?:also )?be|might be|may be|one of|not sure|unsure
-        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?
+        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options
         choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia
         либо|возможно
     """)
@@ -142,7 +144,7 @@ CONCLUSION = compiled(
     + either(r"""
         so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
         which is(?! what| the answer| (?:just |more than )?enough| \d[\d./]*%? of\b| [\d.]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b| (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b)
-        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)|i\.e(?=\.,? (?:(?!she|he|they)\w+ ){0,2}(?:-?[＄€£]?\d|⟦))
+        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)|i\.e(?=\.,? (?:(?!she|he|they)\w+ ){0,2}(?:-?[＄€£]?\d|⟦))(?!\.,? [\d./]+%? of\b)
         that is(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
     """)
@@ -154,13 +156,13 @@ CUE = compiled(
 )
 """Before the result of a line without a full stop."""
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
 ASIDE = compiled(
     r"[,\s]\s*(?<!and )(?<!but )"
     + either(r"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
-        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|up from|down from|versus|vs
+        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|(?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough|which is (?:more|less|\d[\d.,]*|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)|\d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
@@ -180,7 +182,7 @@ GOVERNED = compiled(
     + either(r"""
         after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number|step
         week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
-        (?<=\d )(?:out )?of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
+        (?<=[\d%] )(?:out )?of|on top of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}(?: up| back| off)?
         (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
@@ -189,7 +191,7 @@ GOVERNED = compiled(
 )
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 SOFT = compiled(
-    r"\b(?:in|for|over|each|every|on|at|per|into|among|at an? (?:[a-z]+ ){1,3}of"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|at an? (?:[a-z]+ ){1,3}of"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"

@@ -55,7 +55,7 @@ _ARTICLES = re.compile(
     re.IGNORECASE,
 )
 _LETTER = re.compile(r"(?:(?:option|choice|answer|letter) )?\(?([A-J])\)?", re.IGNORECASE)
-_NAMED_LETTER = re.compile(r"(?:(?!not|or|and|nor|than)[A-Za-z]+ )?\(?([A-J])\)?")
+_NAMED_LETTER = re.compile(r"(?:(?!(?i:not|or|and|nor|than)\b)[A-Za-z]+ )?\(?([A-J])\)?")
 _ANSWER = re.compile(rf"{ANSWER}\s*:\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([A-J])\)|([A-J])(?:[).:](?!\w)|$))", re.IGNORECASE)
 _GOES_ON = re.compile(
