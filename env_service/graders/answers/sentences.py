@@ -35,20 +35,20 @@ _POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?
 _EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
-    r"|(?:^|\s)(?:at|when|for|if) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
+    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,]* (?:and|to) [＄€£]?\d[\d,]*"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
 )
 """Calculations, parameters and operands that a sentence names beside its result."""
-_COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be)\b|:)\s+", re.IGNORECASE)
+_COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be|factors as|to|gives?|yields?|becomes)\b|:)\s+", re.IGNORECASE)
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
 _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{_ROOT}|{_TUPLE}")
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"\s*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
-    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we) |(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
+    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain) |(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
 _AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
@@ -61,11 +61,14 @@ _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
 _OR_RATHER = re.compile(
-    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus)\b|% of\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
+    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b|% of\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
 )
 """Before the value of a calculation: `28 - 12, or 16`."""
+_MORE = r"(?:(?:, (?:and )?| and )-?\d[\d.]*)"
 _LIST = re.compile(
-    r"(?:\b(?:are|were|terms|numbers|values|be)|:)\s+(-?\d[\d.]*(?:(?:, (?:and )?| and )-?\d[\d.]*)+)(?: [a-z]+){0,3}\W*$", re.IGNORECASE
+    rf"(?:(?:\b(?:(?:are|were)(?: therefore| thus| then)?|terms|numbers|values|be)|:)\s+(-?\d[\d.]*{_MORE}+)"
+    rf"|\b(?!(?:of|from|for|than|in|on|adding|between|among)\b)[a-z]+\s+(-?\d[\d.]*{_MORE}{{2,}}))(?: [a-z]+){{0,3}}\W*$",
+    re.IGNORECASE,
 )
 _LATER = re.compile(
     r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
@@ -188,7 +191,7 @@ def result_of(sentence: str) -> str:
     sentence = _OR_RATHER.sub(r"\1 = ", sentence)
     if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
         sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)
-    if (whole := assignments(sentence) or _relation(sentence) or _terse(sentence)) is not None:
+    if (whole := _whole(_concluded(f" {sentence}").strip(" ,")) or _terse(sentence)) is not None:
         return whole
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(sentence[solutions.end() :]):
@@ -197,7 +200,7 @@ def result_of(sentence: str) -> str:
         return named
     sentence = _without_aside(_totalled(_concluded(_main(sentence))), said.REASON)
     if listed := _LIST.search(sentence):
-        return re.sub(r",? and |, ", ", ", listed[1])
+        return re.sub(r",? and |, ", ", ", listed[1] or listed[2])
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
@@ -209,7 +212,7 @@ def result_of(sentence: str) -> str:
         sentence = spelled_small(sentence)
     found = [c for c in _candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
     free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
-    free = _without_circumstances(sentence, free) or free or found
+    free = _without_circumstances(sentence, free) or free[:1] or found
     return _chosen(sentence, free) if free else ""
 
 
@@ -224,9 +227,13 @@ def _later(sentence: str, end: int) -> str:
     return next(stating, "")
 
 
+def _whole(clause: str) -> str | None:
+    return assignments(clause) or _relation(clause)
+
+
 def _relation(sentence: str) -> str | None:
     """The relations of which a sentence consists: `x < -2 or x > 3`."""
-    if not re.search(r"\w\s*(?:[<>]|\\[lg]eq?)", sentence):
+    if not re.search(r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence):
         return None
     return whole_value(sentence) or whole_value(re.split(r"\b(?:is|with|that|means)\b", sentence)[-1])
 
@@ -257,7 +264,7 @@ def _terse(sentence: str) -> str | None:
         return None
     if re.fullmatch(r"(?:⟦[^⟦⟧]*⟧(?:,|\s|and\b|or\b)*)+", bare):
         return value_at(bare)
-    short = len(bare.split()) <= 4 and not bare.count("=")
+    short = len(bare.split()) <= 4 and not re.search(r"=|\\pi\s+is\b", bare)
     if said.CONCLUSION.search(bare):
         return None
     if re.match(r"[A-Za-z]\s*(?:=|\\geq|\\leq|[<>])", bare) or short:

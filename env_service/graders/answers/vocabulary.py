@@ -170,7 +170,7 @@ ASIDE = compiled(
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
         e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
     """)
-    + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of|[a-z]+er than)\b"
+    + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
     + r"|\s-\s(?=\d[\d./]*%? of\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there|we) (?:had|was|were)\b"
     + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
@@ -184,14 +184,14 @@ GOVERNED = compiled(
         week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
         (?<=[\d%] )(?:out )?of|on top of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}(?: up| back| off)?
-        (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of|(?:goal|target) of
+        (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of|takes? (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 SOFT = compiled(
-    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|at an? (?:[a-z]+ ){1,3}of"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|at (?:an?|the) (?:[a-z]+ ){1,3}of"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"

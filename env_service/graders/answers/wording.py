@@ -18,6 +18,7 @@ _MONTH = (
 )
 _DAY_FIRST = re.compile(rf"(?:the )?(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\b", re.IGNORECASE)
 _MONTH_FIRST = re.compile(rf"\b(?P<month>{_MONTH})\.? (?:the )?(?P<day>\d{{1,2}})(?:st|nd|rd|th)?\b", re.IGNORECASE)
+_YEAR = re.compile(r"(?<=[\dthsdnr]), (?=(?:19|20)\d\d\b)")
 _NAMES = re.compile(r"\\[A-Za-z]+|(?:sqrt|frac|pi|sin|cos|tan|log|ln|exp|dollars?|cents?)(?![A-Za-z])")
 _CLAUSE = re.compile(
     r"\n|[.;!?](?:\s|$)|[,(:]|\s[-–—]\s"
@@ -71,7 +72,7 @@ _UNDECIDED = re.compile(
 )
 _COMPARED = re.compile(
     r"\b(?:than|from|after|before|past|not|over|of|like|unlike|beats?|since|until|for|behind|without"
-    r"|(?<!us )(?<!me )(?<!get )(?<!gets )(?<!goes )(?<!comes )(?<!belongs )to)(?: (?:the|a|an|in|on|that|with))* $",
+    r"|(?<!us )(?<!me )(?<!get )(?<!gets )(?<!goes )(?<!comes )(?<!belongs )(?<!days )to)(?: (?:the|a|an|in|on|that|with))* $",
     re.IGNORECASE,
 )
 """Before a name that is no answer."""
@@ -112,6 +113,7 @@ def is_in_words(reference: str) -> bool:
 def words_of(text: str) -> str:
     """The words with which a text begins, up to the end of the clause."""
     text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mbox|textit)\s*\{([^{}]*)\}", r"\1", text)
+    text = _YEAR.sub(" ", text)
     text = _ANSWER.sub("", re.sub('[⟦⟧⟪⟫*_`"]', "", text).strip(" :.'=>-"), count=1)
     if choice := _CHOICE.match(text):
         return f"({(choice[1] or choice[2]).upper()})"
