@@ -18,6 +18,8 @@ _ASIDE = re.compile(
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
+_CONCLUDES_AGAIN = re.compile(r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n]*\d[^\n]*\Z", re.IGNORECASE)
+
 
 def before_next_question(text: str, stated: int | None) -> str:
     """The text before the first question that follows an answer. `stated`: where its first marker is, if it has one."""
@@ -39,7 +41,9 @@ def _is_solved(text: str) -> bool:
 def unchecked(text: str, states: Callable[[str], object]) -> str:
     """The text before it verifies what it has stated. `states`: whether a text has what may be an answer."""
     check = next((found for found in said.CHECK.finditer(text) if states(text[: found.start()])), None)
-    return text[: check.start()] if check else text
+    if not check or _CONCLUDES_AGAIN.search(text, check.start()):
+        return text
+    return text[: check.start()]
 
 
 def without_remarks(text: str) -> str:

@@ -50,6 +50,8 @@ _IS_THE_ANSWER = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference)\b", re.IGNORECASE)
+_COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
+"""A sentence of a language without spaces, which begins with a number and states another."""
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THINK = r"(?:\w{1,10}:)?(?:think|thinking|thought|reasoning|scratchpad|analysis|reflection)\s?[>\]▷]"
 _THOUGHT = re.compile(
@@ -210,9 +212,10 @@ def _named(value: str) -> str | None:
     head = value.lstrip(" \n*_:⟪⟫`\"'=").split("\n\n", 1)[0]
     if "\\boxed" in head.split("\n", 1)[0]:
         return None
-    if _is_calculation_of_more(head) or re.match(r"[^.!\n]*\?", head):
+    if _is_calculation_of_more(head) or _COUNTED.match(head) or re.match(r"[^.!\n]*\?", head):
         return None
-    if _GAMBLE.search(sentence := split(head)[0]):
+    sentence = split(head)[0]
+    if _GAMBLE.search(sentence) or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1):
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):
         return f"({(option[1] or option[2]).upper()}) {value_at(head[option.end() :]) or _text_answer(head[option.end() :])}".strip()

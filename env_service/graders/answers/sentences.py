@@ -22,7 +22,7 @@ MAX_SENTENCE = 1000
 
 _END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
-_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
+_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
 """One of several lines that list values: `Pens: ＄6`."""
 _TERMINATED = re.compile(r"[.!?。！？।][*_)\"'⟫⟧\]\s]*$|\|\s*$")
 _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^:]\s*$|\\boxed\{[^{}]*$")
@@ -75,13 +75,29 @@ _LATER = re.compile(
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
-_UNKNOWN = re.compile(r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't) enough information|insufficient information")
+_UNKNOWN = re.compile(
+    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b",
+    re.IGNORECASE,
+)
+_GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)+\s*\Z", re.IGNORECASE)
+_OPERATION = re.compile(
+    r"\b(?:multipl|add|divid|subtract)(?:e|y|ing|ying|)(?:\s[a-z]+){0,3}\s[＄€£]?\d[\d.,]*(?:\s[a-z]+){0,3}"
+    r"\s(?:by|and|from|to|with)\s(?:the\s)?[＄€£]?\d[\d.,]*",
+    re.IGNORECASE,
+)
+"""A calculation in words, without its result."""
+_UNSOLVED = re.compile(
+    r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
+)
+"""An equation with an unknown, and no other."""
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
 def stated_result(text: str) -> str:
     """The result that a plain text ends with, "" if it breaks off, asks, or leaves open which of several it is."""
+    if _GIVEN.search(text):
+        return ""
     sentences = [s[-MAX_SENTENCE:] for s in split(text) if re.search(r"\w", s)]
     if len(sentences) > 2 and all(NUMBER.fullmatch(s.rstrip(".")) for s in sentences):
         return ", ".join(sentences)
@@ -185,6 +201,10 @@ def result_of(sentence: str) -> str:
     if said.REFUSAL.search(sentence) or said.SETUP.match(sentence) or said.TASK.match(_concluded(sentence)):
         return ""
     if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_concluded(sentence)):
+        return ""
+    if "=" not in sentence and not has_number(_OPERATION.sub("", sentence)) and has_number(sentence):
+        return ""
+    if _UNSOLVED.match(re.split(r"[,;:]\s|⟦", sentence.rstrip(" .⟧"))[-1]):
         return ""
     if has_number(outside := _NOT_STATED.sub("", sentence)):
         sentence = outside
@@ -346,6 +366,8 @@ def _chosen(sentence: str, free: list[Candidate]) -> str:
     at, text = chosen[-1]
     if total := _total(sentence, chosen):
         return total
+    if re.search(r"[\w)] [×*÷+] [＄€£]?$", sentence[:at]):
+        return ""
     start = _list_start(sentence, chosen, at)
     before = [c for c in chosen if c[0] < start]
     if before and before[-1][1] != text and _BESIDE.fullmatch(sentence[before[-1][0] + len(before[-1][1]) : start]):

@@ -72,7 +72,7 @@ QUESTION = re.compile(
 )
 CHECK = re.compile(
     r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
-    r"(?:(?:let's|let us|to|we can|you can) (?:verify|check)\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that|it) can be (?:verified|checked)|"
+    r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity |as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that|it) can be (?:verified|checked)|"
     r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -117,12 +117,14 @@ REFUSAL = compiled(
     r"(?:can't|cannot|can not|could not|couldn't|unable to|not able to|won't|will not|not possible to|impossible to) (?:be )?"
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
-    + r"|\b(?:reward of|full credit|rubric)\b|\bnot enough information\b|\binsufficient\b"
+    + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
+    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\binsufficient\b"
 )
 """In a sentence that decides on no answer."""
 HEDGE = compiled(
     words("""
-        either|somewhere|torn between|depends|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue|one of these|could (?:also )?be|might be|may be|one of|not sure|unsure
+        either|somewhere|torn between|depend(?:s|ing)|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue|one of these|interpretations?|also (?:be )?(?:possible|right|correct|acceptable)|and/or
+        at least [^.]*at most|(?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*|could (?:also )?be|might be|may be|one of|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options
         choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia
         либо|возможно
@@ -194,7 +196,7 @@ SOFT = compiled(
     r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|at (?:an?|the) (?:[a-z]+ ){1,3}of"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
-    r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"
+    r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance if there is another: `$20 for 5 books`."""
@@ -226,14 +228,14 @@ SUMMARY = compiled(
 """In the name of a value that others lead to."""
 SETUP = compiled(
     r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|given\s?:|suppose|assume|consider|recall"
-    r"|the (?:problem|question) (?:says|states|gives|tells)"
-    r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry\b|(?:print|return|def|import)\b)"
+    r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
+    r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b|(?:print|return|def|import)\b)"
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(
-    r"[\W_]*(?:(?:first|next|then|now|so|to [^,]*),?\s)*"
-    r"(?:(?:we|i|you)(?:'ll)? (?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
-    r"(?:compute|calculate|find|determine|solve|multiply|divide|add|subtract)\b"
+    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*)[,:]?\s)*|[^,]*, (?:and|but) )"
+    r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
+    r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|ing|ying)?\b"
     r"(?!.*(?:=|\b(?:is|are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
