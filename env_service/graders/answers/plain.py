@@ -56,8 +56,17 @@ _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
 _NEGATIVE = re.compile(
-    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
+    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
 )
+_MEASURES = [
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap])\.?\s?m\b", re.IGNORECASE), r"\1:00 \2m"),
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9]) o'clock"), r"\1:00"),
+    (re.compile(r"(?<=\d)\s?(?:ft|feet|foot|')\.?,?\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:in(?![\w ])\.?|\"|'')"), r" feet \1 inches"),
+    (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
+    (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
+    (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),
+]
+"""Measures in words and signs, and how the rest of the package reads them."""
 _POUND = re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])|\\text\{£\}")
 _EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}")
 
@@ -69,6 +78,8 @@ def plain(text: str) -> str:
         text = _PI.sub(r"\\pi ", text)
         text = "".join(_digit(c) if c > "\x7f" else c for c in text)
         text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
+    for pattern, written in _MEASURES:
+        text = pattern.sub(written, text)
     text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))
     text = _DECIMAL_BRACES.sub(
         ".", _GROUPED.sub(lambda sign: "," * ("," in sign[0]), _POUND.sub("£", _EURO.sub("€", text)))
