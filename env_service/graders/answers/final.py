@@ -44,7 +44,7 @@ _LAST_LABEL = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _IS_THE_ANSWER = re.compile(
-    r"(?:^|[,:.!?]\s|\b(?:so|therefore|thus|hence)\b,?)\s*(?P<value>[^,:!?\n]{1,60}?)\.?"
+    r"(?:^|[,:.!?]\s|\b(?:so|therefore|thus|hence)\b,?)\s*(?P<value>(?:[^,:!?\n.]|\.(?!\s)){1,60}?)\.?"
     r" (?:(?:is|are|would be) (?:the|our|my) (?:final |correct )?answer"
     r"|(?<=option [A-J] )is (?:correct|right))\b",
     re.IGNORECASE | re.MULTILINE,

@@ -164,7 +164,7 @@ ASIDE = compiled(
     r"[,\s]\s*(?<!and )(?<!but )"
     + either(r"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
-        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|(?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|versus|vs
+        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|(?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough|which is (?:more|less|\d[\d.,]*|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)|\d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)

@@ -30,12 +30,12 @@ _SO_FAR = re.compile(
 )
 """Before the part of a sentence that concludes it."""
 _CIRCUMSTANCE = re.compile(
-    r"[\W_]*(?:[a-z]+ing|if|when|since|because|although|though|while|after|before|for|of|given|as|at|from|between)\b"
+    r"[\W_]*(?:[a-z]+ing|if|when|since|because|although|though|while|after|before|for|of|given|as|at|from|between|with)\b"
     r"[^,]*,\s(?:then )?(?=.*\w)",
     re.IGNORECASE,
 )
 _YES_NO = re.compile(
-    r"(?:^|(?<=[.!?\n]\s)|(?<=[,;:→] )|(?<=[\n(])|\b(?:so|thus|hence|therefore|is|→)[:,]? )[\s⟪\"'*#>]*"
+    r"(?:^|(?<=[.!?\n]\s)|(?<=[,;:→] )|(?<=[\n(])|\b(?:so|thus|hence|therefore|is|say|→)[:,]? )[\s⟪\"'*#>]*"
     r"(?P<said>yes\b|no\b(?!\s+\w))(?!\W{1,3}(?:or|no|yes)\b)",
     re.IGNORECASE,
 )
@@ -47,8 +47,9 @@ _HEADLINE = re.compile(
 _REASON = re.compile(r",? (?:because|since|as) ")
 _LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z]))\)?(?![\w'-]| ?=)")
 _LETTERED_NAME = re.compile(r"\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b")
+_OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
-    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b",
+    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b|\b(?:is|leaves|to) \(?[A-J]\)?\W*$",
     re.IGNORECASE,
 )
 _ARTICLES = re.compile(
@@ -60,7 +61,7 @@ _NAMED_LETTER = re.compile(r"(?:(?!(?i:not|or|and|nor|than)\b)[A-Za-z]+ )?\(?([A
 _ANSWER = re.compile(rf"{ANSWER}\s*:\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([A-J])\)|([A-J])(?:[).:](?!\w)|$))", re.IGNORECASE)
 _GOES_ON = re.compile(
-    r"[\s.,;!?]*(?!(?:then|followed|not|ahead)\b)"
+    r"[\s.,;!?]*(?!(?:then|followed|not|but not|ahead)\b)"
     r"(?:(?:or|and|but|maybe)\b|(?:[\w'-]+ ?){1,2}(?:,|\b(?:or|and)\b|\W*$))",
     re.IGNORECASE,
 )
@@ -131,13 +132,13 @@ def worded_result(text: str) -> str:
     sentences = [s for s in split(text.strip()) if re.search(r"\w", s)]
     while len(sentences) > 1 and REMARK.search(sentences[-1]) and not _YES_NO.search(sentences[-1]):
         sentences.pop()
-    if not sentences or sentences[-1].rstrip("⟫ ").endswith("?") or HEDGE.search(sentences[-1]):
+    if not sentences or sentences[-1].rstrip("⟫ ").endswith("?") or HEDGE.search(_OPTIONS.sub("", sentences[-1])):
         return ""
     if decided := [found["said"] for found in _YES_NO.finditer("\n".join(sentences))]:
         return decided[-1]
     if len(sentences) > 1 and _HEADLINE.fullmatch(sentences[0]):
         return words_of(sentences[0])
-    last = CONCLUSION.split(f" {sentences[-1]}")[-1].lstrip(" ,:")
+    last = CONCLUSION.split(" " + re.sub("[⟪⟫]", "", sentences[-1]))[-1].lstrip(" ,:")
     return _chosen_letter(_REASON.split(last)[0]) or words_of(_main_clause(last))
 
 
