@@ -52,6 +52,8 @@ _IS_THE_ANSWER = re.compile(
 _GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference)\b", re.IGNORECASE)
 _COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
 """A sentence of a language without spaces, which begins with a number and states another."""
+_OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")
+_CALCULATION = re.compile(r"\W*[\d.,]+ (?:[a-z]+ )?(?:[-+*/×÷]|times|plus|minus|divided by) [＄€£]?\d[^=]*$")
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THINK = r"(?:\w{1,10}:)?(?:think|thinking|thought|reasoning|scratchpad|analysis|reflection)\s?[>\]▷]"
 _THOUGHT = re.compile(
@@ -137,7 +139,7 @@ def _markers(text: str) -> Iterator[Found]:
     yield from _boxes(text)
     for tag in _TAG.finditer(text):
         inside = tag[1] or tag[2] or tag[3] or ""
-        if answer := value_at(inside.strip()) or _text_answer(inside):
+        if answer := value_at(inside.strip()) or (stated_result if has_number(inside) else _text_answer)(inside):
             yield tag.start(), answer
     for hashes in _HASHES.finditer(text):
         if answer := _hash_answer(hashes[1], last=not text[hashes.end() :].strip()):
@@ -212,9 +214,11 @@ def _named(value: str) -> str | None:
     head = value.lstrip(" \n*_:⟪⟫`\"'=").split("\n\n", 1)[0]
     if "\\boxed" in head.split("\n", 1)[0]:
         return None
-    if _is_calculation_of_more(head) or _COUNTED.match(head) or re.match(r"[^.!\n]*\?", head):
+    if _is_calculation_of_more(head) or _COUNTED.match(head) or _OPEN.search(head) or re.match(r"[^.!\n]*\?", head):
         return None
     sentence = split(head)[0]
+    if _CALCULATION.match(sentence) and said.CONCLUSION.search(sentence):
+        return None
     if _GAMBLE.search(sentence) or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1):
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):

@@ -20,7 +20,7 @@ MAX_REMARKS = 5
 MAX_SENTENCE = 1000
 """Of a longer one only the end is read."""
 
-_END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
+_END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
 _ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
 """One of several lines that list values: `Pens: ＄6`."""
@@ -232,7 +232,7 @@ def result_of(sentence: str) -> str:
         sentence = spelled_small(sentence)
     found = [c for c in _candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
     free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
-    free = _without_circumstances(sentence, free) or free[:1] or found
+    free = _without_circumstances(sentence, free) or free[:1] or [c for c in found if said.TERM.search(_before(sentence, c[0]))]
     return _chosen(sentence, free) if free else ""
 
 

@@ -30,7 +30,7 @@ _LATIN_ANSWER = either(r"""
 """)
 ANSWER = rf"(?:(?<![A-Za-z<\\/]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
 _IS = either("""
-    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)|wynosi|jest|je|är|er|adalah|ialah|ni|là|on
+    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)|wynosi|jest|je|är|er|adalah|ialah|ni|là|(?<!depends )on
 """)
 IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
 
@@ -192,6 +192,10 @@ GOVERNED = compiled(
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
+TERM = compiled(
+    r"\b(?:after|before|within|until|during|year|day|week|page|age|grade|level|chapter|floor)(?: about| only| another)?\s+[＄€£]?$"
+)
+"""Before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
     r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|at (?:an?|the) (?:[a-z]+ ){1,3}of"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
