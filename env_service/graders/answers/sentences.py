@@ -48,7 +48,7 @@ _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"\s*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
-    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain|earn(?:s|ed)) |(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
+    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
 _AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
@@ -60,6 +60,7 @@ _COMPOUND = re.compile(
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
+_REDUCED = re.compile(r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)")
 _OR_RATHER = re.compile(
     r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b|% of\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
 )
@@ -128,7 +129,16 @@ def _is_remark(sentences: list[str]) -> bool:
     if re.match("(?:which|where) |[(*_]*(?:proof|indeed|note)\\b", last, re.IGNORECASE):
         return True
     known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
+    if _breaks_down(before[-1], last):
+        return True
     return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
+
+
+def _breaks_down(stating: str, last: str) -> bool:
+    """True if the numbers of the last sentence, which states no result, are the parts of what the one before it states."""
+    parts = [known.value for n in NUMBER.finditer(last) if (known := quantity(n))]
+    whole = NUMBER.match(result_of(stating)) if len(parts) > 1 and not result_of(last) else None
+    return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
 
 
 def _headline(sentences: list[str]) -> str | None:
@@ -208,6 +218,7 @@ def result_of(sentence: str) -> str:
         return ""
     if has_number(outside := _NOT_STATED.sub("", sentence)):
         sentence = outside
+    sentence = _REDUCED.sub(" = ", sentence)
     sentence = _OR_RATHER.sub(r"\1 = ", sentence)
     if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
         sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)

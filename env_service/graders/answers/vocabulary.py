@@ -170,7 +170,7 @@ ASIDE = compiled(
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
         (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
-        e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
+        which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
     """)
     + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
     + r"|\s-\s(?=\d[\d./]*%? of\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there|we) (?:had|was|were)\b"
@@ -184,7 +184,7 @@ GOVERNED = compiled(
     + either(r"""
         after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number|step
         week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
-        (?<=[\d%] )(?:out )?of|on top of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
+        (?<=[\d%] )(?:out )?of|on top of|(?:class|group|set) of|\d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}(?: up| back| off)?
         (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of|takes? (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
@@ -197,7 +197,7 @@ TERM = compiled(
 )
 """Before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
-    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|at (?:an?|the) (?:[a-z]+ ){1,3}of"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
