@@ -28,8 +28,8 @@ _GOES_ON = re.compile(
     r"|\(\s*[\da-z][^)]*[-+*/^]|[xyznabktr](?![A-Za-z°/])|[a-z]\s*[-+^=]\s*[\da-z]"
 )
 _NEXT = re.compile(
-    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
-    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
+    rf"[\s⟫]*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
+    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)[\s⟪]*(?=[-+(＄€£⟦.]?\d|⟦)"
 )
 _PAIR = re.compile(
     r"(?P<a>-?\d+(?:\.\d+)?)(?::| : | to )(?P<b>\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)?)(?P<half>\s*[ap]\.?\s?m\b\.?)?",

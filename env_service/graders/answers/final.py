@@ -49,7 +49,7 @@ _IS_THE_ANSWER = re.compile(
     r"|(?<=option [A-J] )is (?:correct|right))\b",
     re.IGNORECASE | re.MULTILINE,
 )
-_GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference)\b", re.IGNORECASE)
+_GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference|if\b[^.]*\bif)\b", re.IGNORECASE)
 _COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
 """A sentence of a language without spaces, which begins with a number and states another."""
 _OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")

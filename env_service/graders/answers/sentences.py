@@ -46,9 +46,10 @@ _COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be|factors as|to|gives?|
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
 _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{_ROOT}|{_TUPLE}")
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
-_JOINED = re.compile(rf"\s*,?\s*{said.OR}\s*", re.IGNORECASE)
+_JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
-    rf"(?: [a-z]+)?[;,] |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
+    rf"(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |(?: [a-z]+)?\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
+    rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
 _AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
@@ -75,9 +76,13 @@ _LATER = re.compile(
     r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
+_PARALLEL = re.compile(
+    r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
+)
+"""Names with their values."""
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _UNKNOWN = re.compile(
-    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b",
+    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b|\b(?:is|are) unknown\b|(?:don't|do not) know\b|\bgive up\b",
     re.IGNORECASE,
 )
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)+\s*\Z", re.IGNORECASE)
@@ -209,6 +214,10 @@ def _ends_in_value(line: str) -> bool:
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none."""
     if said.REFUSAL.search(sentence) or said.SETUP.match(sentence) or said.TASK.match(_concluded(sentence)):
+        return ""
+    if said.REJECTED.search(_without_aside(_concluded(sentence), said.REASON)):
+        return ""
+    if _PARALLEL.fullmatch(sentence) and not said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]):
         return ""
     if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_concluded(sentence)):
         return ""
@@ -381,7 +390,7 @@ def _chosen(sentence: str, free: list[Candidate]) -> str:
         return ""
     start = _list_start(sentence, chosen, at)
     before = [c for c in chosen if c[0] < start]
-    if before and before[-1][1] != text and _BESIDE.fullmatch(sentence[before[-1][0] + len(before[-1][1]) : start]):
+    if before and before[-1][1] != text and _BESIDE.fullmatch(_unmarked(sentence[before[-1][0] + len(before[-1][1]) : start])):
         return ""
     return value_at(sentence[start:]) or text.strip("⟦⟧ ")
 
@@ -405,12 +414,16 @@ def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
     if len(free) > 2 and all(_COMMA.fullmatch(sentence[a[0] + len(a[1]) : b[0]]) for a, b in pairwise(free[-3:])):
         joint = _AND
     for place, text in reversed([c for c in free if c[0] < at]):
-        between = sentence[place + len(text) : at]
+        between = _unmarked(sentence[place + len(text) : at])
         named = _AND if re.search(r"[a-z] ?=", text) and re.match(r"⟦ ?[a-z] ?=", sentence[at:]) else _COMPOUND
         if not _JOINED.fullmatch(between) and not (joint or named).fullmatch(between):
             break
         at = place
     return at
+
+
+def _unmarked(text: str) -> str:
+    return re.sub("[⟪⟫]", "", text)
 
 
 def _words(sentence: str) -> str:

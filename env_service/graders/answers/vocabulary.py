@@ -121,9 +121,16 @@ REFUSAL = compiled(
     + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\binsufficient\b"
 )
 """In a sentence that decides on no answer."""
+REJECTED = compiled(
+    r"\b(?:is|are|was|were|be|were) (?:(?:clearly|definitely|just) )?(?:wrong|incorrect|too (?:few|many|much|little|small|large|high|low)|not enough"
+    r"|irrelevant)\b|(?:can't|cannot) be (?:right|correct|true)\b|(?:n't|not) (?:work|fit|make sense)\b|\b(?:is|was|are)n't\W*$"
+    r"|wrong answer|\bwould (?:answer|say)\b|\bgive up\b"
+    r"|,? (?:so|and) (?:so )?(?:to [a-z]+ [^\d]*)?(?:we|i|you) (?:now )?(?:need to|have to|must|divide|multiply|add|subtract)\b[^\d]*$"
+)
+"""In a clause that rejects the number which it names, or says only what to do with it."""
 HEDGE = compiled(
     words("""
-        either|somewhere|torn between|depend(?:s|ing)|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue|one of these|interpretations?|also (?:be )?(?:possible|right|correct|acceptable)|and/or
+        either|somewhere|torn between|depend(?:s|ing)|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue|one of these|interpretations?|also (?:be )?(?:possible|right|correct|acceptable)|and/or|if\\b[^.]*\\bif|with\\b[^.]*\\bwithout
         at least [^.]*at most|(?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*|could (?:also )?be|might be|may be|one of|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options
         choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia
@@ -184,7 +191,7 @@ GOVERNED = compiled(
     + either(r"""
         after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number|step
         week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
-        (?<=[\d%] )(?:out )?of|on top of|(?:class|group|set) of|\d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
+        (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of|\d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}(?: up| back| off)?
         (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of|takes? (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
@@ -231,7 +238,8 @@ SUMMARY = compiled(
 )
 """In the name of a value that others lead to."""
 SETUP = compiled(
-    r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|given\s?:|suppose|assume|consider|recall"
+    r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|let's (?:say|assume|suppose)\b|say,? (?:each|there|that|he|she|we)\b|given\s?:"
+    r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
     r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
     r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b|(?:print|return|def|import)\b)"
 )
