@@ -48,7 +48,7 @@ _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
-    rf"(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |(?: [a-z]+)?\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
+    rf"(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
     rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
@@ -76,6 +76,7 @@ _LATER = re.compile(
     r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
+_LEFT = re.compile(r"\b(?:left|remain\w*)\b")
 _PARALLEL = re.compile(
     r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
 )
@@ -149,7 +150,7 @@ def _breaks_down(stating: str, last: str) -> bool:
 def _headline(sentences: list[str]) -> str | None:
     """The value of which the first sentence consists, if all that follows is its explanation."""
     first, *rest = sentences
-    value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\\b:?", "", first, flags=re.IGNORECASE))
+    value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
     if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
@@ -403,7 +404,7 @@ def _total(sentence: str, candidates: list[Candidate]) -> str | None:
         if values[-1] in (sum(values[:-1]), prod(values[:-1])):
             return candidates[-1][1]
         (at, text), (last, _) = candidates[-2:]
-        if values[0] == sum(values[1:]) and _BESIDE.fullmatch(sentence[at + len(text) : last]):
+        if values[0] == sum(values[1:]) and not _LEFT.search(sentence) and _BESIDE.fullmatch(sentence[at + len(text) : last]):
             return candidates[0][1]
     return None
 

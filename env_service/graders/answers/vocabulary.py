@@ -94,7 +94,7 @@ COMMENT = re.compile(
     _SENTENCE
     + either("""
         by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)
-        (?:remark|note|tip|hint)⟫?:|if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
+        (?:remark|note|tip|hint|key \\w+|practice|follow-?up|challenge)⟫?:⟫?|don't (?:confuse|forget)\\b|if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
         i(?: am|'m) \\d+ ?% sure|would you like|let me know|(?:this|that) (?:took|kind|type|sort)|(?:this|that|it|\\d+) is also
         here,? we (?:used?|multipl|add|subtract|divid)|we (?:found|got) (?:this|it) by|(?:this|that|it) comes from|to (?:get|find) (?:this|that),
         we (?:multiplied|added|subtracted|divided) [^.\n]* to (?:get|find) (?:this|it|that)|this (?:problem|question) is
@@ -180,7 +180,7 @@ ASIDE = compiled(
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
     """)
     + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
-    + r"|\s-\s(?=\d[\d./]*%? of\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there|we) (?:had|was|were)\b"
+    + r"|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]* [a-z]+ (?:of|at|with|for)\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there|we) (?:had|was|were)\b"
     + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
 _DETERMINERS = (
@@ -205,7 +205,7 @@ TERM = compiled(
 """Before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
     r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
-    r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )with"
+    r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
