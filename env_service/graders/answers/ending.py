@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 
 from env_service.graders.answers import vocabulary as said
-from env_service.graders.answers.sentences import has_number, split, stated_result
+from env_service.graders.answers.candidates import has_number
+from env_service.graders.answers.sentences import split, stated_result
 
 MAX_QUESTIONS = 10
 """Of more, only the first are looked at."""
@@ -18,7 +19,7 @@ _ASIDE = re.compile(
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
-_CONCLUDES_AGAIN = re.compile(r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n]*\d[^\n]*\Z", re.IGNORECASE)
+_CONCLUDES_AGAIN = re.compile(r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z", re.IGNORECASE)
 
 
 def before_next_question(text: str, stated: int | None) -> str:

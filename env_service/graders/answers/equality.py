@@ -83,7 +83,9 @@ def _tidy(text: str) -> str:
     text = text.replace("{,}", ",").replace("**", "^")
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
     text = re.sub(r"(\d)\s*\\([dtc]?frac)(?=\s*[{\d])", r"\1 \\\2", text)
-    text = re.sub(r"(?<=\d),?\s*(?:with )?(?:an? )?(?:r|remainder)(?: of)?\s*(?=\d+$)", " R ", text, flags=re.IGNORECASE)
+    text = re.sub(
+        r"(?<=\d),?\s*(?:with )?(?:an? )?(?:r|remainder)(?: of)?\s*(?=\d+$)", " R ", text, flags=re.IGNORECASE
+    )
     text = _FRACTION.sub(lambda m: _ratio(m[1] or m[2], m[3] or m[4]), text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     return _NAME.sub("", text, count=1) if _NAME.match(text) else text

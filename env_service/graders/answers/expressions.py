@@ -199,7 +199,9 @@ def _right_side(inside: str) -> str:
     inside = re.sub(r"\\?[bp]mod\b.*|\(mod\b.*", "", inside)
     exact, *approximate = _APPROXIMATE.split(inside)
     computed = re.search(r"\d\s*(?:·|×|\*|\\cdot|\\times)|(?:·|×|\*|\\cdot|\\times)\s*\d", _EQUALITY.split(exact)[-1])
-    sides = _EQUALITY.split(exact if not computed and re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1])
+    sides = _EQUALITY.split(
+        exact if not computed and re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1]
+    )
     return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
 
 

@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterator
 
 from env_service.graders.answers import vocabulary as said
+from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
-from env_service.graders.answers.sentences import has_number, split, stated_result
+from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import is_in_words, worded_result, words_of
@@ -49,7 +50,9 @@ _IS_THE_ANSWER = re.compile(
     r"|(?<=option [A-J] )is (?:correct|right))\b",
     re.IGNORECASE | re.MULTILINE,
 )
-_GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference|if\b[^.]*\bif)\b", re.IGNORECASE)
+_GAMBLE = re.compile(
+    r"\b(?:otherwise|or else|alternatively|in any other case|if the reference|if\b[^.]*\bif)\b", re.IGNORECASE
+)
 _COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
 """A sentence of a language without spaces, which begins with a number and states another."""
 _OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")

@@ -47,7 +47,9 @@ _DISPLAY = re.compile(r"\$\$([^$]*+)\$\$")
 _INLINE = re.compile(r"\$(?=\S)([^$\n]*+)(?<=\S)\$(?!\d)")
 _MATH = re.compile(r"⟦([^⟦⟧]*+)⟧")
 _BOLD = re.compile(r"\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
-_ITALIC = re.compile(r"(?<![\w*)⟧])(?:\*(?=[^\s*])([^*\n⟦⟧]{1,80}+)(?<=\S)\*|_(?=[^\s_])([^_\n⟦⟧]{1,80}+)(?<=\S)_)(?![\w*(]|\s*\d)")
+_ITALIC = re.compile(
+    r"(?<![\w*)⟧])(?:\*(?=[^\s*])([^*\n⟦⟧]{1,80}+)(?<=\S)\*|_(?=[^\s_])([^_\n⟦⟧]{1,80}+)(?<=\S)_)(?![\w*(]|\s*\d)"
+)
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
 _PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])")
 _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -61,7 +63,10 @@ _NEGATIVE = re.compile(
 _MEASURES = [
     (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap])\.?\s?m\b", re.IGNORECASE), r"\1:00 \2m"),
     (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9]) o'clock"), r"\1:00"),
-    (re.compile(r"(?<=\d)\s?(?:ft|feet|foot|')\.?,?\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:in(?![\w ])\.?|\"|'')"), r" feet \1 inches"),
+    (
+        re.compile(r"(?<=\d)\s?(?:ft|feet|foot|')\.?,?\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:in(?![\w ])\.?|\"|'')"),
+        r" feet \1 inches",
+    ),
     (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
     (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
     (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),

@@ -1,26 +1,21 @@
-"""The result that a text's last sentence states, where no marker names it.
-
-Of several numbers it is a total or follows `so`; it is in no circumstance or aside (`out of 30`, `at x = 3`), and none of two side by side.
-"""
+"""The result that a text ends with, where no marker names it: its last sentence's, unless that is a remark."""
 
 import re
-from collections.abc import Iterator
-from itertools import pairwise
-from math import prod
 
 from env_service.graders.answers import vocabulary as said
-from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
-from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
-from env_service.graders.answers.values.units import MIXED
+from env_service.graders.answers.candidates import candidates, has_number, hidden
+from env_service.graders.answers.expressions import value_at
+from env_service.graders.answers.results import result_of, terse
+from env_service.graders.answers.values.numbers import NUMBER, quantity
 
-Candidate = tuple[int, str]
-"""Position and text of what may be a result."""
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
 MAX_SENTENCE = 1000
 """Of a longer one only the end is read."""
 
-_END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
+_END = re.compile(
+    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
+)
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
 _ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
 """One of several lines that list values: `Pens: ＄6`."""
@@ -29,76 +24,13 @@ _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^:]\s*$|\\boxed\{[^{}]*$")
 _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
-_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
-_ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
-_POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?"
-_EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
-_NOT_STATED = re.compile(
-    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
-    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
-    r"|\b(?:between|from) [＄€£]?\d[\d.,]* (?:and|to) [＄€£]?\d[\d,]*"
-    r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
-    r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
-    r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
-)
-"""Calculations, parameters and operands that a sentence names beside its result."""
-_COPULA = re.compile(r"(?:\b(?:is|are|equals|obtain|get|be|factors as|to|gives?|yields?|becomes)\b|:)\s+", re.IGNORECASE)
-_TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
-_WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{_ROOT}|{_TUPLE}")
-_RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
-_JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
-_BESIDE = re.compile(
-    rf"(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
-    rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
-    re.IGNORECASE,
-)
-_AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
-_COMMA = re.compile(r"\s*,\s*(?:and\s+)?")
-_COMPOUND = re.compile(
-    r"\s*(?:hours?|hrs?|h|minutes?|feet|foot|years?|weeks?|days?|dollars?|euros?|pounds?),?\s*(?:and\s*)?",
-    re.IGNORECASE,
-)
-_SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
-)
-_REDUCED = re.compile(r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)")
-_OR_RATHER = re.compile(
-    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b|% of\b) ?[^,=.]*\d[^,=.]*),? (?:or|which is) (?=[＄€£]?\d)"
-)
-"""Before the value of a calculation: `28 - 12, or 16`."""
-_MORE = r"(?:(?:, (?:and )?| and )-?\d[\d.]*)"
-_LIST = re.compile(
-    rf"(?:(?:\b(?:(?:are|were)(?: therefore| thus| then)?|terms|numbers|values|be)|:)\s+(-?\d[\d.]*{_MORE}+)"
-    rf"|\b(?!(?:of|from|for|than|in|on|adding|between|among)\b)[a-z]+\s+(-?\d[\d.]*{_MORE}{{2,}}))(?: [a-z]+){{0,3}}\W*$",
-    re.IGNORECASE,
-)
-_LATER = re.compile(
-    r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
-)
-_THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
-_LEFT = re.compile(r"\b(?:left|remain\w*)\b")
-_PARALLEL = re.compile(
-    r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
-)
-"""Names with their values."""
-_CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _UNKNOWN = re.compile(
-    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b|\b(?:is|are) unknown\b|(?:don't|do not) know\b|\bgive up\b",
+    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b|\b(?:is"
+    r"|are) unknown\b|(?:don't|do not) know\b|\bgive up\b",
     re.IGNORECASE,
 )
-_GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)+\s*\Z", re.IGNORECASE)
-_OPERATION = re.compile(
-    r"\b(?:multipl|add|divid|subtract)(?:e|y|ing|ying|)(?:\s[a-z]+){0,3}\s[＄€£]?\d[\d.,]*(?:\s[a-z]+){0,3}"
-    r"\s(?:by|and|from|to|with)\s(?:the\s)?[＄€£]?\d[\d.,]*",
-    re.IGNORECASE,
-)
-"""A calculation in words, without its result."""
-_UNSOLVED = re.compile(
-    r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
-)
-"""An equation with an unknown, and no other."""
+_GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
-_CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
 def stated_result(text: str) -> str:
@@ -159,7 +91,7 @@ def _headline(sentences: list[str]) -> str | None:
 
 def _concludes(sentence: str) -> bool:
     concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
-    return bool((concludes and result_of(sentence)) or _terse(sentence) or "=" in sentence)
+    return bool((concludes and result_of(sentence)) or terse(sentence) or "=" in sentence)
 
 
 def _is_item(sentences: list[str]) -> bool:
@@ -176,10 +108,6 @@ def split(text: str) -> list[str]:
         pieces.append(text[start : end.start()] + end[0].strip())
         start = end.end()
     return [_BULLET.sub("", piece).strip() for piece in [*pieces, text[start:]]]
-
-
-def has_number(text: str) -> bool:
-    return bool(re.search(r"\d", text))
 
 
 def _passes(sentence: str, *, first: bool) -> bool:
@@ -209,222 +137,7 @@ def _ends_in_value(line: str) -> bool:
     if _STATES.search(line):
         return True
     cue = said.CUE.search(line)
-    return bool(cue) and any(at >= cue.end() and not _hidden(line, at) for at, _ in _candidates(line))
-
-
-def result_of(sentence: str) -> str:
-    """The result that one sentence states, "" if none."""
-    if said.REFUSAL.search(sentence) or said.SETUP.match(sentence) or said.TASK.match(_concluded(sentence)):
-        return ""
-    if said.REJECTED.search(_without_aside(_concluded(sentence), said.REASON)):
-        return ""
-    if _PARALLEL.fullmatch(sentence) and not said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]):
-        return ""
-    if len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_concluded(sentence)):
-        return ""
-    if "=" not in sentence and not has_number(_OPERATION.sub("", sentence)) and has_number(sentence):
-        return ""
-    if _UNSOLVED.match(re.split(r"[,;:]\s|⟦", sentence.rstrip(" .⟧"))[-1]):
-        return ""
-    if has_number(outside := _NOT_STATED.sub("", sentence)):
-        sentence = outside
-    sentence = _REDUCED.sub(" = ", sentence)
-    sentence = _OR_RATHER.sub(r"\1 = ", sentence)
-    if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
-        sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)
-    if (whole := _whole(_concluded(f" {sentence}").strip(" ,")) or _terse(sentence)) is not None:
-        return whole
-    solutions = _SOLUTIONS.search(sentence)
-    if solutions and not has_number(sentence[solutions.end() :]):
-        return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    if (named := _named_whole(_concluded(sentence))) is not None:
-        return named
-    sentence = _without_aside(_totalled(_concluded(_main(sentence))), said.REASON)
-    if listed := _LIST.search(sentence):
-        return re.sub(r",? and |, ", ", ", listed[1] or listed[2])
-    if (exact := _EXACT.search(sentence)) is not None:
-        sentence = sentence[: exact.end()]
-    if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
-        if not (later := _later(sentence, equal[-1].end())):
-            return value
-        sentence = later
-    sentence = _without_aside(sentence, said.ASIDE)
-    if not has_number(sentence) and "⟦" not in sentence:
-        sentence = spelled_small(sentence)
-    found = [c for c in _candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
-    free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
-    free = _without_circumstances(sentence, free) or free[:1] or [c for c in found if said.TERM.search(_before(sentence, c[0]))]
-    return _chosen(sentence, free) if free else ""
-
-
-def _later(sentence: str, end: int) -> str:
-    """The clause after an equation that states another result, "" if none."""
-    aside = said.ASIDE.search(sentence, end)
-    rest = sentence[end : aside.start() if aside else None]
-    clauses = _LATER.split(rest)
-    if verb := _THEN_IS.match(clauses[0]):
-        clauses.insert(1, clauses[0][verb.start(1) :])
-    stating = (c for c in clauses[1:] if len(c.split()) > 1 and not re.match(r"an? \d", c) and any(not _hidden(c, at) for at, _ in _candidates(c)))
-    return next(stating, "")
-
-
-def _whole(clause: str) -> str | None:
-    return assignments(clause) or _relation(clause)
-
-
-def _relation(sentence: str) -> str | None:
-    """The relations of which a sentence consists: `x < -2 or x > 3`."""
-    if not re.search(r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence):
-        return None
-    return whole_value(sentence) or whole_value(re.split(r"\b(?:is|with|that|means)\b", sentence)[-1])
-
-
-def _named_whole(sentence: str) -> str | None:
-    """The expression that a sentence's last `is` or colon names, if nothing follows it."""
-    copula = next(reversed([*_COPULA.finditer(sentence)]), None)
-    return whole_value(sentence[copula.end() :]) if copula else None
-
-
-def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candidate]:
-    """Those not said to be the circumstance of another; `for $20` is a price, and no circumstance."""
-    money = [at for at, text in free if re.search("[＄€£¥]", text) and re.search(r"\bfor\s+$", sentence[:at])][-1:]
-    kept, hidden_end = list[Candidate](), -1
-    for at, text in free:
-        joined = hidden_end >= 0 and re.fullmatch(r"(?: [a-z]+){1,2} and ", sentence[hidden_end:at])
-        if at not in money and not _CLOCK.match(sentence, at) and (joined or said.SOFT.search(_before(sentence, at))):
-            hidden_end = at + len(text)
-        else:
-            kept.append((at, text))
-    return kept
-
-
-def _terse(sentence: str) -> str | None:
-    """The value of a sentence that is nothing but one, or a calculation."""
-    bare = sentence.lstrip(" *_`⟪⟫").rstrip(" .。!*_`⟪⟫")
-    if said.REFUSED.search(re.split(r"[\d⟦]", bare, maxsplit=1)[0]) or sentence.endswith("?"):
-        return None
-    if re.fullmatch(r"(?:⟦[^⟦⟧]*⟧(?:,|\s|and\b|or\b)*)+", bare):
-        return value_at(bare)
-    short = len(bare.split()) <= 4 and not re.search(r"=|\\pi\s+is\b", bare)
-    if said.CONCLUSION.search(bare):
-        return None
-    if re.match(r"[A-Za-z]\s*(?:=|\\geq|\\leq|[<>])", bare) or short:
-        value = value_at(bare)
-        if short and value and not re.search(r"\d\D+\d", value) and len(list(NUMBER.finditer(bare))) > 1:
-            return None
-        return value if value is None or "=" not in value else value_of(value)
-    return None
-
-
-def _concluded(sentence: str) -> str:
-    """The part of a sentence after its last `so` that still has a number, or after what says the same."""
-    for found in reversed(list(said.CONCLUSION.finditer(sentence))):
-        rest = sentence[found.end() :]
-        if has_number(rest) and not re.match(r"\s*(?:many|much|far)\b", rest):
-            return rest
-    return sentence
-
-
-def _main(sentence: str) -> str:
-    """The sentence without the circumstances that it begins with, if a number follows them."""
-    while (circumstance := said.CIRCUMSTANCE.match(sentence)) and has_number(sentence[circumstance.end() :]):
-        sentence = sentence[circumstance.end() :]
-    return sentence
-
-
-def _totalled(sentence: str) -> str:
-    """The clause that states a total, if one does."""
-    totals = [c for c in _CLAUSES.split(sentence) if has_number(c) and said.TOTAL.search(c)]
-    return totals[0] if len(totals) == 1 else sentence
-
-
-def _without_aside(sentence: str, aside: re.Pattern[str]) -> str:
-    """The part of a sentence before the first aside that follows a number which may be the result."""
-    candidates = list(_candidates(sentence))
-    stated = next((at + len(text) for at, text in candidates if not _hidden(sentence, at)), None)
-    early = aside.search(sentence, candidates[0][0] + len(candidates[0][1])) if candidates else None
-    if early and early[0][0] == "," and (stated is None or early.start() < stated):
-        return sentence[: early.start()]
-    found = aside.search(sentence, stated) if stated is not None else None
-    return sentence[: found.start()] if found else sentence
-
-
-def _hidden(text: str, at: int) -> bool:
-    return not _CLOCK.match(text, at) and any(
-        p.search(_before(text, at)) for p in (said.GOVERNED, said.SOFT, said.REFUSED)
-    )
-
-
-def _before(text: str, at: int) -> str:
-    return text[max(0, at - 60) : at]
-
-
-def _candidates(sentence: str) -> Iterator[Candidate]:
-    """Position and text of each ⟦math⟧ and each number in a sentence."""
-    end = 0
-    for found in re.finditer(r"⟦([^⟦⟧]+)⟧", sentence):
-        yield from _numbers(sentence, end, found.start())
-        if re.search(r"^(?!\^).*(?:\d|\\infty|\\pi|\\text)", found[1]):
-            yield found.start(), found[0]
-        end = found.end()
-    yield from _numbers(sentence, end, len(sentence))
-
-
-def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
-    while start < end:
-        found = (_RATIO if re.search("ratio|odds", sentence) else _WHOLE).search(sentence, start, end)
-        stop = found.start() if found else end
-        yield from ((n.start(), n[0]) for n in NUMBER.finditer(sentence, start, stop))
-        if found:
-            yield found.start(), found[0]
-        start = found.end() if found else end
-
-
-def _chosen(sentence: str, free: list[Candidate]) -> str:
-    """The value of the last candidate, or of the last in bold, with those before it that make a list with it."""
-    bold = [c for c in free if sentence.rfind("⟪", 0, c[0] + 1) > sentence.rfind("⟫", 0, c[0])]
-    chosen = bold or free
-    at, text = chosen[-1]
-    if total := _total(sentence, chosen):
-        return total
-    if re.search(r"[\w)] [×*÷+] [＄€£]?$", sentence[:at]):
-        return ""
-    start = _list_start(sentence, chosen, at)
-    before = [c for c in chosen if c[0] < start]
-    if before and before[-1][1] != text and _BESIDE.fullmatch(_unmarked(sentence[before[-1][0] + len(before[-1][1]) : start])):
-        return ""
-    return value_at(sentence[start:]) or text.strip("⟦⟧ ")
-
-
-def _total(sentence: str, candidates: list[Candidate]) -> str | None:
-    """The first or last of at least three numbers that is the sum or the product of the others."""
-    found = [NUMBER.fullmatch(text) for _, text in candidates]
-    values = [known.value for number in found if number and (known := quantity(number))]
-    if len(values) == len(candidates) > 2:
-        if values[-1] in (sum(values[:-1]), prod(values[:-1])):
-            return candidates[-1][1]
-        (at, text), (last, _) = candidates[-2:]
-        if values[0] == sum(values[1:]) and not _LEFT.search(sentence) and _BESIDE.fullmatch(sentence[at + len(text) : last]):
-            return candidates[0][1]
-    return None
-
-
-def _list_start(sentence: str, free: list[Candidate], at: int) -> int:
-    """Beginning of the list whose last value stands at `at`."""
-    joint = _AND if said.SEVERAL.search(sentence) else None
-    if len(free) > 2 and all(_COMMA.fullmatch(sentence[a[0] + len(a[1]) : b[0]]) for a, b in pairwise(free[-3:])):
-        joint = _AND
-    for place, text in reversed([c for c in free if c[0] < at]):
-        between = _unmarked(sentence[place + len(text) : at])
-        named = _AND if re.search(r"[a-z] ?=", text) and re.match(r"⟦ ?[a-z] ?=", sentence[at:]) else _COMPOUND
-        if not _JOINED.fullmatch(between) and not (joint or named).fullmatch(between):
-            break
-        at = place
-    return at
-
-
-def _unmarked(text: str) -> str:
-    return re.sub("[⟪⟫]", "", text)
+    return bool(cue) and any(at >= cue.end() and not hidden(line, at) for at, _ in candidates(line))
 
 
 def _words(sentence: str) -> str:

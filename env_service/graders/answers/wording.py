@@ -25,7 +25,7 @@ _CLAUSE = re.compile(
     r"| (?:because|since|as|which|if|when|although|though|while|whereas|compared|followed|ahead)\b"
 )
 _SO_FAR = re.compile(
-    r"[,;] (?:but|and) (?!not\b)|; (?!not\b)|\bnot (?:[\w']+ ){1,4}but |\s=\s*(?=\D*[A-Za-z]{2})"
+    r"[,;] (?:but|and) (?!not\b)|; (?!not\b)|\bnot (?:[\w']+ ){1,4}but |\s=\s*(?=\D{0,60}[A-Za-z]{2})"
     r"|:\s+(?=(?:[A-Za-z]+ ?){1,3}\W*$)|,\s+(?=on \w+\W*$)|\bi\.e\.,?\s"
 )
 """Before the part of a sentence that concludes it."""
@@ -41,7 +41,8 @@ _YES_NO = re.compile(
 )
 _HEADLINE = re.compile(
     r"\W*(?!(?:sure|okay|ok|great|alright|right|solution|explanation|hello|hi|of course|certainly)\b)"
-    r"(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*", re.IGNORECASE
+    r"(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*",
+    re.IGNORECASE,
 )
 """A first sentence that is nothing but a name."""
 _REASON = re.compile(r",? (?:because|since|as) ")
@@ -49,7 +50,8 @@ _LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z]))\)?(?![\w'-]| ?=)")
 _LETTERED_NAME = re.compile(r"\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b")
 _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
-    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b|\b(?:is|leaves|to) \(?[A-J]\)?\W*$",
+    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b|\b(?:is"
+    r"|leaves|to) \(?[A-J]\)?\W*$",
     re.IGNORECASE,
 )
 _ARTICLES = re.compile(
@@ -191,7 +193,7 @@ def _rivals(clause: str, wanted: str) -> list[str] | None:
     elif kind := next((kind for kind in _KINDS if wanted.casefold() in kind), None):
         names = (word for word in re.finditer(r"\w+", clause) if word[0].casefold() in kind)
     elif wanted[:1].isupper():
-        names = re.finditer(r"(?<=\s)[A-Z]\w+", clause)
+        names = re.finditer(r"(?<=\s)[A-Z]\w+|^[A-Z]\w+(?= [A-Z])", clause)
     else:
         return None
     compared = _COMPARED if date or wanted.casefold() in _KINDS[0] else _BESIDE

@@ -14,7 +14,10 @@ _TURNED = re.compile(rf"({_END})(<=?|>=?)[a-zA-Z]")
 _UNION = re.compile(r"\\cup|∪|\bor\b|\bU\b")
 _INFINITE = re.compile(r"\+?\\infty")
 _WORDS = [
-    (r"\b(?:must be|is|be) (?:strictly )?(?:greater|more|larger) than or equal to\b|\b(?:must be|is|be) at least\b", ">="),
+    (
+        r"\b(?:must be|is|be) (?:strictly )?(?:greater|more|larger) than or equal to\b|\b(?:must be|is|be) at least\b",
+        ">=",
+    ),
     (r"\b(?:must be|is|be) (?:strictly )?(?:less|smaller) than or equal to\b|\b(?:must be|is|be) at most\b", "<="),
     (r"\b(?:must be|is|be) (?:strictly )?(?:greater|more|larger) than\b", ">"),
     (r"\b(?:must be|is|be) (?:strictly )?(?:less|smaller) than\b", "<"),
