@@ -133,7 +133,7 @@ def comma_is_decimal(text: str) -> bool:
     if _CYRILLIC.search(text) or _PRICE.search(text):
         return True
     foreign = len({word.casefold() for word in COMMA_LANGUAGES.findall(text)})
-    if not ENGLISH.search(text) and _DECIMAL_COMMA.search(text) and len(_WORD.findall(text)) > 3:
+    if not ENGLISH.search(text) and _DECIMAL_COMMA.search(text) and len(_WORD.findall(text)) > 2:
         return True
     return foreign > 0 and foreign >= len({word.casefold() for word in ENGLISH.findall(text)})
 

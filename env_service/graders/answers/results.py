@@ -183,7 +183,9 @@ def _totalled(sentence: str) -> str:
 
 def _later(sentence: str, end: int) -> str:
     """The clause after an equation that states another result, "" if none."""
-    aside = said.ASIDE.search(sentence, end)
+    aside = next(
+        (a for a in said.ASIDE.finditer(sentence, end) if not re.match(r"\W*(?:and )?after|\s+\d+ of", a[0])), None
+    )
     rest = sentence[end : aside.start() if aside else None]
     clauses = _LATER.split(rest)
     if verb := _THEN_IS.match(clauses[0]):
