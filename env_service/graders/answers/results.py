@@ -15,7 +15,7 @@ _EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
-    r"|\b(?:between|from) [＄€£]?\d[\d.,]* (?:and|to) [＄€£]?\d[\d,]*"
+    r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
@@ -35,6 +35,7 @@ _OR_RATHER = re.compile(
     r"|% of\b) ?[^,=.\d]{0,60}\d[^,=.]{0,60}?),? (?:or|which is) (?=[＄€£]?\d)"
 )
 """Before the value of a calculation: `28 - 12, or 16`."""
+_WAYS = re.compile(r"\bin (?=\d+ (?:[a-z]+ )?(?:ways|orders)\b)")
 _MORE = r"(?:(?:, (?:and )?| and )-?\d[\d.]*)"
 _LIST = re.compile(
     rf"(?:(?:\b(?:(?:are|were)(?: therefore| thus| then)?|terms|numbers|values|be)|:)\s+(-?\d[\d.]*{_MORE}+)"
@@ -71,7 +72,7 @@ def result_of(sentence: str) -> str:
         return whole
     sentence = _without_aside(_totalled(concluded_part(_main(sentence))), said.REASON)
     if listed := _LIST.search(sentence):
-        return re.sub(r",? and |, ", ", ", listed[1] or listed[2])
+        return _counted(sentence[: listed.start()], re.split(r",? and |, ", listed[1] or listed[2]))
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
@@ -110,6 +111,7 @@ def _tidied(sentence: str) -> str:
     """The sentence without what it names beside its result, and with `=` before the value of a calculation."""
     outside = _NOT_STATED.sub("", sentence)
     sentence = _OR_RATHER.sub(r"\1 = ", _REDUCED.sub(" = ", outside if has_number(outside) else sentence))
+    sentence = _WAYS.sub("= ", sentence)
     if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
         sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)
     return sentence
@@ -179,6 +181,12 @@ def _totalled(sentence: str) -> str:
     """The clause that states a total, if one does."""
     totals = [c for c in _CLAUSES.split(sentence) if has_number(c) and said.TOTAL.search(c)]
     return totals[0] if len(totals) == 1 else sentence
+
+
+def _counted(before: str, values: list[str]) -> str:
+    """How many values a sentence lists, if it says so before them, else the list."""
+    counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", before)
+    return str(len(values)) if counted else ", ".join(values)
 
 
 def _later(sentence: str, end: int) -> str:

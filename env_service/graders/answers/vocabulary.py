@@ -200,7 +200,7 @@ ASIDE = compiled(
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
-        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
+        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)(?=[^,]*$)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
