@@ -184,7 +184,7 @@ def _totalled(sentence: str) -> str:
 
 
 def _counted(before: str, values: list[str]) -> str:
-    """How many values a sentence lists, if it says so before them, else the list."""
+    """The number of the values that a sentence lists, if it says it before them, else the list."""
     counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", before)
     return str(len(values)) if counted else ", ".join(values)
 
