@@ -15,8 +15,12 @@ from env_service.graders.math import plainly_equal
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 LOOKED_AT = sorted(path for path in DATA.glob("math_texts_*.jsonl") if not path.stem.endswith("_blind"))
-FIRST_SIGHT = {"math_texts_fifth_blind": (95.2, 4), "math_texts_sixth_blind": (89.4, 17)}
-"""Least agreement in percent and most wrong answers rewarded: what was measured when nobody had looked at these texts."""
+UNSEEN = {
+    "math_texts_fifth_blind": (96.1, 4),
+    "math_texts_sixth_blind": (92.7, 11),
+    "math_texts_seventh_blind": (98.4, 0),
+}
+"""Least agreement in percent and most wrong answers rewarded of texts that nobody has read."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
 
@@ -35,10 +39,10 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
     assert percent(results) >= 99.5, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", FIRST_SIGHT)
+@pytest.mark.parametrize("name", UNSEEN)
 def test_it_agrees_no_less_with_texts_that_nobody_mended_it_on(name: str) -> None:
     results = asyncio.run(graded(DATA / f"{name}.jsonl"))
-    least, most = FIRST_SIGHT[name]
+    least, most = UNSEEN[name]
     # it prints none of them, so that a failure keeps them unseen
     assert percent(results) >= least
     assert wrongly_rewarded(results) <= most
@@ -95,6 +99,18 @@ def test_it_agrees_no_less_with_texts_that_nobody_mended_it_on(name: str) -> Non
         "The maximum value is 18, attained at x = 3.",
         "Answer: 20\n\nOn reflection, I double counted; it should be 18.",
         "One might think the answer is 20, but it is actually 18.",
+        "4 * 5 = 20 apples, and after eating 2 of them he has 18 left.",
+        "The value of x that satisfies 2x + 4 = 40 is 18.",
+        "The cost is 20 - 2, or $18.",
+        "Of the 30 pupils, 12 are girls and the other 18 are boys.",
+        "There are 18 fruits. 12 of them are apples and 6 are pears.",
+        "Tom is 18 years older than Ann, who is 12.",
+        "It took 18 weeks of work at a speed of 3 pages a day.",
+        "So there are 18. Quick check: 18 / 3 = 6.",
+        "3 × 6 = *18*",
+        "Die Zahl lautet 18,0.",
+        "答:6个孩子一共需要18个苹果。",
+        "18 minutes. The first part takes 12 minutes and the second 6 minutes, which we add together.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -143,6 +159,15 @@ def test_the_final_answer_counts(text: str) -> None:
         "The answer is eighteen point five.",
         "If tax is included, it is 20; otherwise, it is 18.",
         "The mean is 20 and the median is 18.",
+        "The total is 18, or if you count the driver, 19.",
+        "So the equation is 2 + x = 18.",
+        "Finally, divide the total by 18.",
+        "Start by multiplying 4 by 18.",
+        "It is roughly 12-18.",
+        "Tom gets $20, Ann $18.",
+        "18 boxes would be too few.",
+        "The price is $18, but we don't know how many were sold.",
+        "**18** or **20**",
     ],
 )
 def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
@@ -179,6 +204,18 @@ def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
         ("Evelyn Ben", "\\text{Evelyn}", False),
         ("Ben Evelyn", "\\text{Evelyn}", False),
         ("Evelyn has the most apples.", "\\text{Evelyn}", True),
+        ("Ben ran 3 km. So Evelyn ran farther than Ben.", "\\text{Evelyn}", True),
+        ("At first it looks like Ben, but Evelyn is faster.", "\\text{Ben}", False),
+        ("Evelyn and Ben are equally fast.", "\\text{Evelyn}", False),
+        ("If today is Sunday, then in 9 days it will be Tuesday.", "Tuesday", True),
+        ("If today is Sunday, then in 9 days it will be Tuesday.", "Sunday", False),
+        ("Ten days after March 4 is March 14, 2024.", "March 14", True),
+        ("20 > 18, so yes, she can buy it.", "Yes", True),
+        ("There are no apples left.", "No", False),
+        ("A and C are too large, so it has to be B.", "B", True),
+        ("The terms are 2, 4 and 8.", "2, 4, 8", True),
+        ("It ends at 3 pm.", "3:00 PM", True),
+        ("She is 5'6\" tall.", "66 inches", True),
         ("It is Thursday, 2 days after Tuesday.", "\\text{Tuesday}", False),
         ("Hence the result is Tuesday (2 days after Sunday).", "\\text{Tuesday}", True),
         ("The 14th of March", "\\text{March 14}", True),
@@ -223,6 +260,10 @@ HOSTILE = [
     "Answer\n",
     "\n\nhow many 5? ",
     "x<5 or ",
+    "to a ",
+    "half of 5 ",
+    "if 5 ",
+    "Tom 5, ",
 ]
 
 

@@ -9,7 +9,9 @@ Its files:
     plain.py              rewrites a text in one plain form: digits, signs, math delimiters, decimal commas
     values/               numbers, units and ranges
     expressions.py        the value at the beginning of a text, and inside of math
-    sentences.py          the result that the last sentence states
+    candidates.py         numbers in a sentence, and which of them is its result
+    results.py            the result that a sentence states
+    sentences.py          the result that a text ends with
     wording.py            answers in words: names, dates, yes or no, letters of choice
     ending.py             cuts off what follows the answer: questions, checks, remarks
     final.py              finds the final answer

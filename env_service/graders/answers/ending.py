@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 
 from env_service.graders.answers import vocabulary as said
-from env_service.graders.answers.sentences import has_number, split, stated_result
+from env_service.graders.answers.candidates import has_number
+from env_service.graders.answers.sentences import split, stated_result
 
 MAX_QUESTIONS = 10
 """Of more, only the first are looked at."""
@@ -17,6 +18,8 @@ _ASIDE = re.compile(
 )
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
+
+_CONCLUDES_AGAIN = re.compile(r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z", re.IGNORECASE)
 
 
 def before_next_question(text: str, stated: int | None) -> str:
@@ -39,7 +42,9 @@ def _is_solved(text: str) -> bool:
 def unchecked(text: str, states: Callable[[str], object]) -> str:
     """The text before it verifies what it has stated. `states`: whether a text has what may be an answer."""
     check = next((found for found in said.CHECK.finditer(text) if states(text[: found.start()])), None)
-    return text[: check.start()] if check else text
+    if not check or _CONCLUDES_AGAIN.search(text, check.start()):
+        return text
+    return text[: check.start()]
 
 
 def without_remarks(text: str) -> str:

@@ -57,6 +57,9 @@ def _same(answer: str, reference: str) -> bool | None:
     times = _TIME.fullmatch(answer.strip()), _TIME.fullmatch(reference.strip())
     if times[0] and times[1]:
         return _same_time(times[0], times[1])
+    if bool(times[0]) != bool(times[1]) and (clock := times[0] or times[1]) and clock[2] == "00":
+        hour = ours or theirs
+        return hour is not None and hour.value == int(clock[1])
     sets = ranges(answer, _end), ranges(reference, _end)
     if sets[0] and sets[1] and any(map(_is_range, (answer, reference))):
         return sets[0] == sets[1]
@@ -80,6 +83,9 @@ def _tidy(text: str) -> str:
     text = text.replace("{,}", ",").replace("**", "^")
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
     text = re.sub(r"(\d)\s*\\([dtc]?frac)(?=\s*[{\d])", r"\1 \\\2", text)
+    text = re.sub(
+        r"(?<=\d),?\s*(?:with )?(?:an? )?(?:r|remainder)(?: of)?\s*(?=\d+$)", " R ", text, flags=re.IGNORECASE
+    )
     text = _FRACTION.sub(lambda m: _ratio(m[1] or m[2], m[3] or m[4]), text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     return _NAME.sub("", text, count=1) if _NAME.match(text) else text

@@ -28,8 +28,8 @@ _GOES_ON = re.compile(
     r"|\(\s*[\da-z][^)]*[-+*/^]|[xyznabktr](?![A-Za-z°/])|[a-z]\s*[-+^=]\s*[\da-z]"
 )
 _NEXT = re.compile(
-    rf"\s*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
-    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)\s*(?=[-+(＄€£⟦.]?\d|⟦|⟪)"
+    rf"[\s⟫]*(?:,?\s*\(?(?:{OR}|{AND})(?: maybe| possibly| perhaps| even| also)?|\bvs\b\.?"
+    r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)[\s⟪]*(?=[-+(＄€£⟦.]?\d|⟦)"
 )
 _PAIR = re.compile(
     r"(?P<a>-?\d+(?:\.\d+)?)(?::| : | to )(?P<b>\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)?)(?P<half>\s*[ap]\.?\s?m\b\.?)?",
@@ -198,7 +198,10 @@ def _right_side(inside: str) -> str:
         return inside
     inside = re.sub(r"\\?[bp]mod\b.*|\(mod\b.*", "", inside)
     exact, *approximate = _APPROXIMATE.split(inside)
-    sides = _EQUALITY.split(exact if re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1])
+    computed = re.search(r"\d\s*(?:·|×|\*|\\cdot|\\times)|(?:·|×|\*|\\cdot|\\times)\s*\d", _EQUALITY.split(exact)[-1])
+    sides = _EQUALITY.split(
+        exact if not computed and re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1]
+    )
     return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
 
 

@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterator
 
 from env_service.graders.answers import vocabulary as said
+from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
-from env_service.graders.answers.sentences import has_number, split, stated_result
+from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import is_in_words, worded_result, words_of
@@ -44,12 +45,18 @@ _LAST_LABEL = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _IS_THE_ANSWER = re.compile(
-    r"(?:^|[,:.!?]\s|\b(?:so|therefore|thus|hence)\b,?)\s*(?P<value>[^,:!?\n]{1,60}?)\.?"
+    r"(?:^|[,:.!?]\s|\b(?:so|therefore|thus|hence)\b,?)\s*(?P<value>(?:[^,:!?\n.]|\.(?!\s)){1,60}?)\.?"
     r" (?:(?:is|are|would be) (?:the|our|my) (?:final |correct )?answer"
     r"|(?<=option [A-J] )is (?:correct|right))\b",
     re.IGNORECASE | re.MULTILINE,
 )
-_GAMBLE = re.compile(r"\b(?:otherwise|or else|alternatively|in any other case|if the reference)\b", re.IGNORECASE)
+_GAMBLE = re.compile(
+    r"\b(?:otherwise|or else|alternatively|in any other case|if the reference|if\b[^.]*\bif)\b", re.IGNORECASE
+)
+_COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
+"""A sentence of a language without spaces, which begins with a number and states another."""
+_OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")
+_CALCULATION = re.compile(r"\W*[\d.,]+ (?:[a-z]+ )?(?:[-+*/×÷]|times|plus|minus|divided by) [＄€£]?\d[^=]*$")
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THINK = r"(?:\w{1,10}:)?(?:think|thinking|thought|reasoning|scratchpad|analysis|reflection)\s?[>\]▷]"
 _THOUGHT = re.compile(
@@ -135,7 +142,7 @@ def _markers(text: str) -> Iterator[Found]:
     yield from _boxes(text)
     for tag in _TAG.finditer(text):
         inside = tag[1] or tag[2] or tag[3] or ""
-        if answer := value_at(inside.strip()) or _text_answer(inside):
+        if answer := value_at(inside.strip()) or (stated_result if has_number(inside) else _text_answer)(inside):
             yield tag.start(), answer
     for hashes in _HASHES.finditer(text):
         if answer := _hash_answer(hashes[1], last=not text[hashes.end() :].strip()):
@@ -210,9 +217,12 @@ def _named(value: str) -> str | None:
     head = value.lstrip(" \n*_:⟪⟫`\"'=").split("\n\n", 1)[0]
     if "\\boxed" in head.split("\n", 1)[0]:
         return None
-    if _is_calculation_of_more(head) or re.match(r"[^.!\n]*\?", head):
+    if _is_calculation_of_more(head) or _COUNTED.match(head) or _OPEN.search(head) or re.match(r"[^.!\n]*\?", head):
         return None
-    if _GAMBLE.search(sentence := split(head)[0]):
+    sentence = split(head)[0]
+    if _CALCULATION.match(sentence) and said.CONCLUSION.search(sentence):
+        return None
+    if _GAMBLE.search(sentence) or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1):
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):
         return f"({(option[1] or option[2]).upper()}) {value_at(head[option.end() :]) or _text_answer(head[option.end() :])}".strip()

@@ -37,7 +37,7 @@ _SIGNS = str.maketrans(
 _CALCULATOR = re.compile(
     r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
     r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
-    r"|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
+    r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
 )
 _BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
 _TAGS = re.compile(r"</?(?:p|div|span|i|em|u|code|br|h\d|ul|ol|li|center|mark|font)(?: [^<>]{0,80})?/?>", re.IGNORECASE)
@@ -47,6 +47,9 @@ _DISPLAY = re.compile(r"\$\$([^$]*+)\$\$")
 _INLINE = re.compile(r"\$(?=\S)([^$\n]*+)(?<=\S)\$(?!\d)")
 _MATH = re.compile(r"⟦([^⟦⟧]*+)⟧")
 _BOLD = re.compile(r"\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
+_ITALIC = re.compile(
+    r"(?<![\w*)⟧])(?:\*(?=[^\s*])([^*\n⟦⟧]{1,80}+)(?<=\S)\*|_(?=[^\s_])([^_\n⟦⟧]{1,80}+)(?<=\S)_)(?![\w*(]|\s*\d)"
+)
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
 _PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])")
 _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -55,8 +58,20 @@ _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
 _NEGATIVE = re.compile(
-    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
+    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
 )
+_MEASURES = [
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap])\.?\s?m\b", re.IGNORECASE), r"\1:00 \2m"),
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9]) o'clock"), r"\1:00"),
+    (
+        re.compile(r"(?<=\d)\s?(?:ft|feet|foot|')\.?,?\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:in(?![\w ])\.?|\"|'')"),
+        r" feet \1 inches",
+    ),
+    (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
+    (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
+    (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),
+]
+"""Measures in words and signs, and how the rest of the package reads them."""
 _POUND = re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])|\\text\{£\}")
 _EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}")
 
@@ -68,6 +83,8 @@ def plain(text: str) -> str:
         text = _PI.sub(r"\\pi ", text)
         text = "".join(_digit(c) if c > "\x7f" else c for c in text)
         text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
+    for pattern, written in _MEASURES:
+        text = pattern.sub(written, text)
     text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))
     text = _DECIMAL_BRACES.sub(
         ".", _GROUPED.sub(lambda sign: "," * ("," in sign[0]), _POUND.sub("£", _EURO.sub("€", text)))
@@ -80,7 +97,8 @@ def plain(text: str) -> str:
         text = foreign_spelled(_NUMBER.sub(_with_point, text))
     elif _CHINESE.search(text):
         text = foreign_spelled(text)
-    return spelled(_BOLD.sub(r"⟪\1⟫", text))
+    text = _ITALIC.sub(lambda m: f"⟪{m[1] or m[2]}⟫", _BOLD.sub(r"⟪\1⟫", text))
+    return spelled(text)
 
 
 def _digit(character: str) -> str:
@@ -105,6 +123,8 @@ _PRICE = re.compile(
     r"(?<![\d,.])\d{1,3}(?:\.\d{3})+(?:,\d\d)?(?:\s?€|\s(?:Euro|EUR)\b)"
     r"|(?<![\d,.])\d+,\d\d\s?(?:€|EUR\b|zł|kr\b)|(?:€|R＄)\s?\d[\d.]*,\d\d(?!\d)"
 )
+_DECIMAL_COMMA = re.compile(r"(?<![\d,.(\[])\d+,\d{1,2}(?![\d,])")
+_WORD = re.compile(r"[^\W\d_]{2,}")
 _NUMBER = re.compile(r"(?<![\d,.(\[^_])\d++(?:[.,]\d++)*+(?![,.]?\d)")
 
 
@@ -113,6 +133,8 @@ def comma_is_decimal(text: str) -> bool:
     if _CYRILLIC.search(text) or _PRICE.search(text):
         return True
     foreign = len({word.casefold() for word in COMMA_LANGUAGES.findall(text)})
+    if not ENGLISH.search(text) and _DECIMAL_COMMA.search(text) and len(_WORD.findall(text)) > 2:
+        return True
     return foreign > 0 and foreign >= len({word.casefold() for word in ENGLISH.findall(text)})
 
 

@@ -24,19 +24,22 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 _LATIN_ANSWER = either(r"""
     final[\s_]?answer|answers?|ans|final(?=:)|final (?:result|value|choice|total|solution)|(?:correct|right) (?:choice|option)
-    (?:end)?antwort|endergebnis|antwoord|svaret|svar|réponse(?: finale)?|résultat final|respuesta|resultado final|resposta|risposta
+    (?:end)?antwort|endergebnis|antwoord|svaret|svar|réponse(?: finale)?|résultat final|respuesta|resultado final|resposta
+    risposta
     risultato finale|răspuns(?:ul)?|ответ|відповідь|odpowiedź|odpověď|απάντηση|vastaus|válasz|cevap|yanıt|jawaban(?:nya)?|jibu
     đáp (?:án|số)|câu trả lời|उत्तर|উত্তর|సమాధానం|الإجابة|الجواب|جواب|پاسخ|תשובה
 """)
 ANSWER = rf"(?:(?<![A-Za-z<\\/]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
 _IS = either("""
-    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to|wynosi|jest|je|är|er|adalah|ialah|ni|là|on
+    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)
+    wynosi|jest|je|är|er|adalah|ialah|ni|là|(?<!depends )on
 """)
 IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
 
 BEFORE_OTHER_ANSWER = compiled(
     words("""
-        explanation of|explains?|express|write|give|round|convert|check|verify|verifying|part of|to find|steps? (?:of|to)|possible|an
+        explanation of|explains?|express|write|give|round|convert|check|verify|verifying|part of|to find|steps? (?:of|to)|possible
+        an
         each|every|wrong|incorrect|other|previous|first|your|[a-z]+'s
         (?:might|may|would|could|initially|first) (?:think|thought|say|guess|assume|believe)(?: that)?
     """)
@@ -72,7 +75,9 @@ QUESTION = re.compile(
 )
 CHECK = re.compile(
     r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
-    r"(?:(?:let's|let us|to|we can|you can) (?:verify|check)\b|(?:this|that|it) can be (?:verified|checked)|"
+    r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
+    r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
+    r"|it) can be (?:verified|checked)|"
     r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -94,8 +99,12 @@ COMMENT = re.compile(
     _SENTENCE
     + either("""
         by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)
-        (?:remark|note|tip|hint)⟫?:|if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
+        (?:remark|note|tip|hint|key \\w+|practice|follow-?up|challenge)⟫?:⟫?|don't (?:confuse|forget)\\b
+        if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
         i(?: am|'m) \\d+ ?% sure|would you like|let me know|(?:this|that) (?:took|kind|type|sort)|(?:this|that|it|\\d+) is also
+        here,? we (?:used?|multipl|add|subtract|divid)|we (?:found|got) (?:this|it) by|(?:this|that|it) comes from
+        to (?:get|find) (?:this|that),
+        we (?:multiplied|added|subtracted|divided) [^.\n]* to (?:get|find) (?:this|it|that)|this (?:problem|question) is
         that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty|score|level|date|used|time spent|tokens)⟫?:
     """)
     + r"[^\n]*?(?:(?<=[.!?])[*_)⟫]*(?= )|$)",
@@ -105,7 +114,8 @@ COMMENT = re.compile(
 CLOSING = re.compile(
     r"^[ \t*_]*"
     + either("""
-        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|posted by|reply\\b|i hope|i think this is right
+        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|posted by|reply\\b|i hope
+        i think this is right
         disclaimer|copyright|tags?:|category:
     """),
     re.IGNORECASE | re.MULTILINE,
@@ -115,14 +125,30 @@ REFUSAL = compiled(
     r"(?:can't|cannot|can not|could not|couldn't|unable to|not able to|won't|will not|not possible to|impossible to) (?:be )?"
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
-    + r"|\b(?:reward of|full credit|rubric)\b|\bnot enough information\b|\binsufficient\b"
+    + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
+    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\binsufficient\b"
 )
 """In a sentence that decides on no answer."""
+REJECTED = compiled(
+    r"\b(?:is|are|was|were|be|were) (?:(?:clearly|definitely|just) )?(?:wrong|incorrect|too (?:few|many|much|little|small|large"
+    r"|high|low)|not enough"
+    r"|irrelevant)\b|(?:can't|cannot) be (?:right|correct|true)\b|(?:n't|not) (?:work|fit|make sense)\b|\b(?:is|was|are)n't\W*$"
+    r"|wrong answer|\bwould (?:answer|say)\b|\bgive up\b"
+    r"|,? (?:so|and) (?:so )?(?:to [a-z]+ [^\d]*)?(?:we|i|you) (?:now )?(?:need to|have to|must|divide|multiply|add|subtract)\b[^\d]*$"
+)
+"""In a clause that rejects the number which it names, or says only what to do with it."""
 HEDGE = compiled(
     words("""
-        either|somewhere|torn between|depends|otherwise|vary|could (?:also )?be|might be|may be|one of|not sure|unsure
-        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess|options?
-        choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez|poderia
+        either|somewhere|torn between|depend(?:s|ing)|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue
+        one of these|interpretations?|also (?:be )?(?:possible|right|correct|acceptable)|and/or|if\\b[^.]{0,200}\\bif
+        with\\b[^.]{0,200}\\bwithout
+        at least [^.]*at most
+        (?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*
+        could (?:also )?be|might be|may be|one of|not sure|unsure
+        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess
+        options
+        choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez
+        poderia
         либо|возможно
     """)
     + "|可能|もしくは|かもしれ"
@@ -134,16 +160,23 @@ AND = r"(?:\b(?:and|und|et|y|e|en|och|i|и|ve)\b|和|と|、)"
 # ---- around a result ------------------------------------------------------------------------------------------------
 
 FILLER = either("""
-    exactly|about|approximately|approx\\.?|roughly|around|only|just|simply|clearly|still|now|equal to|a total of|the number|the value
+    exactly|about|approximately|approx\\.?|roughly|around|only|just|simply|clearly|still|now|equal to|a total of|the number
+    the value
     also|therefore|thus|then|genau|etwa|environ|aproximadamente|cerca de
+""")
+_COMPARES = either(r"""
+    what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[\d.]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
+    (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
-    + either(r"""
+    + either(rf"""
+        which is(?! {_COMPARES})
         so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
-        which is(?! what| the answer| \d[\d./]*%? of\b| (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b)
-        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)|i\.e(?=\.,? (?:(?!she|he|they)\w+ ){0,2}(?:-?[＄€£]?\d|⟦))
-        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto|logo|dus|also|deshalb
+        (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
+        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? [\d./]+%? of\b)
+        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto
+        logo|dus|also|deshalb
         daher|поэтому|значит
     """)
     + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
@@ -154,22 +187,28 @@ CUE = compiled(
 )
 """Before the result of a line without a full stop."""
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
 ASIDE = compiled(
     r"[,\s]\s*(?<!and )(?<!but )"
     + either(r"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
-        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when|up from|down from|versus|vs
-        (?:and |but )?not(?! only)|which is (?:more|less|\d|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
-        (?:after|before|by|without|from) [a-z]+ing|out of|of (?:which|whom)|\d+ of (?:which|whom|them)
+        unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when
+        (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
+        (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
+        which is (?:more|less|\d[\d.,]*|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
+        (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
+        \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
-        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)
+        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)(?=[^,]*$)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
-        e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar|comparado|y no
+        which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
+        comparado|y no
     """)
-    + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of|[a-z]+er than)\b"
-    + r"|\s-\s(?=\d[\d./]*%? of\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there|we) (?:had|was|were)\b"
+    + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of"
+    r"|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
+    + r"|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]* [a-z]+ (?:of|at|with|for)\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there"
+    r"|we) (?:had|was|were)\b"
     + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
 _DETERMINERS = (
@@ -178,19 +217,29 @@ _DETERMINERS = (
 GOVERNED = compiled(
     r"\b"
     + either(r"""
-        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number|step
-        week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
-        (?<=\d )(?:out )?of|(?:class|group|set) of|choose|pick|select|the (?:initial|original|other)
+        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number
+        step|week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
+        (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of
+        \d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
+        (?<=to )[a-z]{3,} (?:up|back|off)
+        (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of
+        takes? (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
+TERM = compiled(
+    r"\b(?:after|before|within|until|during|year|day|week|page|age|grade|level|chapter|floor)(?: about| only| another)?\s+[＄€£]?$"
+)
+"""Before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
-    r"\b(?:in|for|over|each|every|on|at|per|into|among|(?<!left )(?<!up )(?<!ends )with"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
+    r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"
+    r"|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
-    r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"
+    r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
 """Before a number that is a circumstance if there is another: `$20 for 5 books`."""
@@ -207,7 +256,8 @@ TOTAL = compiled(
 ADDRESS = compiled(
     words("""
         you|your|yourself|i'll|i will|i can|my|me|our next|instead|would have|try|post|video|lesson
-        (?:this|that|it) (?:makes sense|is (?:reasonable|plausible|consistent|correct|because))|note|notice|remember|indeed|proof|page
+        (?:this|that|it) (?:makes sense|is (?:reasonable|plausible|consistent|correct|because))|note|notice|remember|indeed|proof
+        page
         related|copyright|points|solved in|ignored
     """)
     + "|[©⭐]"
@@ -215,17 +265,27 @@ ADDRESS = compiled(
 """In a sentence to the reader, or on another matter: it states no result."""
 SUMMARY = compiled(
     words("""
-    totals?|sum|answer|result|final|remain\\w*|left|profit|change|average|mean|difference|all|together|overall|net|gesamt\\w*|summe
+    totals?|sum|answer|result|final|remain\\w*|left|profit|change|average|mean|difference|all|together|overall|net|gesamt\\w*
+    summe
     rest|so|therefore|totale|result\\w*|reste|restant
 """)
 )
 """In the name of a value that others lead to."""
 SETUP = compiled(
-    r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|given\s?:|suppose|assume|consider|recall"
-    r"|the (?:problem|question) (?:says|states|gives|tells)"
-    r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry\b|(?:print|return|def|import)\b)"
+    r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|let's (?:say|assume|suppose)\b|say,? (?:each|there|that|he|she|we)\b|given\s?:"
+    r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
+    r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
+    r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b"
+    r"|(?:print|return|def|import)\b)"
 )
 """Beginning of a sentence that says what is known or asked."""
+TASK = compiled(
+    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but) )"
+    r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
+    r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|ing|ying)?\b"
+    r"(?!.*(?:=|\b(?:is|are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b))"
+)
+"""Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(
     r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
@@ -246,7 +306,8 @@ UNFINISHED = compiled(words("next|needs? to|have to|let us|let's|we must|we can 
 OPEN_WORD = compiled(
     r"\b"
     + either("""
-        the|an?|of|to|is|are|was|and|or|by|in|with|for|from|that|then|which|at|on|so|but|as|than|if|we|he|she|they|his|her|their|has
+        the|an?|of|to|is|are|was|and|or|by|in|with|for|from|that|then|which|at|on|so|but|as|than|if|we|he|she|they|his|her|their
+        has
         have|will|be|get|gives?|equals|makes?|need|divide|multiply|add|subtract|calculate|compute|find
     """)
     + r"\s*$"
@@ -256,11 +317,13 @@ ABBREVIATION = compiled(
 )
 COMMA_LANGUAGES = compiled(
     words("""
-        der|das|und|ist|nicht|für|sind|eine[nrms]?|also|kostet|les|des|une|est|donc|pour|dans|avec|sont|los|las|el|es|il|le|una|ha|al
+        der|das|und|ist|nicht|für|sind|eine[nrms]?|also|kostet|les|des|une|est|donc|pour|dans|avec|sont|los|las|el|es|il|le|una|ha
+        al
         totale|giorn[oi]|por|para|con|que|del|entonces|gli|della|sono|quindi|uma|dos|não|são|então|het|een|voor|zijn|pro|von|mit
-        insgesamt|zusammen|stück|woche|kosten|hat|och|är|det|jest|oraz|więc|adalah|dan|jadi|yang|và|là|của|ve|için|toplam|odpowiedź
+        insgesamt|zusammen|stück|woche|kosten|hat|och|är|det|jest|oraz|więc|adalah|dan|jadi|yang|và|là|của|ve|için|toplam
+        odpowiedź
         antwort|antwoord|réponse|respuesta|resposta|risposta|svar
     """)
 )
 """Common words of languages that write `1.234,56`."""
-ENGLISH = compiled(words("the|of|and|is|so|are"))
+ENGLISH = compiled(words("the|of|and|is|so|are|has|she|this|with|for|it|that|each|which|there|by"))

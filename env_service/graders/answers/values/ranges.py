@@ -14,10 +14,13 @@ _TURNED = re.compile(rf"({_END})(<=?|>=?)[a-zA-Z]")
 _UNION = re.compile(r"\\cup|∪|\bor\b|\bU\b")
 _INFINITE = re.compile(r"\+?\\infty")
 _WORDS = [
-    (r"\bis (?:strictly )?(?:greater|more|larger) than or equal to\b|\bis at least\b", ">="),
-    (r"\bis (?:strictly )?(?:less|smaller) than or equal to\b|\bis at most\b", "<="),
-    (r"\bis (?:strictly )?(?:greater|more|larger) than\b", ">"),
-    (r"\bis (?:strictly )?(?:less|smaller) than\b", "<"),
+    (
+        r"\b(?:must be|is|be) (?:strictly )?(?:greater|more|larger) than or equal to\b|\b(?:must be|is|be) at least\b",
+        ">=",
+    ),
+    (r"\b(?:must be|is|be) (?:strictly )?(?:less|smaller) than or equal to\b|\b(?:must be|is|be) at most\b", "<="),
+    (r"\b(?:must be|is|be) (?:strictly )?(?:greater|more|larger) than\b", ">"),
+    (r"\b(?:must be|is|be) (?:strictly )?(?:less|smaller) than\b", "<"),
     (r"\\(?:geq?|geqslant)(?![a-z])|≥", ">="),
     (r"\\(?:leq?|leqslant)(?![a-z])|≤", "<="),
     (r"\\gt(?![a-z])", ">"),

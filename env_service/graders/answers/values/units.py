@@ -17,6 +17,12 @@ _UNITS = [
     for size, names in zip(line.split()[1::2], line.split()[2::2], strict=True)
 ]
 UNIT = "(?:" + "|".join(sorted((pattern.pattern for _, _, pattern in _UNITS), key=len, reverse=True)) + ")"
+_KINDS = [
+    [names.pattern for kind, _, names in _UNITS if kind == wanted] for wanted in dict.fromkeys(u[0] for u in _UNITS)
+]
+_OF_KINDS = ["(?:" + "|".join(sorted(names, key=len, reverse=True)) + ")" for names in _KINDS]
+MIXED = "(?:" + "|".join(rf"\d+(?:\.\d+)?\s?{u},?\s(?:and\s)?\d+(?:\.\d+)?\s?{u}" for u in _OF_KINDS) + ")(?![A-Za-z])"
+"""Two numbers with units of one kind: `1 hour 20 minutes`."""
 _AFTER = re.compile(
     rf"(?:\s|\\[,;:! ]|~|\\(?:text|textrm|mathrm|mbox)\s*\{{)*({UNIT})\b(?!\s*[/^²³'-]|\s+per\b|\s*\\cdot|\}}\s*[/^])",
     re.IGNORECASE,

@@ -1,0 +1,217 @@
+"""The result that one sentence states, "" if none.
+
+Of several numbers it is a total or follows `so`; it is in no circumstance or aside (`out of 30`, `at x = 3`).
+"""
+
+import re
+
+from env_service.graders.answers import vocabulary as said
+from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
+from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
+from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+
+_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
+_EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
+_NOT_STATED = re.compile(
+    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
+    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
+    r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
+    r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
+    r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
+    r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
+)
+"""Calculations, parameters and operands that a sentence names beside its result."""
+_COPULA = re.compile(
+    r"(?:\b(?:is|are|equals|obtain|get|be|factors as|to|gives?|yields?|becomes)\b|:)\s+", re.IGNORECASE
+)
+_SOLUTIONS = re.compile(
+    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
+)
+_REDUCED = re.compile(
+    r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
+)
+_OR_RATHER = re.compile(
+    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b"
+    r"|% of\b) ?[^,=.\d]{0,60}\d[^,=.]{0,60}?),? (?:or|which is) (?=[＄€£]?\d)"
+)
+"""Before the value of a calculation: `28 - 12, or 16`."""
+_WAYS = re.compile(r"\bin (?=\d+ (?:[a-z]+ )?(?:ways|orders)\b)")
+_MORE = r"(?:(?:, (?:and )?| and )-?\d[\d.]*)"
+_LIST = re.compile(
+    rf"(?:(?:\b(?:(?:are|were)(?: therefore| thus| then)?|terms|numbers|values|be)|:)\s+(-?\d[\d.]*{_MORE}+)"
+    rf"|\b(?!(?:of|from|for|than|in|on|adding|between|among)\b)[a-z]+\s+(-?\d[\d.]*{_MORE}{{2,}}))(?: [a-z]+){{0,3}}\W*$",
+    re.IGNORECASE,
+)
+_LATER = re.compile(
+    r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
+)
+_THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
+_PARALLEL = re.compile(
+    r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
+)
+"""Names with their values."""
+_OPERATION = re.compile(
+    r"\b(?:multipl|add|divid|subtract)(?:e|y|ing|ying|)(?:\s[a-z]+){0,3}\s[＄€£]?\d[\d.,]*(?:\s[a-z]+){0,3}"
+    r"\s(?:by|and|from|to|with)\s(?:the\s)?[＄€£]?\d[\d.,]*",
+    re.IGNORECASE,
+)
+"""A calculation in words, without its result."""
+_UNSOLVED = re.compile(
+    r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
+)
+"""An equation with an unknown, and no other."""
+_CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
+
+
+def result_of(sentence: str) -> str:
+    """The result that one sentence states, "" if none."""
+    if _states_nothing(sentence):
+        return ""
+    sentence = _tidied(sentence)
+    if (whole := _whole(sentence)) is not None:
+        return whole
+    sentence = _without_aside(_totalled(concluded_part(_main(sentence))), said.REASON)
+    if listed := _LIST.search(sentence):
+        return _counted(sentence[: listed.start()], re.split(r",? and |, ", listed[1] or listed[2]))
+    if (exact := _EXACT.search(sentence)) is not None:
+        sentence = sentence[: exact.end()]
+    if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
+        if not (later := _later(sentence, equal[-1].end())):
+            return value
+        sentence = later
+    sentence = _without_aside(sentence, said.ASIDE)
+    if not has_number(sentence) and "⟦" not in sentence:
+        sentence = spelled_small(sentence)
+    free = free_candidates(sentence)
+    return chosen_value(sentence, free) if free else ""
+
+
+def _states_nothing(sentence: str) -> bool:
+    """True if a sentence tells a task, a doubt, values side by side, or a calculation without its result."""
+    concluded = concluded_part(sentence)
+    return bool(
+        said.REFUSAL.search(sentence)
+        or said.SETUP.match(sentence)
+        or said.TASK.match(concluded)
+        or said.REJECTED.search(_without_aside(concluded, said.REASON))
+        or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(concluded))
+        or (_PARALLEL.fullmatch(sentence) and not said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]))
+        or _is_open(sentence)
+    )
+
+
+def _is_open(sentence: str) -> bool:
+    """True if a sentence is a calculation or an equation that is still to be solved."""
+    if "=" not in sentence and has_number(sentence) and not has_number(_OPERATION.sub("", sentence)):
+        return True
+    return bool(_UNSOLVED.match(re.split(r"[,;:]\s|⟦", sentence.rstrip(" .⟧"))[-1]))
+
+
+def _tidied(sentence: str) -> str:
+    """The sentence without what it names beside its result, and with `=` before the value of a calculation."""
+    outside = _NOT_STATED.sub("", sentence)
+    sentence = _OR_RATHER.sub(r"\1 = ", _REDUCED.sub(" = ", outside if has_number(outside) else sentence))
+    sentence = _WAYS.sub("= ", sentence)
+    if re.search(r"\b(?:probability|chance|likelihood)\b", sentence):
+        sentence = re.sub(r"(?<=\d) (?:in|out of) (?=\d)", "/", sentence)
+    return sentence
+
+
+def _whole(sentence: str) -> str | None:
+    """The value of a sentence that is little but an expression, solutions or relations."""
+    clause = concluded_part(f" {sentence}").strip(" ,")
+    if (whole := assignments(clause) or _relation(clause) or terse(sentence)) is not None:
+        return whole
+    solutions = _SOLUTIONS.search(sentence)
+    if solutions and not has_number(sentence[solutions.end() :]):
+        return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
+    return _named_whole(concluded_part(sentence))
+
+
+def _relation(sentence: str) -> str | None:
+    """The relations of which a sentence consists: `x < -2 or x > 3`."""
+    if not re.search(
+        r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence
+    ):
+        return None
+    return whole_value(sentence) or whole_value(re.split(r"\b(?:is|with|that|means)\b", sentence)[-1])
+
+
+def _named_whole(sentence: str) -> str | None:
+    """The expression that a sentence's last `is` or colon names, if nothing follows it."""
+    copula = next(reversed([*_COPULA.finditer(sentence)]), None)
+    return whole_value(sentence[copula.end() :]) if copula else None
+
+
+def terse(sentence: str) -> str | None:
+    """The value of a sentence that is nothing but one, or a calculation."""
+    bare = sentence.lstrip(" *_`⟪⟫").rstrip(" .。!*_`⟪⟫")
+    if said.REFUSED.search(re.split(r"[\d⟦]", bare, maxsplit=1)[0]) or sentence.endswith("?"):
+        return None
+    if re.fullmatch(r"(?:⟦[^⟦⟧]*⟧(?:,|\s|and\b|or\b)*)+", bare):
+        return value_at(bare)
+    short = len(bare.split()) <= 4 and not re.search(r"=|\\pi\s+is\b", bare)
+    if said.CONCLUSION.search(bare):
+        return None
+    if re.match(r"[A-Za-z]\s*(?:=|\\geq|\\leq|[<>])", bare) or short:
+        value = value_at(bare)
+        if short and value and not re.search(r"\d\D+\d", value) and len(list(NUMBER.finditer(bare))) > 1:
+            return None
+        return value if value is None or "=" not in value else value_of(value)
+    return None
+
+
+def concluded_part(sentence: str) -> str:
+    """The part of a sentence after its last `so` that still has a number, or after what says the same."""
+    for found in reversed(list(said.CONCLUSION.finditer(sentence))):
+        rest = sentence[found.end() :]
+        if has_number(rest) and not re.match(r"\s*(?:many|much|far)\b", rest):
+            return rest
+    return sentence
+
+
+def _main(sentence: str) -> str:
+    """The sentence without the circumstances that it begins with, if a number follows them."""
+    while (circumstance := said.CIRCUMSTANCE.match(sentence)) and has_number(sentence[circumstance.end() :]):
+        sentence = sentence[circumstance.end() :]
+    return sentence
+
+
+def _totalled(sentence: str) -> str:
+    """The clause that states a total, if one does."""
+    totals = [c for c in _CLAUSES.split(sentence) if has_number(c) and said.TOTAL.search(c)]
+    return totals[0] if len(totals) == 1 else sentence
+
+
+def _counted(before: str, values: list[str]) -> str:
+    """The number of the values that a sentence lists, if it says it before them, else the list."""
+    counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", before)
+    return str(len(values)) if counted else ", ".join(values)
+
+
+def _later(sentence: str, end: int) -> str:
+    """The clause after an equation that states another result, "" if none."""
+    aside = next(
+        (a for a in said.ASIDE.finditer(sentence, end) if not re.match(r"\W*(?:and )?after|\s+\d+ of", a[0])), None
+    )
+    rest = sentence[end : aside.start() if aside else None]
+    clauses = _LATER.split(rest)
+    if verb := _THEN_IS.match(clauses[0]):
+        clauses.insert(1, clauses[0][verb.start(1) :])
+    stating = (
+        c
+        for c in clauses[1:]
+        if len(c.split()) > 1 and not re.match(r"an? \d", c) and any(not hidden(c, at) for at, _ in candidates(c))
+    )
+    return next(stating, "")
+
+
+def _without_aside(sentence: str, aside: re.Pattern[str]) -> str:
+    """The part of a sentence before the first aside that follows a number which may be the result."""
+    known = list(candidates(sentence))
+    stated = next((at + len(text) for at, text in known if not hidden(sentence, at)), None)
+    early = aside.search(sentence, known[0][0] + len(known[0][1])) if known else None
+    if early and early[0][0] == "," and (stated is None or early.start() < stated):
+        return sentence[: early.start()]
+    found = aside.search(sentence, stated) if stated is not None else None
+    return sentence[: found.start()] if found else sentence
