@@ -19,6 +19,7 @@ UNSEEN = {
     "math_texts_fifth_blind": (96.1, 4),
     "math_texts_sixth_blind": (92.7, 11),
     "math_texts_seventh_blind": (98.4, 0),
+    "math_texts_eighth_blind": (98.8, 1),
 }
 """Least agreement in percent and most wrong answers rewarded of texts that nobody has read."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
