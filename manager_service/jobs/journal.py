@@ -189,9 +189,9 @@ class Journal:
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
         others = 0 if self._spec.is_supervised else self._limits.other_samples
-        compared = advantages(batch, self._spec.hyper.loss.name)
         found = chosen(batch, groups=self._limits.sample_groups, others=others)
         items = {number: orders.item(number) for number in {number for number, *_ in found}}
+        compared = advantages([each for each in batch if each[0] in items], self._spec.hyper.loss.name)
         records = [
             record_of(
                 scored.message,

@@ -2,6 +2,8 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
 from typing import Any, cast
 
 import msgspec
@@ -97,6 +99,6 @@ def written_of(message: ScoredTrajectory) -> Written | None:
     edges = [0, *kept.edges, len(kept)]
     if edges[-2] == len(kept):
         edges.pop()  # the model wrote the end
-    logprobs = np.nan_to_num(kept.of_written().astype(np.float64))
-    lengths = np.diff(edges).tolist()
-    return Written(kept.tokens.numpy().tolist(), lengths, np.round(logprobs, DECIMALS).tolist(), total - len(kept))
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    logprobs = [round(value, DECIMALS) if isfinite(value) else 0.0 for value in kept.of_written().tolist()]
+    return Written(kept.tokens.numpy().tolist(), lengths, logprobs, total - len(kept))
