@@ -123,18 +123,19 @@ class CountingBus(Bus):
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
         result = await super().written(settlement, beat)
         if result is not settlement:
-            for fields in result.fields or ():
-                self._count(fields)
+            for (_, message), fields in zip(result.outputs or (), result.fields or (), strict=True):
+                self._count(message, fields, short=result.refers_to is not None)
         return result
 
     def fields_at(self, message: Any, path: str) -> list[Any]:
         fields = super().fields_at(message, path)
-        self._count(fields)
+        self._count(message, fields)
         return fields
 
-    def _count(self, fields: list[Any]) -> None:
+    def _count(self, message: Any, fields: list[Any], *, short: bool = False) -> None:
+        kind = type(message).__name__
         sent = [part if isinstance(part, bytes) else str(part).encode() for part in fields]
-        self.counts[sent[sent.index(b"kind") + 1].decode()] += sum(map(len, sent))
+        self.counts[kind.replace("Turn", "Short") if short else kind] += sum(map(len, sent))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ Guarantees:
   away are retried with backoff until they pass; callers see no error, only time.
 - A full Redis drains: settling begins with a command that needs no memory, after which Redis refuses none of the script's.
 
-Entries carry plain fields (id, job, partition, epoch, kind) beside `payload`, the msgpack of the message. A payload
-above `CLAIM_CHECK_BYTES` goes to object storage and travels as `ref` (`payloads.py`).
+An entry is one field, `payload`: the msgpack of the message. One above `CLAIM_CHECK_BYTES` goes to object storage and travels as
+`ref`, with plain fields (id, job, partition, epoch, kind) beside it (`payloads.py`).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from common.histories import Histories, Items
 from common.history import shortened
 from common.messages import Message
 from common.objects import Objects
-from common.payloads import PLAIN, Payloads, fields_of
+from common.payloads import Payloads, fields_of, plain_of
 from common.redis_connection import make_client, passes
 from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
@@ -151,7 +151,7 @@ class Bus:
             if fetch or b"payload" in fields:
                 deliveries.append(await opening())
             else:
-                unfetched = Unfetched("not fetched", b"", _plain(fields), opening)
+                unfetched = Unfetched("not fetched", b"", plain_of(fields), opening)
                 history = self._histories.of(fields)
                 deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
@@ -353,7 +353,7 @@ class Bus:
                 payload = await self._payloads.get(_text(fields[b"ref"]), renew)
             message = self._histories.whole(decode(payload), history, items)
         except (msgspec.MsgspecError, NotFound, KeyError, ValueError) as error:
-            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", _plain(fields))
+            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", plain_of(fields))
         return Delivery(stream, group, _text(entry), message, history=history, is_inline=inline)
 
     async def _unless(self, call: Callable[[], Awaitable[T]], *said: str, block_ms: int | None = None) -> T | None:
@@ -395,11 +395,6 @@ def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
     No socket timeout: with one, redis-py sends through asyncio.wait_for, which on Python 3.11 swallows cancellation.
     """
     return make_client(redis_url, cell.key(""), socket_connect_timeout=5, socket_timeout=None)
-
-
-def _plain(fields: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The fields that stand in an entry beside its payload."""
-    return {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name in PLAIN}
 
 
 def _text(value: Any) -> str:

@@ -15,7 +15,7 @@ MAX_REASON = 4096
 
 
 def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
-    """Makes the letter that keeps the original and the reason. One for an unreadable entry has what its plain fields say."""
+    """Makes the letter that keeps the original and the reason. One for an unreadable entry has what can be read of it."""
     message = delivery.message
     if isinstance(message, Undecodable):
         plain = message.plain

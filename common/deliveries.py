@@ -18,7 +18,7 @@ class Undecodable:
     reason: str
     payload: bytes
     plain: Mapping[str, str]
-    """The entry's plain fields: id, job, partition, epoch, kind; none of a foreign entry."""
+    """Fields that say whose it is: id, job, partition, epoch, kind; none of a foreign entry."""
 
 
 @dataclass(frozen=True, slots=True)

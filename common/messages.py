@@ -153,7 +153,7 @@ class OptimSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
-    """Plain fields of every message; they also stand beside the payload in the stream entry."""
+    """Plain fields of every message; they stand beside the payload's path too where that is in object storage."""
 
     id: str  # derived from its cause, so that a repeat has the same id
     tenant: str

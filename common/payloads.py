@@ -3,9 +3,12 @@
 reads and writes: `payloads/<job>/<version>/` in object storage   waits for: the storage, for as long as it is away
 """
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from uuid import uuid4
+
+import msgpack
 
 from common.errors import InvalidInput, NotFound
 from common.messages import Message
@@ -14,15 +17,34 @@ from common.tasks import beating
 from common.wire import encode
 
 CLAIM_CHECK_BYTES = 1 << 20
-PLAIN = (b"id", b"job", b"partition", b"epoch", b"kind")
-"""Fields of an entry that stand beside its payload."""
+PLAIN = ("id", "job", "partition", "epoch", "kind")
+"""Fields of a message that stand in the entry too where its payload does not."""
 
 
 def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
     """Names and values, flat, as XADD takes them. `path`: of the payload in object storage; empty: it travels itself."""
-    kind, travels = type(message).__name__, ["ref", path] if path else ["payload", payload]
+    if not path:
+        return ["payload", payload]
     known = ["id", message.id, "job", message.job, "partition", message.partition, "epoch", message.epoch]
-    return [*known, "kind", kind, *travels]
+    return [*known, "kind", type(message).__name__, "ref", path]
+
+
+def plain_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Returns what an entry that is no message of ours says of itself all the same, in fields of its own or in its payload."""
+    beside = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
+    said = _readable(fields.get(b"payload", b"")) | beside
+    return {name: said[name] for name in PLAIN if name in said}
+
+
+def _readable(payload: bytes) -> dict[str, str]:
+    """The texts and numbers that a payload begins with, up to where it cannot be read any more."""
+    found, reader = dict[str, str](), msgpack.Unpacker(strict_map_key=False)
+    reader.feed(payload)
+    with contextlib.suppress(msgpack.UnpackException, ValueError):
+        for _ in range(reader.read_map_header()):
+            name, value = reader.unpack(), reader.unpack()
+            found |= {name: str(value)} if isinstance(name, str) and isinstance(value, str | int) else {}
+    return found
 
 
 class Payloads:

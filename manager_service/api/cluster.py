@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 
 from common.errors import InvalidInput
 from common.messages import DeadLetter, WorkerReport
+from common.payloads import plain_of
 from common.spelling import quoted
 from common.streams import Cell
 from common.wire import decode
@@ -113,7 +114,7 @@ def _dead(cell: Cell, entry: str, fields: dict[bytes, bytes]) -> DeadLetterObjec
         base_model=cell.base_model,
         created_at=int(entry.split("-")[0]) / 1000,
         tenant=letter.tenant if letter else "",
-        job=fields.get(b"job", b"").decode(errors="replace"),
+        job=letter.job if letter else plain_of(fields).get("job", ""),
         stream=letter.stream if letter else "",
         entry=letter.entry if letter else "",
         reason=letter.reason if letter else "not readable here: a claim check, or no message of ours",

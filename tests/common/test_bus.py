@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgpack
 import pytest
 import redis.asyncio as aioredis
 
@@ -252,10 +253,14 @@ async def test_who_looks_first_and_finds_its_own_work_idle_keeps_nobody_else_fro
 
 async def test_an_entry_that_cannot_be_read_says_whose_it_is(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
-    await bus.client.xadd(CELL.env, {"id": "job/1", "job": "job", "partition": 3, "kind": "Newer", "payload": b"\xff"})
-    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
-    assert isinstance(delivery.message, Undecodable)
-    assert delivery.message.plain == {"id": "job/1", "job": "job", "partition": "3", "kind": "Newer"}
+    whose = {"id": "job/1", "job": "job", "partition": "3", "kind": "Newer"}
+    newer = msgpack.packb({**whose, "partition": 3, "more": "x"})
+    # Given an entry with plain fields, one of a kind that is not known here, and one that was cut short
+    await bus.client.xadd(CELL.env, {**whose, "payload": b"\xff"})
+    for payload in (newer, newer[:-1]):
+        await bus.client.xadd(CELL.env, {"payload": payload})
+    for delivery in await bus.read([CELL.env], GROUP_ENV, "w", count=3):
+        assert isinstance(delivery.message, Undecodable) and delivery.message.plain == whose
 
 
 async def test_a_call_without_an_answer_is_made_again_on_a_fresh_connection(
