@@ -33,6 +33,7 @@ from common.messages import Message
 from common.objects import Objects
 from common.payloads import Payloads, fields_of, plain_of
 from common.redis_connection import make_client, passes
+from common.repeats import sent_once
 from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 from common.wire import AnyMessage, decode, encode
@@ -260,7 +261,7 @@ class Bus:
             fields = [*await self._payloads.fields(short, beat), *self._histories.field(history)]
             return Settlement(delivery, outputs, [fields], history)
         fields = [await self._payloads.fields(message, beat) for _, message in outputs]
-        return Settlement(delivery, outputs, fields)
+        return Settlement(delivery, outputs, sent_once(fields))
 
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""

@@ -78,6 +78,6 @@ class Settlement:
     outputs: Sequence[Out] | None = ()
     """None: the entry once more, as it is, for another worker."""
     fields: Sequence[list[Any]] | None = None
-    """The outputs as XADD takes them, once `Bus.written` made that of them."""
+    """The outputs as the script that settles takes them, once `Bus.written` made that of them."""
     refers_to: History | None = None
     """To which the output refers; its last item is the input's payload."""

@@ -11,6 +11,7 @@ would not give back the same message, as after a turn that moved to another work
 import msgspec
 
 from common.messages import EMPTY_F32, AdapterRef, Array, Failure, Message, StopReason, TurnRequest, TurnResult, Usage
+from common.repeats import num_same
 from common.transcript import Transcript
 
 MOST_CONTEXT = 4096
@@ -111,7 +112,7 @@ def _result_of(request: TurnRequest, short: ShortResult) -> TurnResult:
 
 
 def _short_request(result: TurnResult, request: TurnRequest) -> ShortRequest:
-    same = _num_same(result.request.context, request.context)
+    same = num_same(result.request.context, request.context)
     return ShortRequest(
         **request.about(),
         id=request.id,
@@ -136,10 +137,3 @@ def _request_after(result: TurnResult, short: ShortRequest) -> TurnRequest:
         session=short.session,
         usage=short.usage,
     )
-
-
-def _num_same(one: bytes, other: bytes) -> int:
-    """The number of bytes with which both begin."""
-    least = min(len(one), len(other))
-    differ = int.from_bytes(one[:least], "little") ^ int.from_bytes(other[:least], "little")
-    return ((differ & -differ).bit_length() - 1) // 8 if differ else least

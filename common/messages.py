@@ -155,11 +155,11 @@ class OptimSpec(msgspec.Struct, frozen=True, gc=False):
 class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
     """Plain fields of every message; they stand beside the payload's path too where that is in object storage."""
 
-    id: str  # derived from its cause, so that a repeat has the same id
     tenant: str
     job: str  # for inference an id of the request, `chat-…`, so that it can be cancelled like a job
     partition: int
     epoch: int = 0  # raised by pause, resume and cancel
+    id: str  # derived from its cause, so that a repeat has the same id; behind what neighbours have in common
 
     def about(self) -> dict[str, Any]:
         """The owner of the work: the fields that each message which follows from this one takes over."""
@@ -223,8 +223,8 @@ class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     It holds all that is needed: any rollout worker can take it, and a half-sampled turn continues from `num_partial`.
     """
 
-    adapter: AdapterRef
     trajectory: TrajectoryRef
+    adapter: AdapterRef
     turn: int
     transcript: Transcript  # prompt, earlier turns, and the tokens of this turn sampled so far
     num_partial: int = 0  # how many of the last tokens belong to this turn
@@ -284,8 +284,8 @@ class TurnDelta(Message, frozen=True, kw_only=True):
 class ScoredTrajectory(Message, Transcribed, frozen=True, kw_only=True):
     """A settled trajectory: scored, or failed with a reason. env (or whoever failed) → the partition's owner."""
 
-    adapter: AdapterRef
     trajectory: TrajectoryRef
+    adapter: AdapterRef
     transcript: Transcript = EMPTY
     num_prompt: int = 0  # tokens before the first model turn
     reward: float | None = None  # None if and only if there is a failure

@@ -3,13 +3,22 @@
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
 # stream, group, entry, key of its progress, number of outputs (-1: the entry once more, as it is), key of its history ("": none) and
 # what becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for
-# each output: stream, the stream in its place if it does not exist ("": none), number of fields, fields. Above its memory limit Redis
-# refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The outputs come before the
-# acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
+# each output: stream, the stream in its place if it does not exist ("": none), number of fields, fields; in place of these "like" (see
+# repeats.py), with how many bytes the payload before it begins, and ends, as this one does, and what is between.
+# Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The
+# outputs come before the acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
-local settled = {}
+local settled, payload = {}, ''
+local function entry_of(fields)
+  if fields[1] == 'like' then
+    local head, tail = tonumber(fields[2]), tonumber(fields[3])
+    fields = {'payload', string.sub(payload, 1, head) .. fields[4] .. string.sub(payload, #payload - tail + 1)}
+  end
+  if fields[1] == 'payload' then payload = fields[2] end
+  return fields
+end
 for n = 1, tonumber(take()) do
   local stream, group, entry, progress, outputs = take(), take(), take(), take(), tonumber(take())
   local history, becomes = take(), take()
@@ -25,15 +34,11 @@ for n = 1, tonumber(take()) do
     end
   end
   for _ = 1, outputs do
-    local key, instead, fields = take(), take(), tonumber(take())
-    local there = false
-    if open and key ~= instead then
-      there = redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(ARGV, at, at + fields - 1))
-    end
-    if open and instead ~= '' and not there then
-      redis.call('XADD', instead, '*', unpack(ARGV, at, at + fields - 1))
-    end
-    at = at + fields
+    local key, instead, num = take(), take(), tonumber(take())
+    local fields, there = entry_of({unpack(ARGV, at, at + num - 1)}), false
+    if open and key ~= instead then there = redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(fields)) end
+    if open and instead ~= '' and not there then redis.call('XADD', instead, '*', unpack(fields)) end
+    at = at + num
   end
   if open then
     redis.call('XACK', stream, group, entry)

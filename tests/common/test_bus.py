@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgpack
+import msgspec
 import pytest
 import redis.asyncio as aioredis
 
@@ -64,6 +64,25 @@ async def test_settling_publishes_and_deletes_in_one_go(bus: Bus) -> None:
     assert done == [True, True, True]
     assert await bus.client.xlen(CELL.env) == 0
     assert await bus.client.xlen(CELL.rollout) == 3
+
+
+async def test_what_neighbours_have_in_common_is_sent_once_and_stands_in_every_entry(bus: Bus) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(2)])
+    held = await bus.read([CELL.env], GROUP_ENV, "w", count=2)
+    # Given outputs of which many resemble each other, one is another's double, one is short, and one travels by object storage
+    large = start(4, {"text": "x" * (CLAIM_CHECK_BYTES + 1)})
+    many = [start(n, {"text": "x" * 4096}) for n in (1, 2, 10, 10, 300)]
+    outputs = [(CELL.rollout, message) for message in [*many, large, start(5, {"text": "x" * 4096}), start(6), *many]]
+    written = await bus.written(Settlement(held[0], outputs))
+    # When they are settled beside others
+    await bus.settle([written, Settlement(held[1], outputs[:2])])
+    # Then the text that they share is sent where it begins, and behind others
+    sizes = [sum(len(part) for part in fields if isinstance(part, bytes)) for fields in written.fields or ()]
+    assert [n for n, size in enumerate(sizes) if size > 4096] == [0, 6, 8] and max(sizes[1:5]) < 100
+    # And each entry says all of its message
+    found = await bus.follow(CELL.rollout, "0", block_ms=None)
+    assert [message for _, message in found] == [message for _, message in [*outputs, *outputs[:2]]]
 
 
 async def test_the_second_to_settle_publishes_nothing(bus: Bus) -> None:
@@ -254,7 +273,7 @@ async def test_who_looks_first_and_finds_its_own_work_idle_keeps_nobody_else_fro
 async def test_an_entry_that_cannot_be_read_says_whose_it_is(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     whose = {"id": "job/1", "job": "job", "partition": "3", "kind": "Newer"}
-    newer = msgpack.packb({**whose, "partition": 3, "more": "x"})
+    newer = msgspec.msgpack.encode({**whose, "partition": 3, "more": "x"})
     # Given an entry with plain fields, one of a kind that is not known here, and one that was cut short
     await bus.client.xadd(CELL.env, {**whose, "payload": b"\xff"})
     for payload in (newer, newer[:-1]):
