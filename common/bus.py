@@ -225,30 +225,30 @@ class Bus:
         answer was lost nobody can say whether it was this call, so all are True."""
         if not settlements:
             return []
-        arguments: list[Any] = [len(settlements)]
-        for settlement in settlements:
-            delivery, outputs = settlement.delivery, settlement.outputs
-            progress = self.cell.partial(delivery.stream, delivery.entry)
-            num_outputs = -1 if outputs is None else len(outputs)
-            done = settlement if settlement.fields else await self.written(settlement)
-            arguments += [
-                delivery.stream,
-                delivery.group,
-                delivery.entry,
-                progress,
-                num_outputs,
-                *self._histories.fate(done),
-            ]
-            for (stream, _), fields in zip(outputs or (), done.fields or (), strict=True):
-                arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
+        finished = [each if each.fields else await self.written(each) for each in settlements]
+        arguments = [len(finished), *(argument for each in finished for argument in self._arguments(each))]
         calls: list[Awaitable[Any]] = []
 
         def call() -> Awaitable[Any]:
             calls.append(self._settle(keys=[settlements[0].delivery.stream], args=arguments))
             return calls[-1]
 
-        done = await self.retrying(call)
-        return [bool(n) or len(calls) > 1 for n in done]
+        found = await self.retrying(call)
+        for each, entries in zip(finished, found, strict=True):
+            if entries:
+                self._histories.published(each, entries)
+        return [entries != 0 or len(calls) > 1 for entries in found]
+
+    def _arguments(self, settlement: Settlement) -> list[Any]:
+        """Of the script that settles."""
+        delivery, outputs = settlement.delivery, settlement.outputs
+        progress = self.cell.partial(delivery.stream, delivery.entry)
+        num_outputs = -1 if outputs is None else len(outputs)
+        fate = self._histories.fate(settlement)
+        arguments = [delivery.stream, delivery.group, delivery.entry, progress, num_outputs, *fate]
+        for (stream, _), fields in zip(outputs or (), settlement.fields or (), strict=True):
+            arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
+        return arguments
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
         """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""

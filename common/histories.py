@@ -1,4 +1,4 @@
-"""Reads the histories that entries refer to. What this process knows of one it does not read again."""
+"""Reads the histories that entries refer to. What this process published itself it does not read again."""
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 from common.deliveries import Delivery, Settlement
 from common.history import History, restored
-from common.messages import Message
+from common.messages import Message, TurnRequest, TurnResult
 from common.streams import Cell
 from common.wire import AnyMessage, decode
 
@@ -16,7 +16,7 @@ Items = Mapping[History, tuple[list[Message], list[bytes]]]
 
 
 class KnownHistory(NamedTuple):
-    """The message that the first payloads of a history make. `entry`: the one from which the last of them came."""
+    """The message that the first payloads of a history make. `entry`: the one from which the last of them comes."""
 
     num: int
     entry: str
@@ -35,30 +35,34 @@ class Histories:
         """The history that an entry refers to."""
         if (refers := fields.get(b"history")) is None:
             return None
-        num, _, name = refers.decode().partition(" ")
-        return History(self._cell.history(name), int(num))
+        num, name, *entry = refers.decode().split(" ")
+        return History(self._cell.history(name), int(num), entry[0] if entry else name.rpartition(":")[2])
 
     async def read(
         self,
         entries: Sequence[Mapping[bytes, bytes]],
         retrying: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
     ) -> Items:
-        """The histories to which these entries refer, in one round trip.
+        """The histories to which these entries refer, in one round trip, or in none if this process published all that they say.
 
         A Redis that lost its last moment may have gone on otherwise than this process knows: then the items are read in two.
         """
         wanted = {history: self._begun(history) for fields in entries if (history := self.of(fields))}
-        if not wanted:
-            return {}
+        result: dict[History, tuple[list[Message], list[bytes]]] = {}
+        for history, known in wanted.items():
+            if known and known.num == history.num:
+                result[history] = [known.message], []
+        unknown = {history: known for history, known in wanted.items() if history not in result}
+        if not unknown:
+            return result
 
         async def call() -> Any:
             pipe = self._client.pipeline(transaction=False)
-            for history, known in wanted.items():
+            for history, known in unknown.items():
                 pipe.lrange(history.key, 2 * known.num - 1 if known else 0, 2 * history.num - 1)
             return await pipe.execute()
 
-        result: dict[History, tuple[list[Message], list[bytes]]] = {}
-        for (history, known), found in zip(wanted.items(), await retrying(call), strict=True):
+        for (history, known), found in zip(unknown.items(), await retrying(call), strict=True):
             if known and found[:1] != [known.entry.encode()]:
                 self._known.pop(history.key, None)
                 return await self.read(entries, retrying)
@@ -72,17 +76,26 @@ class Histories:
 
     def extended(self, delivery: Delivery) -> History:
         """That of what follows on a delivery and refers to it: the delivery's payload is its last item."""
-        begun = delivery.history or History(self._cell.begun_history(delivery.stream, delivery.entry), 0)
-        history = History(begun.key, begun.num + 1)
-        if isinstance(delivery.message, Message):
-            self._known[history.key] = KnownHistory(history.num, delivery.entry, delivery.message)
-        while len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-        return history
+        begun = delivery.history
+        key = begun.key if begun else self._cell.begun_history(delivery.stream, delivery.entry)
+        return History(key, begun.num + 1 if begun else 1, delivery.entry)
 
     def field(self, history: History) -> list[Any]:
-        """Says in an entry to what it refers."""
-        return ["history", f"{history.num} {history.key.removeprefix(self._cell.history(''))}"]
+        """Says in an entry to what it refers. A history's name ends with its first entry."""
+        name = history.key.removeprefix(self._cell.history(""))
+        return ["history", f"{history.num} {name}{'' if history.num == 1 else ' ' + history.entry}"]
+
+    def published(self, settlement: Settlement, entries: Sequence[bytes | None]) -> None:
+        """Remembers turns that became these entries: what follows on one refers to it."""
+        for (stream, message), entry in zip(settlement.outputs or (), entries, strict=True):
+            if entry and isinstance(message, TurnRequest | TurnResult) and self._cell.instead_of(stream) == stream:
+                self._know(stream, entry.decode(), settlement.refers_to, message)
+
+    def _know(self, stream: str, entry: str, before: History | None, message: Message) -> None:
+        key, num = (before.key, before.num) if before else (self._cell.begun_history(stream, entry), 0)
+        self._known[key] = KnownHistory(num + 1, entry, message)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def fate(self, settlement: Settlement) -> tuple[str, str]:
         """The key of the input's history, and what becomes of it, as the script takes them."""
@@ -95,5 +108,8 @@ class Histories:
         return history.key, "ends"
 
     def _begun(self, history: History) -> KnownHistory | None:
+        """What is known of it, unless Redis went back in time and has another entry in its place."""
         known = self._known.get(history.key)
-        return known if known and known.num <= history.num else None
+        if known is None or known.num > history.num or (known.num == history.num and known.entry != history.entry):
+            return None
+        return known

@@ -19,10 +19,12 @@ MOST_CONTEXT = 4096
 
 
 class History(msgspec.Struct, frozen=True):
-    """The first `num` payloads of a list in Redis, which led to an entry. Behind each stands the id of the entry that it came from."""
+    """The first `num` payloads of a list in Redis, which led to an entry. Behind each stands the id of the entry that it came from.
+    `entry`: the last of these."""
 
     key: str
     num: int
+    entry: str
 
 
 class ShortResult(Message, frozen=True, kw_only=True):

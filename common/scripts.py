@@ -7,6 +7,7 @@
 # repeats.py), with how many bytes the payload before it begins, and ends, as this one does, and what is between.
 # Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The
 # outputs come before the acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
+# Returns for each input its outputs' entries, of which one that went nowhere is nil; 0 if it is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
@@ -21,7 +22,7 @@ local function entry_of(fields)
 end
 for n = 1, tonumber(take()) do
   local stream, group, entry, progress, outputs = take(), take(), take(), take(), tonumber(take())
-  local history, becomes = take(), take()
+  local history, becomes, entries = take(), take(), {}
   local rows = redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
   local open = #rows == 1
@@ -37,14 +38,15 @@ for n = 1, tonumber(take()) do
     local key, instead, num = take(), take(), tonumber(take())
     local fields, there = entry_of({unpack(ARGV, at, at + num - 1)}), false
     if open and key ~= instead then there = redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(fields)) end
-    if open and instead ~= '' and not there then redis.call('XADD', instead, '*', unpack(fields)) end
+    if open and instead ~= '' and not there then there = redis.call('XADD', instead, '*', unpack(fields)) end
+    entries[#entries + 1] = there
     at = at + num
   end
   if open then
     redis.call('XACK', stream, group, entry)
     redis.call('XDEL', stream, entry)
   end
-  settled[n] = open and 1 or 0
+  settled[n] = open and entries or 0
 end
 return settled
 """

@@ -138,7 +138,7 @@ async def test_what_was_settled_by_a_call_whose_answer_was_lost_is_not_called_lo
 
     monkeypatch.setattr(bus, "_settle", losing)
     assert await bus.settle([Settlement(held, [(CELL.rollout, start())])]) == [True]
-    assert answers == [[1], [0]]
+    assert [entries != 0 for (entries,) in answers] == [True, False]
     assert await bus.client.xlen(CELL.rollout) == 1
 
 
