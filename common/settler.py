@@ -12,27 +12,53 @@ from collections.abc import Callable, Sequence
 from common.bus import Bus, Out, Settlement
 from common.telemetry import Reporter
 
+GATHER_S, MOST_S = 0.0002, 0.01
+"""Between two scripts, and between two reads: for each delivery under way, and at most. Both cost nearly as much for one entry as for
+ten."""
+
+
+def window_s(num_under_way: int) -> float:
+    """Seconds for which entries wait for others: none where no other is under way."""
+    return min(GATHER_S * num_under_way, MOST_S)
+
 
 class Settler:
-    """Collects settlements while a script runs; the next script takes them all."""
+    """Collects settlements until a window after the last script began is over; the next script takes them all."""
 
-    def __init__(self, bus: Bus, reporter: Reporter, lost: Callable[[Sequence[Out]], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        reporter: Reporter,
+        num_under_way: Callable[[], int],
+        lost: Callable[[Sequence[Out]], None] = lambda _: None,
+    ) -> None:
         """`lost`: told of outputs that were not published."""
         self._bus = bus
+        self._num_under_way = num_under_way
         self._lost = lost
         self._reporter = reporter
         self._finished: list[Settlement] = []
-        self._added = asyncio.Event()
+        self._due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._since_s = float("-inf")
         self._one_script = asyncio.Lock()
 
     def add(self, settlement: Settlement) -> None:
         self._finished.append(settlement)
-        self._added.set()
+        left_s = self._since_s + window_s(self._num_under_way()) - time.monotonic()
+        if left_s <= 0:
+            self._due.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._due.set)
 
     async def run(self) -> None:
         while True:
-            await self._added.wait()
-            self._added.clear()
+            await self._due.wait()
+            self._due.clear()
+            if self._timer:
+                self._timer.cancel()
+                self._timer = None
+            self._since_s = time.monotonic()
             await self.settle()
 
     async def settle(self) -> None:

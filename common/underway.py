@@ -42,6 +42,7 @@ class Underway:
         self.num_taken_over = 0
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -64,6 +65,7 @@ class Underway:
 
     def begin(self, delivery: Delivery, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=delivery.entry)
+        self._idle.clear()
         self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
         self.num_taken_over += delivery.deliveries > 1
         return task
@@ -101,6 +103,15 @@ class Underway:
             self.num_taken_over -= active.delivery.deliveries > 1
         self._ended.set()
         self._changed.set()
+        if not self._active:
+            self._idle.set()
+
+    async def idle(self, timeout_s: float) -> None:
+        """Waits until nothing is under way, or the time is over."""
+        if timeout_s > 0 and self._active:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
 
     async def one_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the next delivery ends, or has its payload. False if the time is over before."""

@@ -38,7 +38,7 @@ from common.errors import StoreUnavailable, Unavailable
 from common.fullness import Gauge
 from common.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.messages import AdapterNew, Cancel, Failure, Message
-from common.settler import Settler
+from common.settler import Settler, window_s
 from common.takeover import Takeover
 from common.tasks import beating, cancel_all, running
 from common.telemetry import KEEP_S, Reporter
@@ -129,13 +129,15 @@ class Worker:
         self._takes_leftovers = takes_leftovers
         self._underway = Underway()
         self._voided = Voided()
-        self._settler = Settler(bus, reporter, self._holds.unpublished) if self._holds else Settler(bus, reporter)
+        lost = [self._holds.unpublished] if self._holds else []
+        self._settler = Settler(bus, reporter, self._underway.__len__, *lost)
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
         self._shares = any(inbox.at_once for inbox in self._inboxes)
         self._drained = False  # the last read took all that there was
         self._look_s = LOOK_EVERY_S
+        self._read_s = float("-inf")  # when something was read
 
     @property
     def name(self) -> str:
@@ -188,6 +190,7 @@ class Worker:
 
     async def _read(self) -> None:
         while True:
+            await self._underway.idle(self._read_s + window_s(len(self._underway)) - time.monotonic())
             if self._takeover.running_alone or self._free <= 0:
                 self._drained = False  # what comes meanwhile is read in order
             if self._takeover.running_alone:
@@ -195,6 +198,7 @@ class Worker:
                 continue
             found = await (self._next() if self._free > 0 else self._leftovers())
             await self._hold(found)
+            self._read_s = time.monotonic() if found else self._read_s
             for delivery in found:
                 self._begin(delivery)
             await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
