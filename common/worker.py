@@ -137,7 +137,7 @@ class Worker:
         self._shares = any(inbox.at_once for inbox in self._inboxes)
         self._drained = False  # the last read took all that there was
         self._look_s = LOOK_EVERY_S
-        self._read_s = float("-inf")  # when something was read
+        self._read_s = float("-inf")  # when all that there was, or that there was room for, was read
 
     @property
     def name(self) -> str:
@@ -198,9 +198,10 @@ class Worker:
                 continue
             found = await (self._next() if self._free > 0 else self._leftovers())
             await self._hold(found)
-            self._read_s = time.monotonic() if found else self._read_s
             for delivery in found:
                 self._begin(delivery)
+            if found:
+                self._read_s = time.monotonic() if self._drained or self._free <= 0 else float("-inf")
             await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
 
     async def _hold(self, found: Sequence[Delivery]) -> None:
@@ -212,16 +213,15 @@ class Worker:
             await self._takeover.over(self._lease_s / 3)
 
     async def _next(self) -> list[Delivery]:
-        """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not."""
+        """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not. Only if several fill at
+        that moment more may come, up to the free slots of each."""
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
-        at_once = min(inbox.at_once or free for inbox in self._inboxes)
+        count = min(free, *(inbox.at_once or free for inbox in self._inboxes))
         if len(streams) > 1 and not self._drained:
-            count = min(free, at_once)
             found = await self._bus.read_in_order(streams, group, self.name, count=count, fetch=False)
             self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
-        count = min(max(1, free // len(streams)), at_once)
         found = await self._bus.read(streams, group, self.name, count=count, block_ms=500, fetch=False)
         self._drained = len(found) < count
         return found

@@ -104,6 +104,30 @@ async def test_what_is_read_is_worked_on_and_settled(bus: Bus) -> None:
         await until(lambda: length(bus, CELL.env, 0))
 
 
+async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_one_waits_for_nothing(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.settler.GATHER_S", 3600.0)
+    monkeypatch.setattr("common.settler.MOST_S", 3600.0)
+    ended = asyncio.Event()
+
+    async def first_until_told(message: Start, beat: Beat) -> None:
+        await (ended.wait() if message == start(0) else asyncio.sleep(0))
+
+    # Given a worker that was busy with one entry when others came
+    handler = Recorder(first_until_told)
+    async with working(bus, handler, slots=8):
+        await bus.publish([(CELL.env, start(0))])
+        await until(lambda: handler.seen)
+        for n in range(1, 5):
+            await bus.publish([(CELL.env, start(n))])
+        await asyncio.sleep(0.05)
+        assert handler.seen == [start(0).id]
+        # When that ends, then all are read and settled without a window's delay
+        ended.set()
+        await until(lambda: length(bus, CELL.rollout, 5))
+
+
 async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:
     handler = Recorder(for_ever)
     async with working(bus, handler, slots=3):
