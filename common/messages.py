@@ -265,11 +265,10 @@ class TurnResult(Message, frozen=True, kw_only=True):
     @property
     def so_far(self) -> Transcript:
         """The trajectory with this turn. The request may have some of its tokens too."""
-        before, num = self.request.transcript, len(self.tokens)
-        if not num:
-            return before
-        turn = Transcript(self.tokens.data, (0, num), self.logprobs.data)
-        return before.first(self.request.num_prompt) + turn
+        request = self.request
+        if not len(self.tokens):
+            return request.transcript
+        return request.transcript.first(request.num_prompt).going_on(self.tokens.data, self.logprobs.data)
 
 
 class TurnDelta(Message, frozen=True, kw_only=True):

@@ -107,7 +107,10 @@ class Places:
             self._told_s = now
             for waiting in [one for claims in self._waiting.values() for one in claims]:
                 waiting.advanced()
-        self.serve()
+        if self._waiting:
+            self.serve()
+        else:
+            self._fairness.busy(self._held)
 
     def _leave(self, claim: Claim) -> None:
         """Takes a claim out of those that wait."""

@@ -66,9 +66,18 @@ class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def first(self, num: int) -> "Transcript":
         """Its first tokens."""
+        if num >= len(self):
+            return self
         edges = tuple(min(edge, num) for stretch in self.stretches if stretch[0] < num for edge in stretch)
         kept = sum(edges[1::2]) - sum(edges[::2])
         return Transcript(self.ids[: SIZE * num], edges, self.scores[: SIZE * kept])
+
+    def going_on(self, ids: bytes, scores: bytes) -> "Transcript":
+        """With tokens behind it that the model wrote: i4 [N], and f4 [N] their log-probs."""
+        start, end = len(self), len(self) + len(ids) // SIZE
+        goes_on = bool(self.edges) and self.edges[-1] == start
+        edges = (*self.edges[:-1], end) if goes_on else (*self.edges, start, end)
+        return Transcript(self.ids + ids, edges, self._scores() + scores) if ids else self
 
     def _mask(self) -> np.ndarray:
         mask = np.zeros(len(self), bool)

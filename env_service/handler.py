@@ -401,9 +401,12 @@ class EnvHandler:
 
     async def _guarded(self, steps: Coroutine[Any, Any, T]) -> T | Failure:
         """Makes values of the errors that foreign code raises. Leaves Retryable errors to the worker loop."""
+        metered = work.Metered(steps)
         try:
+            if metered.ends_at_once():
+                return metered.value
             async with asyncio.timeout(self._step_timeout_s):
-                return await work.Metered(steps)
+                return await metered
         except Retryable:
             raise
         except TrajectoryFailed as error:

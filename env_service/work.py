@@ -155,25 +155,30 @@ class Metered(Generic[T]):
     """Awaits a coroutine and charges the current work for the time in which it ran, not for that in which it waited."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._send: Callable[[], Any] = functools.partial(coroutine.send, None)
         self._coroutine = coroutine
+        self._waits_for: Any = None
+
+    def ends_at_once(self) -> bool:
+        """Runs the coroutine up to where it waits for something, once, before it is awaited. True: it has ended, and `value` is what
+        it returned."""
+        started = time.monotonic()
+        try:
+            self._waits_for = self._send()
+        except StopIteration as stop:
+            self.value: T = stop.value
+            return True
+        finally:
+            charge(time.monotonic() - started)
+        return False
 
     def __await__(self) -> Generator[Any, Any, T]:
-        send: Callable[[], Any] = functools.partial(self._coroutine.send, None)
+        """Goes on after `ends_at_once`."""
         while True:
-            started = time.monotonic()
             try:
-                waits_for = send()
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                charge(time.monotonic() - started)
-            send = yield from self._wait(waits_for)
-
-    def _wait(self, waits_for: Any) -> Generator[Any, Any, Callable[[], Any]]:
-        """Returns the next step: sends the value, or throws the error (a cancellation) that the loop threw in."""
-        try:
-            value = yield waits_for
-        except BaseException as error:
-            thrown = error
-            return lambda: self._coroutine.throw(thrown)
-        return lambda: self._coroutine.send(value)
+                value = yield self._waits_for
+                self._send = functools.partial(self._coroutine.send, value)
+            except BaseException as error:
+                self._send = functools.partial(self._coroutine.throw, error)
+            if self.ends_at_once():
+                return self.value
