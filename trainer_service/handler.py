@@ -214,12 +214,21 @@ class TrainHandler:
         if isinstance(message, TrainStep):
             if message.untrained:
                 await self._ensure_drawn(message, beat)
+            await self._refuse_other_bits(message.adapter)
             return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
         if message.file:
             return Trained(await self._versions.read_brought(message.file, message.lora, beat), {}, 0, 0.0)
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
+
+    async def _refuse_other_bits(self, parent: AdapterRef) -> None:
+        """Raises InvalidInput if a version was trained on other bits than this trainer's: its job was cancelled before it joined."""
+        if parent.version == 0 or self._versions.holds(parent):
+            return
+        manifest = await self._versions.manifest(parent)
+        if manifest and manifest.fingerprints.get("trainer") != self._fingerprints.get("trainer"):
+            raise InvalidInput(f"{parent} was trained in another mode, or on other bits, than this trainer's")
 
     async def _ensure_drawn(self, step: TrainStep, beat: Callable[[], None]) -> None:
         """Makes the version 0 that a job's first step trains, unless there is one: a trainer may have died right after it."""

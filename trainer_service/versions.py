@@ -49,6 +49,10 @@ class Versions:
         """Those in memory."""
         return list(self._cache)
 
+    def holds(self, adapter: AdapterRef) -> bool:
+        """Is its state in memory? Then this trainer made it, or has read it before."""
+        return adapter in self._cache
+
     async def manifest(self, adapter: AdapterRef) -> Manifest | None:
         """The commit record of a version, None if there is none. Raises CorruptObject."""
         return await self._patiently(lambda: self.store.manifest(adapter))
