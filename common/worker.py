@@ -10,7 +10,7 @@ No service knows of any of this. Settling is in settler.py, take-over in takeove
 A service is a Handler: a message in, messages out. What a handler raises decides what happens:
 
     StoreUnavailable   tried again here for as long as it lasts; the worker's reports say so
-    Unavailable        tried again here, with backoff and without counting; after `unavailable_limit_s` it has failed
+    Unavailable        tried again here, with backoff and without counting; after UNAVAILABLE_LIMIT_S it has failed
     anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
     (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
 
@@ -45,6 +45,7 @@ from common.telemetry import KEEP_S, Reporter
 from common.underway import Active, Inbox, Underway
 
 MAX_ATTEMPTS = 3
+UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
@@ -96,7 +97,6 @@ class Worker:
         orphan_slots: int = 0,
         drain_s: float = 0.0,
         progress_s: float = 0.0,
-        unavailable_limit_s: float = 600.0,
         on_adapter_new: Callable[[AdapterNew], None] | None = None,
         has_room: Callable[[], bool] = lambda: True,
         takes_leftovers: Callable[[], bool] = lambda: False,
@@ -123,7 +123,6 @@ class Worker:
         self._max_deliveries = max_deliveries
         self._drain_s = drain_s
         self._progress_s = progress_s
-        self._unavailable_limit_s = unavailable_limit_s
         self._on_adapter_new = on_adapter_new
         self._has_room = has_room
         self._takes_leftovers = takes_leftovers
@@ -302,7 +301,7 @@ class Worker:
                 log.warning("store_unavailable", message_id=message.id, reason=str(error))
             except Unavailable as error:
                 away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > self._unavailable_limit_s:
+                if time.monotonic() - away_since > UNAVAILABLE_LIMIT_S:
                     log.error("unavailable_for_too_long", message_id=message.id, reason=str(error))
                     return self._handler.failed(message, Failure("infrastructure", str(error)))
                 log.warning("unavailable", message_id=message.id, reason=str(error))

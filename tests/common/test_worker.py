@@ -523,7 +523,10 @@ async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, strea
     assert isinstance(letter, DeadLetter) and (letter.id, letter.job, letter.stream) == ("job/1/0/1", "job", stream)
 
 
-async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(bus: Bus) -> None:
+async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.UNAVAILABLE_LIMIT_S", 0.0)
     back = asyncio.Event()
 
     async def needs_store(message: Start, beat: Beat) -> None:
@@ -535,7 +538,7 @@ async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(
         return any("it is away" in report.reason for report in reports)
 
     handler = Recorder(needs_store)
-    async with working(bus, handler, unavailable_limit_s=0.0):
+    async with working(bus, handler):
         await bus.publish([(CELL.env, start())])
         await until(said)
         assert len(handler.seen) > 2 and await bus.client.xlen(CELL.dead) == 0
