@@ -9,7 +9,15 @@ import msgspec
 from manager_service.api.context import Base
 from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import sample_versions
-from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, JobState
+from manager_service.records import (
+    LEDGER,
+    USAGE_COUNTERS,
+    CheckpointRecord,
+    EventRecord,
+    JobState,
+    usage_fields,
+    usage_of,
+)
 
 EVENTS_AT_ONCE = 500
 """Events that are read, and decoded, before others have their turn."""
@@ -120,9 +128,8 @@ class LiveRecords:
         return {name: int(value or 0) for name, value in zip(LEDGER, counts, strict=True)} | {"in_flight": in_flight}
 
     async def usage(self) -> dict[str, float]:
-        fields = [f"{self.job}/{counter}" for counter in USAGE_COUNTERS]
-        amounts: list[Any] = await self.base.redis.hmget(self.base.cell.usage(self.tenant), fields)
-        return {name: float(amount or 0) for name, amount in zip(USAGE_COUNTERS, amounts, strict=True)}
+        amounts: list[Any] = await self.base.redis.hmget(self.base.cell.usage(self.tenant), usage_fields(self.job))
+        return dict.fromkeys(USAGE_COUNTERS, 0.0) | usage_of(amounts)
 
 
 def _decoded(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[EventRecord]:
