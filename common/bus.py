@@ -77,6 +77,14 @@ class Bus:
         call = partial(self.client.xgroup_create, stream, group, id="0", mkstream=new)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
+    async def keep_alive(self, stream: str, ttl_s: int) -> bool:
+        """Puts off the end of a stream that lasts only as long as its reader. False: Redis had lost it, and it is made anew."""
+        if await self.retrying(lambda: self.client.expire(stream, ttl_s)):
+            return True
+        await self.ensure_group(stream, "alive")  # the one command that makes an empty stream
+        await self.retrying(lambda: self.client.expire(stream, ttl_s))
+        return False
+
     async def read(
         self,
         streams: Sequence[str],
