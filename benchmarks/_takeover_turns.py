@@ -11,7 +11,6 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,9 +25,9 @@ from common.settings import TINY
 from common.streams import GROUP_ROLLOUT, Cell
 from common.takeover import ORPHANS_SHARE
 from common.tasks import cancel_all
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.transcript import wrote
-from common.worker import Inbox, Worker
+from common.worker import Habits, Inbox, Worker
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.pools import EngineLimits
@@ -178,7 +177,7 @@ async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[li
 
 
 def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
-    reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, slots=case.slots)
+    reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, About(slots=case.slots))
     inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    options: dict[str, Any] = {"lease_s": case.lease_s, "progress_s": 1.0, "orphan_slots": case.slots // ORPHANS_SHARE}
-    return Worker(bus, handler, inboxes=inboxes, reporter=reporter, **options)
+    habits = Habits(progress_s=1.0, orphan_slots=case.slots // ORPHANS_SHARE)
+    return Worker(bus, handler, inboxes, reporter, lease_s=case.lease_s, habits=habits)

@@ -27,7 +27,7 @@ from benchmarks._report import Goal, Report, in_turns_async, make_table, medians
 from common.bus import Bus, Out, Settlement
 from common.handlers import Beat
 from common.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.transcript import wrote
 from common.worker import Inbox, Worker
 from harness.redis_server import RedisServer, embedded_redis
@@ -138,8 +138,8 @@ async def worker_cost(server: RedisServer, slots: int) -> Cost:
     stream = bus.cell.rollout
     await fill(bus, stream, "rollout", 2 * slots)
     handler = Answer(stream, 4096)
-    reporter = Reporter("bench", "rollout", "bench", slots=slots)
-    worker = Worker(bus, handler, inboxes=[Inbox(stream, "rollout")], reporter=reporter)
+    reporter = Reporter("bench", "rollout", "bench", About(slots=slots))
+    worker = Worker(bus, handler, [Inbox(stream, "rollout")], reporter)
 
     async def work() -> int:
         async with asyncio.TaskGroup() as group:

@@ -30,7 +30,7 @@ from common.messages import EnvSpec, TurnRequest, TurnResult, Usage, f32, i32
 from common.objects import Objects
 from common.settings import TINY
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.text.tokens import ChatTokenizer
 from common.worker import Inbox, Worker, worker_id
 from env_service.environment import Step, Turn
@@ -154,11 +154,11 @@ def workers(bus: Bus, store: AdapterStore, talk: Talk) -> list[Worker]:
     answer = [*(tokenizer.encode("29842") * talk.answer)[: talk.answer - 1], end]
     env = EnvHandler(cell=cell, tokenizer=tokenizer, environments=OneEnvironment(talk), slots=SLOTS)
     inboxes = [Inbox(stream, GROUP_ROLLOUT) for stream in (cell.rollout_first, cell.rollout)]
-    reporter = Reporter(worker_id("rollout"), "rollout", cell.base_model, slots=SLOTS)
+    reporter = Reporter(worker_id("rollout"), "rollout", cell.base_model, About(slots=SLOTS))
     trainer = Inbox(cell.train, GROUP_TRAINER)
     return [
         stand_in_worker(bus, "env", Inbox(cell.env, GROUP_ENV), env, slots=SLOTS, lease_s=10),
-        Worker(bus, Answers(cell, answer), inboxes=inboxes, reporter=reporter),
+        Worker(bus, Answers(cell, answer), inboxes, reporter),
         stand_in_worker(bus, "trainer", trainer, StandInTrainer(cell, store), slots=1, lease_s=10),
     ]
 

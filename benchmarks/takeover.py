@@ -26,7 +26,7 @@ from common.handlers import Beat
 from common.messages import BASE, EnvSpec, Sampling, Start
 from common.objects import Objects
 from common.streams import GROUP_ENV, Cell
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker
 from harness.redis_server import embedded_redis
 from harness.standin import StandIn
@@ -112,8 +112,8 @@ def _waits(handlers: Sequence[LongWork], since: float) -> list[float]:
 
 
 def _worker(bus: Bus, handler: LongWork, lease_s: float, slots: int) -> Worker:
-    reporter = Reporter(f"worker-{id(handler)}", "env", CELL.base_model, slots=slots)
-    return Worker(bus, handler, inboxes=[Inbox(CELL.env, GROUP_ENV)], reporter=reporter, lease_s=lease_s)
+    reporter = Reporter(f"worker-{id(handler)}", "env", CELL.base_model, About(slots=slots))
+    return Worker(bus, handler, [Inbox(CELL.env, GROUP_ENV)], reporter, lease_s=lease_s)
 
 
 def measure(options: Any) -> Report:

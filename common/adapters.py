@@ -34,9 +34,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The commit record of one version."""
 
     adapter: AdapterRef
-    base_model: str
-    attempt: str  # folder of the winning attempt
-    files: dict[str, StoredFile]
+    base_model: str = ""
+    attempt: str = ""  # folder of the winning attempt
+    files: dict[str, StoredFile] = {}
     parent: int | None  # version that this one was trained from
     batch: str  # id of the Init or TrainStep that made it
     seed: int  # all random numbers are functions of it: with `next_group` this is the RNG's whole state

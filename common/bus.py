@@ -78,6 +78,14 @@ class Bus:
         call = partial(self.client.xgroup_create, stream, group, id="0", mkstream=new)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
+    async def keep_alive(self, stream: str, ttl_s: int) -> bool:
+        """Puts off the end of a stream that lasts only as long as its reader. False: Redis had lost it, and it is made anew."""
+        if await self.retrying(lambda: self.client.expire(stream, ttl_s)):
+            return True
+        await self.ensure_group(stream, "alive")  # the one command that makes an empty stream
+        await self.retrying(lambda: self.client.expire(stream, ttl_s))
+        return False
+
     async def read(
         self,
         streams: Sequence[str],
@@ -103,7 +111,7 @@ class Bus:
 
         async def call() -> Any:
             rows = await self._read_in_order(keys=list(streams), args=[group, consumer, count])
-            return [(stream, [(entry, _mapping(fields)) for entry, fields in entries]) for stream, entries in rows]
+            return {stream: [[(entry, _mapping(fields)) for entry, fields in entries]] for stream, entries in rows}
 
         return await self._delivered(call, streams, group, consumer, fetch=fetch)
 
@@ -117,7 +125,7 @@ class Bus:
         self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, fetch: bool
     ) -> list[Delivery]:
         async def call() -> Any:
-            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or ()
+            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or {}
 
         return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, fetch=fetch)
 
@@ -403,10 +411,8 @@ def _text(value: Any) -> str:
 
 
 def _pairs(found: Any) -> Iterable[tuple[Any, Any]]:
-    """XREAD's answer as (stream, entries): a list of pairs in RESP2, a dict in RESP3."""
-    if isinstance(found, dict):
-        return [(stream, [row for page in pages for row in page]) for stream, pages in found.items()]
-    return found or []
+    """XREAD's answer, a dict of pages, as (stream, entries)."""
+    return [(stream, [row for page in pages for row in page]) for stream, pages in (found or {}).items()]
 
 
 def _mapping(fields: Sequence[Any]) -> dict[Any, Any]:

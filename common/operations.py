@@ -99,10 +99,6 @@ class Operation(Message, frozen=True, kw_only=True):
     failure: Failure | None = None  # it makes no sense, and fails when its turn comes
 
 
-BYTES_A_POSITION = 12
-"""Of a payload, at least: a token, a target and a number."""
-
-
 class RunOperation(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """An `Operation` as a trainer gets it."""
 
@@ -129,8 +125,7 @@ class Operations(Message, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """About, where an owner of the version before does not say them."""
-        return sum(operation.tokens or len(operation.payload) // BYTES_A_POSITION for operation in self.operations)
+        return sum(operation.tokens for operation in self.operations)
 
 
 class OperationsDone(Message, frozen=True, kw_only=True):

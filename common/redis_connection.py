@@ -163,7 +163,7 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
         nodes, first = _nodes(rest)
         found = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
         found["shard"] = Shard(nodes, key, dict(found))
-    chosen: dict[str, Any] = {**found, **options, "connection_class": kind, "decode_responses": False}
+    chosen: dict[str, Any] = {**found, **options, "connection_class": kind, "decode_responses": False, "protocol": 3}
     return FastClient.from_pool(FastPool(max_connections=MAX_CONNECTIONS, **chosen))
 
 

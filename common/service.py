@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,13 +21,12 @@ from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.handlers import Handler
 from common.helpers import kill_children
 from common.membership import Membership
-from common.messages import AdapterNew, Outside
 from common.objects import Objects, patiently
 from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.streams import Cell
-from common.tasks import cancel_all, running
-from common.telemetry import KEEP_S, Reporter
-from common.worker import Inbox, Worker, worker_id
+from common.tasks import cancel_all, done_before, running
+from common.telemetry import KEEP_S, About, Reporter
+from common.worker import Habits, Inbox, Worker, worker_id
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
@@ -60,25 +59,8 @@ class BuiltService:
 
     handler: Handler
     inboxes: list[Inbox]
-    slots: int
-    kv_tokens: int | None = None
-    ahead: int = 0
-    """Messages that it reads beyond its slots: the handler decides which of them it works on first."""
-    orphan_slots: int = 0
-    """Messages of dead workers that it works on beyond its slots, beside a full load."""
-    drain_s: float = 0.0
-    progress_s: float = 0.0
-    max_lora_rank: int | None = None
-    outside: Outside | None = None
-    dtype: str = ""
-    fingerprint: str = ""
-    """Of the bits that it computes in deterministic mode."""
-    resident: Callable[[], list[str]] = field(default=list)
-    waiting: Callable[[], dict[str, str]] = field(default=dict)
-    counters: Callable[[], dict[str, float]] = field(default=dict)
-    on_adapter_new: Callable[[AdapterNew], None] | None = None
-    has_room: Callable[[], bool] = lambda: True
-    takes_leftovers: Callable[[], bool] = lambda: False
+    about: About
+    habits: Habits
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Loops that run as long as the worker; an error of one ends it."""
     close: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -163,15 +145,26 @@ async def _serve(
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
     parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
-    start = _Start(Reporter(parts.worker, name, cell.base_model, slots=0), bus, stop)
+    start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
-    fingerprint, fingerprints = service.fingerprint, parts.fingerprints
     membership = Membership(
-        bus, name, deterministic=settings.deterministic, fingerprint=fingerprint, fingerprints=fingerprints
+        bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
     )
-    reporter = _reporter(parts.worker, name, cell, service)
-    worker = _worker(settings, bus, service, reporter)
+    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
+    worker = Worker(
+        bus,
+        service.handler,
+        service.inboxes,
+        reporter,
+        lease_s=settings.lease_s,
+        max_deliveries=settings.max_deliveries,
+        habits=service.habits,
+    )
     try:
         if await _join(membership, reporter, bus, stop):
             spare_collections(holds_tensors=name in NEED_WEIGHTS)
@@ -230,54 +223,13 @@ async def _fetch_base(where: str, start: _Start) -> None:
     await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
 
 
-def _reporter(worker: str, name: str, cell: Cell, service: BuiltService) -> Reporter:
-    return Reporter(
-        worker,
-        name,
-        cell.base_model,
-        slots=service.slots,
-        kv_tokens=service.kv_tokens,
-        max_lora_rank=service.max_lora_rank,
-        outside=service.outside,
-        dtype=service.dtype,
-        fingerprint=service.fingerprint,
-        resident=service.resident,
-        waiting=service.waiting,
-        measured=service.counters,
-    )
-
-
-def _worker(settings: Settings, bus: Bus, service: BuiltService, reporter: Reporter) -> Worker:
-    return Worker(
-        bus,
-        service.handler,
-        inboxes=service.inboxes,
-        reporter=reporter,
-        lease_s=settings.lease_s,
-        max_deliveries=settings.max_deliveries,
-        ahead=service.ahead,
-        orphan_slots=service.orphan_slots,
-        drain_s=service.drain_s,
-        progress_s=service.progress_s,
-        on_adapter_new=service.on_adapter_new,
-        has_room=service.has_room,
-        takes_leftovers=service.takes_leftovers,
-    )
-
-
 async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:
     """Waits until the cell takes this worker, and says meanwhile why it does not. False: told to stop before that."""
 
     async def tell(reason: str) -> None:
         await bus.broadcast(bus.cell.telemetry, reporter.report("refused", 0, reason=reason), keep_s=KEEP_S)
 
-    joining, stopped = asyncio.create_task(membership.wait_to_join(tell)), asyncio.create_task(stop.wait())
-    await asyncio.wait({joining, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    joined = joining.done()
-    await cancel_all([joining, stopped])
-    if joined:
-        joining.result()
-    return joined
+    return await done_before(stop, membership.wait_to_join(tell))
 
 
 @contextlib.asynccontextmanager

@@ -59,7 +59,11 @@
     retire:<p>                 zset     ended runs of which something may be deleted, by when to look at them, s
     results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
     tenant-runs:<tenant>       zset     run id by creation time
+    samplers:<run>             hash     a sampler that the run's saves made -> SamplerState, JSON
+    tenant-samplers:<tenant>   zset     samplers of no run, by when they were last used, s; expires
+    held:<tenant>              hash     run -> bytes of its operations that are not done
     session:<session>          string   JSON; expires when its client is silent
+    finished-session:<session> string   set once its client has said that it is done; expires
     sampler:<sampler>          string   JSON: what it samples with
     ended:<sampler>:<clone>    stream   ids of one client's requests for samples that have ended; expires
     clients:<sampler>          string   how many clients have joined it; expires
@@ -69,14 +73,37 @@ The braces are literal: Redis Cluster hashes only what stands between them, so o
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 NUM_PARTITIONS = 16
+T = TypeVar("T", str, int)
 
 
 def partition_of(tenant: str) -> int:
     """The partition that owns a tenant's jobs, in [0, NUM_PARTITIONS)."""
     return zlib.crc32(tenant.encode()) % NUM_PARTITIONS
+
+
+class Key:
+    """The key of one name, an attribute of each cell."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cell: "Cell", owner: type) -> str:
+        return cell.key(self._name)
+
+
+class KeyOf(Generic[T]):
+    """The keys `<name>:<whose>`: a method of each cell."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cell: "Cell", owner: type) -> Callable[[T], str]:
+        return lambda whose: cell.key(f"{self._name}:{whose}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +112,68 @@ class Cell:
 
     base_model: str
     _prefix: str = field(init=False, repr=False, compare=False)
+
+    env = Key("env")
+    env_worker = KeyOf[str]("env")
+    env_workers = Key("env-workers")
+    rollout = Key("rollout")
+    rollout_first = Key("rollout:first")
+    train = Key("train")
+    scored = KeyOf[int]("scored")
+    adapters = KeyOf[int]("adapters")
+    jobs = KeyOf[int]("jobs")
+    ops = KeyOf[int]("ops")
+    trainer = KeyOf[str]("train")
+    reply = KeyOf[str]("reply")
+    peers = KeyOf[str]("peers")
+    control = Key("control")
+    adapters_new = Key("adapters:new")
+    done = Key("done")
+    telemetry = Key("telemetry")
+    dead = Key("dead")
+    lease = KeyOf[int]("lease")
+    rev = KeyOf[int]("rev")
+    bits = Key("bits")
+    bits_live = Key("bits:live")
+    memory = Key("memory")
+    dropped = Key("dropped")
+    owners = Key("owners")
+    weights = Key("weights")
+    sampling = Key("sampling")
+    served = Key("served")
+    inference = Key("inference")
+    active = KeyOf[int]("active")
+    begun = Key("begun")
+    job = KeyOf[str]("job")
+    tenant_jobs = KeyOf[str]("tenant-jobs")
+    unfinished = KeyOf[str]("unfinished")
+    jobs_all = Key("jobs-all")
+    finished = KeyOf[int]("finished")
+    num_archived = Key("num-archived")
+    exports = Key("exports")
+    ends = Key("ends")
+    told = Key("told")
+    ledger = KeyOf[str]("ledger")
+    open = KeyOf[str]("open")
+    events = KeyOf[str]("events")
+    checkpoints = KeyOf[str]("checkpoints")
+    samples = KeyOf[str]("samples")
+    answers = KeyOf[str]("answers")
+    evals = KeyOf[str]("evals")
+    usage = KeyOf[str]("usage")
+    run = KeyOf[str]("run")
+    seqs = KeyOf[str]("seqs")
+    versions = KeyOf[str]("versions")
+    retire = KeyOf[int]("retire")
+    results = KeyOf[str]("results")
+    tenant_runs = KeyOf[str]("tenant-runs")
+    session = KeyOf[str]("session")
+    sampler = KeyOf[str]("sampler")
+    clients = KeyOf[str]("clients")
+    samplers = KeyOf[str]("samplers")
+    tenant_samplers = KeyOf[str]("tenant-samplers")
+    held = KeyOf[str]("held")
+    finished_session = KeyOf[str]("finished-session")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_prefix", f"marlaas:{{{self.base_model}}}:")
@@ -95,18 +184,6 @@ class Cell:
     def name_of(self, key: str) -> str:
         """The name of which `key` makes a key of this cell."""
         return key.removeprefix(self._prefix)
-
-    @property
-    def env(self) -> str:
-        return self.key("env")
-
-    def env_worker(self, worker: str) -> str:
-        """The inbox of one env worker."""
-        return self.key(f"env:{worker}")
-
-    @property
-    def env_workers(self) -> str:
-        return self.key("env-workers")
 
     def holder(self, session: str) -> str:
         """The stream of the env worker that holds a session, or that of all for none; see `TurnRequest.session`."""
@@ -121,54 +198,6 @@ class Cell:
         if name.startswith("reply:"):
             return ""
         return self.env if name.startswith("env:") else stream
-
-    @property
-    def rollout(self) -> str:
-        return self.key("rollout")
-
-    @property
-    def rollout_first(self) -> str:
-        return self.key("rollout:first")
-
-    @property
-    def train(self) -> str:
-        return self.key("train")
-
-    @property
-    def control(self) -> str:
-        return self.key("control")
-
-    @property
-    def adapters_new(self) -> str:
-        return self.key("adapters:new")
-
-    @property
-    def telemetry(self) -> str:
-        return self.key("telemetry")
-
-    @property
-    def dead(self) -> str:
-        return self.key("dead")
-
-    @property
-    def bits(self) -> str:
-        return self.key("bits")
-
-    @property
-    def memory(self) -> str:
-        return self.key("memory")
-
-    @property
-    def dropped(self) -> str:
-        return self.key("dropped")
-
-    @property
-    def begun(self) -> str:
-        return self.key("begun")
-
-    @property
-    def bits_live(self) -> str:
-        return self.key("bits:live")
 
     def partial(self, stream: str, entry: str) -> str:
         """`stream`: a key of this cell; "*" for any entry."""
@@ -189,145 +218,15 @@ class Cell:
         to_trainers = stream == self.train or stream.startswith(self.trainer(""))
         return self.adapters(partition) if to_trainers else self.scored(partition)
 
-    def scored(self, partition: int) -> str:
-        return self.key(f"scored:{partition}")
-
-    def adapters(self, partition: int) -> str:
-        return self.key(f"adapters:{partition}")
-
-    def jobs(self, partition: int) -> str:
-        return self.key(f"jobs:{partition}")
-
-    def reply(self, api: str) -> str:
-        return self.key(f"reply:{api}")
-
-    def peers(self, api: str) -> str:
-        return self.key(f"peers:{api}")
-
-    def ops(self, partition: int) -> str:
-        return self.key(f"ops:{partition}")
-
-    def trainer(self, worker: str) -> str:
-        """The inbox of one trainer."""
-        return self.key(f"train:{worker}")
-
-    @property
-    def done(self) -> str:
-        return self.key("done")
-
-    def run(self, run: str) -> str:
-        return self.key(f"run:{run}")
-
-    def seqs(self, run: str) -> str:
-        return self.key(f"seqs:{run}")
-
-    def versions(self, run: str) -> str:
-        return self.key(f"versions:{run}")
-
-    def samplers(self, run: str) -> str:
-        return self.key(f"samplers:{run}")
-
-    def tenant_samplers(self, tenant: str) -> str:
-        return self.key(f"tenant-samplers:{tenant}")
-
-    def held(self, tenant: str) -> str:
-        return self.key(f"held:{tenant}")
-
     def use(self, run: str, version: int, *, with_optimizer: bool = False) -> str:
         return self.key(f"use:{run}:{version}{':optimizer' if with_optimizer else ''}")
-
-    def retire(self, partition: int) -> str:
-        return self.key(f"retire:{partition}")
-
-    def results(self, run: str) -> str:
-        return self.key(f"results:{run}")
-
-    def tenant_runs(self, tenant: str) -> str:
-        return self.key(f"tenant-runs:{tenant}")
-
-    def session(self, session: str) -> str:
-        return self.key(f"session:{session}")
-
-    def finished_session(self, session: str) -> str:
-        return self.key(f"finished-session:{session}")
 
     def ended(self, sampler: str, clone: int) -> str:
         return self.key(f"ended:{sampler}:{clone}")
 
-    def clients(self, sampler: str) -> str:
-        return self.key(f"clients:{sampler}")
-
-    def sampler(self, sampler: str) -> str:
-        return self.key(f"sampler:{sampler}")
-
-    def lease(self, partition: int) -> str:
-        return self.key(f"lease:{partition}")
-
-    def rev(self, partition: int) -> str:
-        return self.key(f"rev:{partition}")
-
-    def active(self, partition: int) -> str:
-        return self.key(f"active:{partition}")
-
-    def job(self, job: str) -> str:
-        return self.key(f"job:{job}")
-
-    def ledger(self, job: str) -> str:
-        return self.key(f"ledger:{job}")
-
-    def open(self, job: str) -> str:
-        return self.key(f"open:{job}")
-
-    def evals(self, job: str) -> str:
-        return self.key(f"evals:{job}")
-
-    def events(self, job: str) -> str:
-        return self.key(f"events:{job}")
-
-    def checkpoints(self, job: str) -> str:
-        return self.key(f"checkpoints:{job}")
-
-    def samples(self, job: str) -> str:
-        return self.key(f"samples:{job}")
-
-    def answers(self, job: str) -> str:
-        return self.key(f"answers:{job}")
-
-    def usage(self, tenant: str) -> str:
-        return self.key(f"usage:{tenant}")
-
     def hours(self, tenant: str, hour: str) -> str:
         """`hour`: `2026112207`, UTC."""
         return self.key(f"hours:{tenant}:{hour}")
-
-    def tenant_jobs(self, tenant: str) -> str:
-        return self.key(f"tenant-jobs:{tenant}")
-
-    def unfinished(self, tenant: str) -> str:
-        return self.key(f"unfinished:{tenant}")
-
-    @property
-    def jobs_all(self) -> str:
-        return self.key("jobs-all")
-
-    def finished(self, partition: int) -> str:
-        return self.key(f"finished:{partition}")
-
-    @property
-    def num_archived(self) -> str:
-        return self.key("num-archived")
-
-    @property
-    def exports(self) -> str:
-        return self.key("exports")
-
-    @property
-    def ends(self) -> str:
-        return self.key("ends")
-
-    @property
-    def told(self) -> str:
-        return self.key("told")
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
@@ -347,26 +246,6 @@ class Cell:
     def inboxes(self, partition: int) -> tuple[str, ...]:
         """The streams that a partition's owner reads, each in the group `manager`; a new owner reads `ops` before what answers them."""
         return (self.jobs(partition), self.ops(partition), self.adapters(partition), self.scored(partition))
-
-    @property
-    def owners(self) -> str:
-        return self.key("owners")
-
-    @property
-    def weights(self) -> str:
-        return self.key("weights")
-
-    @property
-    def sampling(self) -> str:
-        return self.key("sampling")
-
-    @property
-    def served(self) -> str:
-        return self.key("served")
-
-    @property
-    def inference(self) -> str:
-        return self.key("inference")
 
 
 GROUP_ENV = "env"

@@ -44,7 +44,7 @@ class Takeover:
         self._inboxes = inboxes
         self._underway = underway
         self._most = most
-        self._at_once = max(1, reporter.slots // ORPHANS_SHARE)
+        self._at_once = max(1, reporter.about.slots // ORPHANS_SHARE)
         self._lease_s = lease_s
         self._every_s = min(LOOK_EVERY_S, lease_s / 4)
         self._begin = begin

@@ -35,6 +35,19 @@ async def beating(beat: Callable[[], None], work: Awaitable[T]) -> T:
         await cancel_all([task])
 
 
+async def done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Awaits the work. False: `stop` was set first, and the work is cancelled."""
+    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        done = working.done()
+    finally:
+        await cancel_all([working, stopped])
+    if done:
+        working.result()
+    return done
+
+
 @contextlib.asynccontextmanager
 async def running(*loops: Coroutine[Any, Any, None]) -> "AsyncGenerator[list[asyncio.Task[None]]]":
     """Runs tasks as long as the block. If one fails, ends the block and the others, and raises its error in a group."""

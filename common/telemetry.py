@@ -98,13 +98,10 @@ class Waiting:
         return {job: reason for job, (reason, _) in list(self._lately.items())[-MAX_WAITING:]}
 
 
-@dataclass(slots=True)
-class Reporter:
-    """Builds this worker's reports."""
+@dataclass(frozen=True, slots=True)
+class About:
+    """The worker's own part of its reports; their fields explain it."""
 
-    worker: str
-    service: str
-    base_model: str
     slots: int
     kv_tokens: int | None = None
     max_lora_rank: int | None = None
@@ -113,8 +110,18 @@ class Reporter:
     fingerprint: str = ""
     resident: Callable[[], list[str]] = field(default=list)
     waiting: Callable[[], dict[str, str]] = field(default=dict)
-    measured: Callable[[], dict[str, float]] = field(default=dict)
+    counters: Callable[[], dict[str, float]] = field(default=dict)
     """Totals that the service counts itself, such as `busy_s`."""
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Builds this worker's reports."""
+
+    worker: str
+    service: str
+    base_model: str
+    about: About
     timeline: Timeline = field(default_factory=Timeline)
     counters: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.monotonic)
@@ -148,20 +155,20 @@ class Reporter:
             state=state,
             busy=min(1.0, busy_s / period),
             base_model=self.base_model,
-            resident=tuple(self.resident()),
-            slots=self.slots,
+            resident=tuple(self.about.resident()),
+            slots=self.about.slots,
             in_use=in_use,
-            kv_tokens=self.kv_tokens,
-            max_lora_rank=self.max_lora_rank,
-            outside=self.outside,
-            dtype=self.dtype,
-            fingerprint=self.fingerprint,
+            kv_tokens=self.about.kv_tokens,
+            max_lora_rank=self.about.max_lora_rank,
+            outside=self.about.outside,
+            dtype=self.about.dtype,
+            fingerprint=self.about.fingerprint,
             reason=reason or (waited if now - at_s < WAITED_S else ""),
-            waiting=self.waiting(),
+            waiting=self.about.waiting(),
             spans=spans,
             counters={
                 **self.counters,
-                **self.measured(),
+                **self.about.counters(),
                 "cpu_s": time.process_time(),
                 "spans_dropped": float(self.timeline.dropped),
             },

@@ -10,7 +10,7 @@ No service knows of any of this. Settling is in settler.py, take-over in takeove
 A service is a Handler: a message in, messages out. What a handler raises decides what happens:
 
     StoreUnavailable   tried again here for as long as it lasts; the worker's reports say so
-    Unavailable        tried again here, with backoff and without counting; after `unavailable_limit_s` it has failed
+    Unavailable        tried again here, with backoff and without counting; after UNAVAILABLE_LIMIT_S it has failed
     anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
     (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
 
@@ -40,11 +40,12 @@ from common.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler, window_s
 from common.takeover import Takeover
-from common.tasks import beating, cancel_all, running
+from common.tasks import beating, cancel_all, done_before, running
 from common.telemetry import KEEP_S, Reporter
 from common.underway import Active, Inbox, Underway
 
 MAX_ATTEMPTS = 3
+UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
@@ -80,6 +81,25 @@ def worker_id(service: str) -> str:
     return f"{service}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """The way of one service's workers with deliveries: at most the slots and `ahead` more are with the handler at once."""
+
+    ahead: int = 0
+    """Deliveries beyond the slots: the handler decides which of them it works on first."""
+    orphan_slots: int = 0
+    """Deliveries of dead workers beyond the slots, while they leave room for each other."""
+    has_room: Callable[[], bool] = lambda: True
+    """Is there room for a delivery more? Asked after each that ends; without room the worker reads none that others may want."""
+    takes_leftovers: Callable[[], bool] = lambda: False
+    """Without room, does it take one at a time what no idle worker took? Redis gives a new entry at once to one that waits."""
+    drain_s: float = 0.0
+    """Time in which work may finish after SIGTERM, before it is handed back."""
+    progress_s: float = 0.0
+    """Time between two writes of the progress of work under way, if the handler gives any; 0: none is kept."""
+    on_adapter_new: Callable[[AdapterNew], None] | None = None
+
+
 class Worker:
     """Runs a handler over its inboxes (earlier ones first) until `stop` is set, then hands open work back."""
 
@@ -87,46 +107,25 @@ class Worker:
         self,
         bus: Bus,
         handler: Handler,
-        *,
         inboxes: Sequence[Inbox],
         reporter: Reporter,
+        *,
         lease_s: float = 10.0,
         max_deliveries: int = 10,
-        ahead: int = 0,
-        orphan_slots: int = 0,
-        drain_s: float = 0.0,
-        progress_s: float = 0.0,
-        unavailable_limit_s: float = 600.0,
-        on_adapter_new: Callable[[AdapterNew], None] | None = None,
-        has_room: Callable[[], bool] = lambda: True,
-        takes_leftovers: Callable[[], bool] = lambda: False,
+        habits: Habits = Habits(),
     ) -> None:
-        """`reporter.slots` deliveries, and `ahead` more, are with the handler at once, fewer while `has_room` says no: asked after
-        each that ends. While `takes_leftovers` says yes it takes even then, one at a time, what lies in its inboxes: Redis gives a new
-        entry at once to a worker that waits for one, so an idle worker does not want it. `orphan_slots`: deliveries more that it has taken
-        over, while they leave room for each other.
-
-        `drain_s`: how long SIGTERM lets work finish before hand-back. `progress_s`: time between two writes of the progress of
-        work under way, if the handler gives any; 0: none is kept.
-        """
         self._bus = bus
         self._handler = handler
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
-        self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and progress_s else None
+        self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and habits.progress_s else None
         self._holds: Holds | None = handler if isinstance(handler, Holds) else None
         self._retries: Retries | None = handler if isinstance(handler, Retries) else None
-        self._inboxes = list(inboxes)
+        self._inboxes = inboxes
         self._reporter = reporter
-        self._most = reporter.slots + ahead
-        self._orphan_slots = orphan_slots
+        self._habits = habits
+        self._most = reporter.about.slots + habits.ahead
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
-        self._drain_s = drain_s
-        self._progress_s = progress_s
-        self._unavailable_limit_s = unavailable_limit_s
-        self._on_adapter_new = on_adapter_new
-        self._has_room = has_room
-        self._takes_leftovers = takes_leftovers
         self._underway = Underway()
         self._voided = Voided()
         lost = [self._holds.unpublished] if self._holds else []
@@ -134,7 +133,7 @@ class Worker:
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
-        self._shares = any(inbox.at_once for inbox in self._inboxes)
+        self._shares = any(inbox.at_once for inbox in inboxes)
         self._drained = False  # the last read took all that there was
         self._look_s = LOOK_EVERY_S
         self._read_s = float("-inf")  # when all that there was, or that there was room for, was read
@@ -145,27 +144,19 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Works until `stop` is set. Returns once everything is settled or handed back."""
-        if not await self._ready(stop):
+        if not await done_before(stop, self._make_groups()):
             return
         loops = [self._settler.run(), self._renew(), self._report(stop)]
         loops.append(self._follow(self._bus.cell.control, "0", Cancel, self._hear_cancel))
         if self._resumes:
             loops.append(self._keep_progress(self._resumes))
-        if self._on_adapter_new:
-            loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._on_adapter_new))
+        if self._habits.on_adapter_new:
+            loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._habits.on_adapter_new))
         async with running(self._read(), self._takeover.run(), *loops) as (reader, takeover, *_):
             await stop.wait()
             await cancel_all([reader, takeover])
             await self._hand_back_all()
         await self._say_goodbye()
-
-    async def _ready(self, stop: asyncio.Event) -> bool:
-        """Returns True once the groups exist; False if it was told to stop before."""
-        making, stopped = asyncio.create_task(self._make_groups()), asyncio.create_task(stop.wait())
-        await asyncio.wait({making, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        ready = making.done()
-        await cancel_all([stopped, making])
-        return ready
 
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
@@ -183,9 +174,9 @@ class Worker:
     def _free(self) -> int:
         """Slots for what others may want too. None while what was taken from a burst has no payload yet: its size is not known."""
         unknown = self._shares and self._underway.fetching
-        if self._underway and (unknown or not self._has_room()):
+        if self._underway and (unknown or not self._habits.has_room()):
             return 0
-        beside = 0 if self._takeover.is_short else min(self._orphan_slots, self._underway.num_taken_over)
+        beside = 0 if self._takeover.is_short else min(self._habits.orphan_slots, self._underway.num_taken_over)
         return self._most + beside - len(self._underway)
 
     async def _read(self) -> None:
@@ -229,7 +220,7 @@ class Worker:
     async def _leftovers(self) -> list[Delivery]:
         """Reads an entry that no idle worker wants, if one is there and may be taken. Else waits until a delivery ends, or to look
         again."""
-        if len(self._underway) >= self._most or not self._takes_leftovers():
+        if len(self._underway) >= self._most or not self._habits.takes_leftovers():
             await self._underway.one_ended()
             return []
         streams = [inbox.stream for inbox in self._inboxes]
@@ -306,7 +297,7 @@ class Worker:
                 log.warning("store_unavailable", message_id=message.id, reason=str(error))
             except Unavailable as error:
                 away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > self._unavailable_limit_s:
+                if time.monotonic() - away_since > UNAVAILABLE_LIMIT_S:
                     log.error("unavailable_for_too_long", message_id=message.id, reason=str(error))
                     return self._handler.failed(message, Failure("infrastructure", str(error)))
                 log.warning("unavailable", message_id=message.id, reason=str(error))
@@ -367,7 +358,7 @@ class Worker:
         """Writes what is new of the work under way, which also renews it; nothing while Redis is too full."""
         gauge = Gauge(self._bus)
         while True:
-            await asyncio.sleep(self._progress_s)
+            await asyncio.sleep(self._habits.progress_s)
             for inbox in self._inboxes:
                 found = {
                     active: progress
@@ -414,8 +405,8 @@ class Worker:
 
     async def _hand_back_all(self) -> None:
         """Lets work finish for `drain_s`, then gives the rest back, also what was delivered and not begun."""
-        if self._drain_s:
-            await self._underway.all_ended(self._drain_s)
+        if self._habits.drain_s:
+            await self._underway.all_ended(self._habits.drain_s)
         self._underway.cancel()
         while not await self._underway.all_ended(self._lease_s):
             self._underway.cancel()

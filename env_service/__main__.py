@@ -9,8 +9,9 @@ from common.messages import Outside
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_config
 from common.streams import GROUP_ENV
+from common.telemetry import About
 from common.text.tokens import ChatTokenizer
-from common.worker import Inbox
+from common.worker import Habits, Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.openenv_server import Servers, read_servers
 from env_service.graders.endpoint import Endpoints
@@ -119,12 +120,13 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     return BuiltService(
         handler,
         inboxes,
-        slots=settings.env_slots,
-        outside=outside_of(settings),
-        ahead=AHEAD * settings.env_slots,
-        drain_s=DRAIN_S,
-        waiting=handler.waiting.lately,
-        counters=handler.counters,
+        About(
+            slots=settings.env_slots,
+            outside=outside_of(settings),
+            waiting=handler.waiting.lately,
+            counters=handler.counters,
+        ),
+        Habits(ahead=AHEAD * settings.env_slots, drain_s=DRAIN_S),
         beside=[sessions.close_idle, attendance.run],
         close=[sessions.close, attendance.close, *environments_end],
     )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from common.deliveries import Out
 from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
 from common.errors import InvalidInput, Permanent, Retryable
 from common.messages import (
@@ -54,7 +55,6 @@ from env_service.live.trajectories import Trajectories, in_session
 from env_service.requests import first_requests, made_item, seed_of
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
-Out = tuple[str, Message]
 T = TypeVar("T")
 
 PUT_BACK_S = 2.0

@@ -35,7 +35,7 @@ from common.messages import (
 )
 from common.objects import Objects
 from common.streams import Cell, partition_of
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.transcript import shown, wrote
 from common.worker import Inbox, Worker, worker_id
 from manager_service.records import JSON, Hyper, JobSpec, JobState, file_path
@@ -252,8 +252,8 @@ class FixedSlots:
 def stand_in_worker(
     bus: Bus, service: str, inbox: Inbox, handler: Handler, *, slots: int = 8, lease_s: float = 1.0
 ) -> Worker:
-    reporter = Reporter(worker_id(service), service, bus.cell.base_model, slots=slots)
-    return Worker(bus, handler, inboxes=[inbox], reporter=reporter, lease_s=lease_s)
+    reporter = Reporter(worker_id(service), service, bus.cell.base_model, About(slots=slots))
+    return Worker(bus, handler, [inbox], reporter, lease_s=lease_s)
 
 
 def job_spec(job: str = "job-a", tenant: str = "acme", *, created_at: int = 0, **hyper: object) -> JobSpec:

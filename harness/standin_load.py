@@ -25,7 +25,7 @@ from common.bus import Bus, Delivery, connect
 from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
 from common.tasks import cancel_all
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker
 from harness.standin import OneTurnEnv, OneTurnRollout, StandInTrainer, stand_in_worker
 
@@ -121,7 +121,7 @@ def workers(load: Load, bus: Bus, rollout: OneTurnRollout) -> list[Worker]:
 
 async def report_idle(bus: Bus, num: int) -> None:
     """Reports for so many workers, a tenth of them at a time."""
-    reporters = [Reporter(f"idle-{n}", "rollout", BASE_MODEL, slots=1) for n in range(num)]
+    reporters = [Reporter(f"idle-{n}", "rollout", BASE_MODEL, About(slots=1)) for n in range(num)]
     for turn in itertools.count():
         some = [(bus.cell.telemetry, reporter.report("idle", 0)) for reporter in reporters[turn % 10 :: 10]]
         await bus.publish(some)

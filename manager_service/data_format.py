@@ -6,9 +6,9 @@ from common.errors import InvalidInput
 from manager_service.records import GLOBAL
 from manager_service.tenants import TENANTS
 
-FORMAT = "3"
+FORMAT = "4"
 """Raised when a message or record of before cannot be read any more. 2: `Step` became `TrainStep`. 3: what a run's
-samplers sample with left its state, and the bytes of files are counted."""
+samplers sample with left its state, and the bytes of files are counted. 4: tokens travel as transcripts that refer to histories."""
 KEY = GLOBAL + "format"
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from tiny_plain import PLAIN_END, draw_plain
 from tiny_tokens import END, END_TOOL_CALL, IDS, TOOL_CALL, VOCAB_SIZE
 from torch import Tensor
 
-from common.skills import PLAIN_END, SKILLS, draw_plain, is_held_out
+from common.skills import SKILLS, is_held_out
 
 PLAIN = "plain"
 """Additions in plain text, beside the skills."""

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from tiny_data import PLAIN, TOOLS_HEADER, calculator_reply
+from tiny_plain import PLAIN_END, plain_prompt
 from tiny_tokens import CONTEXT, END, END_TOOL_CALL, IDS, TOOL_CALL
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from common.skills import PLAIN_END, SKILLS, generate, is_held_out, plain_prompt
+from common.skills import SKILLS, generate, is_held_out
 
 Choose = Callable[[Tensor], Tensor]
 """From logits [B, V] to one id per row [B]."""

@@ -12,8 +12,9 @@ from common.messages import TurnDelta
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_ROLLOUT
+from common.telemetry import About
 from common.text.tokens import ChatTokenizer
-from common.worker import Inbox
+from common.worker import Habits, Inbox
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits
@@ -98,16 +99,20 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     return BuiltService(
         handler,
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
-        slots=settings.rollout_slots,
-        orphan_slots=settings.engine_slots - settings.rollout_slots,
-        progress_s=settings.rollout_progress_s,
-        kv_tokens=engine.kv_tokens,
-        max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
-        dtype=settings.dtype,
-        fingerprint=bits,
-        resident=lambda: [str(adapter) for adapter in engine.resident()],
-        counters=lambda: engine.counters() | adapters.counters(),
-        on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
+        About(
+            slots=settings.rollout_slots,
+            kv_tokens=engine.kv_tokens,
+            max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
+            dtype=settings.dtype,
+            fingerprint=bits,
+            resident=lambda: [str(adapter) for adapter in engine.resident()],
+            counters=lambda: engine.counters() | adapters.counters(),
+        ),
+        Habits(
+            orphan_slots=settings.engine_slots - settings.rollout_slots,
+            progress_s=settings.rollout_progress_s,
+            on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
+        ),
         close=[adapters.close, engine.stop],
     )
 

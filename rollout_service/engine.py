@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.handlers import Beat
 from common.messages import EMPTY_F32, AdapterRef, Array, StopReason, TurnRequest
 
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
 """Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""
-Beat = Callable[[], None]
 """Called every BEAT_EVERY_S or so while a turn gets nearer to its end."""
 BEAT_EVERY_S = 0.25
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from common.deliveries import Out
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import (
     EMPTY_F32,
     EMPTY_I32,
     Failure,
-    Message,
     Parked,
     ScoredTrajectory,
     TurnDelta,
@@ -40,7 +40,6 @@ PROGRESS_HEAD = struct.Struct("<qqd")
 """Of the trajectory up to now: prompt tokens, sampled tokens, engine seconds."""
 PROGRESS_BODY = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
-Out = tuple[str, Message]
 SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
 
 

@@ -65,7 +65,6 @@ class World:
     issued: int = 0  # trajectories
     settled: int = 0
     wasted_tokens: int = 0
-    num_passes: int = 0
     _resident_at: dict[AdapterRef, float] = field(default_factory=dict[AdapterRef, float])  # the engine has it
     _inbox: list[ScoredTrajectory | AdapterUpdate] = field(default_factory=list)
     _pass_planned: bool = False
@@ -155,7 +154,6 @@ class World:
 
     def _pass(self) -> None:
         self._pass_planned = False
-        self.num_passes += 1
         inbox, self._inbox = self._inbox, []
         changes: defaultdict[int, Changes] = defaultdict(Changes)
         for number in range(NUM_PARTITIONS):

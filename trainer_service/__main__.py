@@ -10,7 +10,8 @@ from common.errors import InvalidInput
 from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
 from common.streams import GROUP_TRAINER
-from common.worker import Inbox
+from common.telemetry import About
+from common.worker import Habits, Inbox
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.interface import Backbone
 from trainer_service.handler import TrainHandler
@@ -72,13 +73,8 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     return BuiltService(
         handler,
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
-        slots=settings.trainer_slots,
-        drain_s=DRAIN_S,
-        fingerprint=bits,
-        resident=handler.resident,
-        counters=handler.counters,
-        has_room=handler.has_room,
-        takes_leftovers=handler.takes_leftovers,
+        About(settings.trainer_slots, fingerprint=bits, resident=handler.resident, counters=handler.counters),
+        Habits(drain_s=DRAIN_S, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
     )
 
 

@@ -7,7 +7,7 @@ after a crash: another trainer makes the version again; the manifest, created on
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -15,8 +15,10 @@ import structlog
 
 from base_model.adapter import target_names
 from common.adapters import AdapterStore, Manifest, update_of
+from common.deliveries import Out
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound, TrainingFailed
-from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Message, TrainStep, Usage
+from common.handlers import Beat
+from common.messages import AdapterRef, AdapterUpdate, Failure, Init, TrainStep, Usage
 from common.operations import Forget, Forgotten, Operations
 from common.streams import Cell
 from common.tasks import beating
@@ -27,7 +29,6 @@ from trainer_service.run_handler import RunHandler
 from trainer_service.training import Trainer
 from trainer_service.versions import Versions
 
-Outputs = list[tuple[str, Message]]
 Asked = Init | TrainStep | Operations | Forget
 LARGE = 16
 """Micro-batches, as which a larger message counts among those that a trainer holds."""
@@ -56,21 +57,22 @@ class TrainHandler:
         `fingerprints`: by service, of the bits that the cell computes just now; written into manifests.
         """
         self._trainer = trainer
-        self._base_model = base_model
         self._cell = Cell(base_model)
         self._versions = Versions(
-            store, trainer.backbone, base_model, cache_bytes=cache_bytes, retry_delays_s=retry_delays_s
+            store,
+            trainer.backbone,
+            base_model,
+            cache_bytes=cache_bytes,
+            retry_delays_s=retry_delays_s,
+            fingerprints=fingerprints,
         )
-        self._fingerprints = fingerprints
         self._fusion = Fusion(trainer)
-        self._runs = RunHandler(
-            self._fusion, self._versions, base_model, worker=worker, cache_bytes=cache_bytes, fingerprints=fingerprints
-        )
+        self._runs = RunHandler(self._fusion, self._versions, self._cell, worker=worker, cache_bytes=cache_bytes)
         self._held: list[int] = []  # tokens of each message
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    async def __call__(self, message: Asked, beat: Callable[[], None]) -> Outputs:
+    async def __call__(self, message: Asked, beat: Beat) -> list[Out]:
         """The AdapterUpdate of the version that `message` asks for, or the OperationsDone; what is asked for at a time is computed
         together. Or the Forgotten, once the files are deleted.
 
@@ -91,7 +93,7 @@ class TrainHandler:
             self._held.remove(num_tokens)
             self._fusion.again.pop(message.id, None)
 
-    async def _make_version(self, message: Init | TrainStep, beat: Callable[[], None]) -> Outputs:
+    async def _make_version(self, message: Init | TrainStep, beat: Beat) -> list[Out]:
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
         try:
             manifest = await self._versions.manifest(target)
@@ -117,7 +119,7 @@ class TrainHandler:
         large = LARGE * self._trainer.budget.tokens
         return sum(min(tokens, large) for tokens in self._held) < MOST_LARGE * large
 
-    async def _delete(self, message: Forget, beat: Callable[[], None]) -> Outputs:
+    async def _delete(self, message: Forget, beat: Beat) -> list[Out]:
         """A version whose manifest cannot be read keeps its files, which costs space alone."""
         store = self._versions.store
         for versions, delete in ((message.versions, store.drop_files), (message.optimizers, store.drop_optimizer)):
@@ -133,11 +135,11 @@ class TrainHandler:
             await beating(beat, store.delete_job(message.tenant, message.job))
         return self._forgotten(message)
 
-    def _forgotten(self, message: Forget) -> Outputs:
+    def _forgotten(self, message: Forget) -> list[Out]:
         done = Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id)
         return [(self._cell.adapters(message.partition), done)]
 
-    def failed(self, message: Asked, failure: Failure) -> Outputs:
+    def failed(self, message: Asked, failure: Failure) -> list[Out]:
         """Messages to publish when the message is given up."""
         if isinstance(message, Operations):
             return self._runs.failed(message, failure)
@@ -162,7 +164,7 @@ class TrainHandler:
         totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
         return totals | {"compute_s": self._fusion.compute_s} | self._trainer.backbone.counters()
 
-    def hand_back(self, message: Asked) -> Outputs | None:
+    def hand_back(self, message: Asked) -> list[Out] | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""
         return self._runs.hand_back(message) if isinstance(message, Operations) else None
 
@@ -170,7 +172,7 @@ class TrainHandler:
         """Adapters in memory, as `job@version`."""
         return [str(adapter) for adapter in self._versions.resident()]
 
-    async def _make(self, message: Init | TrainStep, target: AdapterRef, beat: Callable[[], None]) -> Manifest:
+    async def _make(self, message: Init | TrainStep, target: AdapterRef, beat: Beat) -> Manifest:
         """Compute and commit; if somebody else was first, what they committed."""
         trained = await self._compute(message, beat)
         since = time.monotonic()
@@ -190,16 +192,12 @@ class TrainHandler:
         is_step = isinstance(message, TrainStep)
         return Manifest(
             adapter=target,
-            base_model=self._base_model,
-            attempt="",
-            files={},
             parent=message.adapter.version if is_step else None,
             batch=message.id,
             seed=message.seed,
             next_group=message.next_group if is_step else 0,
             trajectories=message.trajectories if is_step else (),
             metrics=trained.metrics,
-            fingerprints=dict(self._fingerprints),
             usage=Usage(trained_tokens=trained.trained_tokens, train_s=trained.train_s),
         )
 
@@ -210,10 +208,11 @@ class TrainHandler:
         for name, amount in zip(("busy_s", "trained_tokens", "forward_tokens", "padding_tokens"), new, strict=True):
             self._counters[name] += amount
 
-    async def _compute(self, message: Init | TrainStep, beat: Callable[[], None]) -> Trained:
+    async def _compute(self, message: Init | TrainStep, beat: Beat) -> Trained:
         if isinstance(message, TrainStep):
             if message.untrained:
                 await self._ensure_drawn(message, beat)
+            await self._versions.refuse_other_bits(message.adapter)
             return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
@@ -221,13 +220,13 @@ class TrainHandler:
             return Trained(await self._versions.read_brought(message.file, message.lora, beat), {}, 0, 0.0)
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
-    async def _ensure_drawn(self, step: TrainStep, beat: Callable[[], None]) -> None:
+    async def _ensure_drawn(self, step: TrainStep, beat: Beat) -> None:
         """Makes the version 0 that a job's first step trains, unless there is one: a trainer may have died right after it."""
         if await self._versions.manifest(step.adapter) is None:
             init = Init(id=f"{step.job}/init", **step.about(), adapter=step.adapter, seed=step.seed, lora=step.lora)
             await self._make(init, step.adapter, beat)
 
-    async def _copied(self, message: Init, source: AdapterRef, beat: Callable[[], None]) -> TrainState:
+    async def _copied(self, message: Init, source: AdapterRef, beat: Beat) -> TrainState:
         """A version as another adapter's. Raises InvalidInput if it is of another rank or other targets than were asked for."""
         state = await self._versions.read(source, beat, with_optimizer=message.with_optimizer)
         if state.spec.rank != message.lora.rank:

@@ -35,11 +35,6 @@ def fit(trainer: Trainer, num_bytes: int) -> None:
     trainer.budget = _bounded(trainer, probed, num_bytes)
 
 
-def measured(trainer: Trainer, num_bytes: int) -> Budget:
-    """Measures the trainer's budget, bounded by memory too. `num_bytes` 0: half of what is free now."""
-    return _bounded(trainer, _probe(trainer), num_bytes)
-
-
 def cache_bytes(trainer: Trainer) -> int:
     """Bytes for adapters with optimiser states, where nobody has said how many."""
     return cache_for(trainer.backbone.linear_shapes(), free_bytes(trainer.backbone.device))

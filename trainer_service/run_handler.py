@@ -9,15 +9,16 @@ is a cache. A trainer that does not have it says so (`absent`), and gets the who
 """
 
 import time
-from collections.abc import Callable, Mapping
 
 import structlog
 from msgspec.structs import replace
 
 from common.adapters import Manifest
 from common.byte_cache import ByteCache
+from common.deliveries import Out
 from common.errors import CorruptObject, InvalidInput, NotFound
-from common.messages import AdapterRef, Failure, Message, Usage
+from common.handlers import Beat
+from common.messages import AdapterRef, Failure, Usage
 from common.operations import OperationResult, Operations, OperationsDone, Outputs
 from common.streams import Cell
 from trainer_service import run_step
@@ -32,28 +33,17 @@ log = structlog.get_logger()
 class RunHandler:
     """Carries out each stretch of a run's log, and makes each version once."""
 
-    def __init__(
-        self,
-        fusion: Fusion,
-        versions: Versions,
-        base_model: str,
-        *,
-        worker: str,
-        cache_bytes: int,
-        fingerprints: Mapping[str, str],
-    ) -> None:
+    def __init__(self, fusion: Fusion, versions: Versions, cell: Cell, *, worker: str, cache_bytes: int) -> None:
         self._fusion = fusion
         self._versions = versions
-        self._base_model = base_model
-        self._cell = Cell(base_model)
+        self._cell = cell
         self._worker = worker
-        self._fingerprints = fingerprints
         self._gradients: ByteCache[AdapterRef, Gradient] = ByteCache(cache_bytes, lambda gradient: gradient.num_bytes)
         """The newest of each version's log: an older one, or one of a log that was dropped, is never gone on with."""
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self.counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    async def __call__(self, message: Operations, beat: Callable[[], None]) -> list[tuple[str, Message]]:
+    async def __call__(self, message: Operations, beat: Beat) -> list[Out]:
         """Raises Unavailable when the store stays away or full: nothing is lost, deliver the message again."""
         try:
             manifest = await self._versions.manifest(message.adapter.next()) if _ends(message) else None
@@ -67,13 +57,13 @@ class RunHandler:
             log.warning("operations_refused", job=message.job, version=message.adapter.version, reason=str(error))
             return self.failed(message, failure_of(error))
 
-    def failed(self, message: Operations, failure: Failure) -> list[tuple[str, Message]]:
+    def failed(self, message: Operations, failure: Failure) -> list[Out]:
         """Messages to publish when a stretch is given up."""
         self._gradients.pop(message.adapter)
         open_ones = [operation for operation in message.operations if not operation.answered]
         return self._answer(message, tuple(OperationResult(one.seq, failure=failure) for one in open_ones))
 
-    def hand_back(self, message: Operations) -> list[tuple[str, Message]] | None:
+    def hand_back(self, message: Operations) -> list[Out] | None:
         """A stretch whose gradient is here alone cannot be carried out elsewhere: its owner sends the whole log."""
         return self._answer(message, absent=True) if message.first else None
 
@@ -84,9 +74,7 @@ class RunHandler:
         held = self._gradients.get(message.adapter)
         return held if held is not None and held.num_operations == message.first else None
 
-    async def _carried_out(
-        self, message: Operations, gradient: Gradient, beat: Callable[[], None]
-    ) -> list[tuple[str, Message]]:
+    async def _carried_out(self, message: Operations, gradient: Gradient, beat: Beat) -> list[Out]:
         computed = await self._computed(message, gradient, beat)
         usage = computed.usage
         self._count(computed, usage)
@@ -98,7 +86,7 @@ class RunHandler:
         self._gradients.put(message.adapter, computed.gradient)
         return self._answer(message, computed.results, held=computed.gradient.num_operations, usage=usage)
 
-    async def _computed(self, message: Operations, gradient: Gradient, beat: Callable[[], None]) -> Computed:
+    async def _computed(self, message: Operations, gradient: Gradient, beat: Beat) -> Computed:
         state, trainer = await self._versions.state(message.adapter, beat), self._fusion.trainer
         return await self._fusion.run(
             message.tenant,
@@ -112,8 +100,8 @@ class RunHandler:
         )
 
     async def _committed(
-        self, message: Operations, gradient: Gradient, computed: Computed, usage: Usage, beat: Callable[[], None]
-    ) -> list[tuple[str, Message]]:
+        self, message: Operations, gradient: Gradient, computed: Computed, usage: Usage, beat: Beat
+    ) -> list[Out]:
         assert computed.state is not None
         since, made = time.monotonic(), self._manifest(message, gradient, computed, usage)
         manifest, committed = await self._versions.commit(made, computed.state, beat)
@@ -129,21 +117,15 @@ class RunHandler:
         target, last = message.adapter.next(), message.operations[-1].seq
         return Manifest(
             adapter=target,
-            base_model=self._base_model,
-            attempt="",
-            files={},
             parent=message.adapter.version,
             batch=f"{message.job}:{gradient.first_seq}-{last}",
             seed=message.seed,
             next_group=0,
             metrics={**computed.metrics, "version": float(target.version)},
-            fingerprints=dict(self._fingerprints),
             usage=usage,
         )
 
-    async def _recovered(
-        self, message: Operations, manifest: Manifest, beat: Callable[[], None]
-    ) -> list[tuple[str, Message]]:
+    async def _recovered(self, message: Operations, manifest: Manifest, beat: Beat) -> list[Out]:
         """The answer of a stretch whose version exists: outputs that were not published come from a forward of v."""
         missing = tuple(replace(one, action="forward") for one in message.operations[:-1] if not one.answered)
         results: tuple[OperationResult, ...] = ()
@@ -164,7 +146,7 @@ class RunHandler:
         held: int = 0,
         absent: bool = False,
         usage: Usage | None = None,
-    ) -> list[tuple[str, Message]]:
+    ) -> list[Out]:
         """`manifest`: of the version that was committed."""
         done = OperationsDone(
             id=f"{message.id}/done",

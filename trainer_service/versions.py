@@ -2,16 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, load_adapter, save_adapter
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.byte_cache import ByteCache
-from common.errors import AlreadyExists, Unavailable
+from common.errors import AlreadyExists, InvalidInput, Unavailable
+from common.handlers import Beat
 from common.messages import AdapterRef, LoraSpec
 from common.objects import patiently
 from common.tasks import beating
@@ -20,7 +22,6 @@ from trainer_service.backbone.interface import Backbone
 from trainer_service.open_step import TrainState
 from trainer_service.optimiser import Moments, load_moments, save_moments
 
-Beat = Callable[[], None]
 T = TypeVar("T")
 log = structlog.get_logger()
 
@@ -36,10 +37,12 @@ class Versions:
         *,
         cache_bytes: int,
         retry_delays_s: tuple[float, ...],
+        fingerprints: Mapping[str, str],
     ) -> None:
         self.store = store
         self._backbone = backbone
         self._base_model = base_model
+        self._fingerprints = fingerprints
         self._retry_delays_s = retry_delays_s
         self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
         """Each of a committed version."""
@@ -52,6 +55,14 @@ class Versions:
     async def manifest(self, adapter: AdapterRef) -> Manifest | None:
         """The commit record of a version, None if there is none. Raises CorruptObject."""
         return await self._patiently(lambda: self.store.manifest(adapter))
+
+    async def refuse_other_bits(self, parent: AdapterRef) -> None:
+        """Raises InvalidInput if a version was trained on other bits than this trainer's: its job was cancelled before it joined."""
+        if parent.version == 0 or parent in self._cache:
+            return
+        manifest = await self.manifest(parent)
+        if manifest and manifest.fingerprints.get("trainer") != self._fingerprints.get("trainer"):
+            raise InvalidInput(f"{parent} was trained in another mode, or on other bits, than this trainer's")
 
     async def state(self, adapter: AdapterRef, beat: Beat) -> TrainState:
         """From memory, else from the store. Raises CorruptObject or NotFound."""
@@ -75,7 +86,11 @@ class Versions:
         return await beating(beat, asyncio.to_thread(self._load, files))
 
     async def commit(self, manifest: Manifest, state: TrainState, beat: Beat) -> tuple[Manifest, bool]:
-        """Commits a version and whether it did; if somebody else was first, returns what they committed."""
+        """Commits a version and whether it did; if somebody else was first, returns what they committed.
+
+        Fills in the manifest's `base_model` and `fingerprints`, and what `AdapterStore.commit` does.
+        """
+        manifest = replace(manifest, base_model=self._base_model, fingerprints=dict(self._fingerprints))
         files = await beating(beat, asyncio.to_thread(self._save, state))
         try:
             committed = await beating(beat, self._patiently(partial(self.store.commit, manifest, files)))

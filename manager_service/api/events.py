@@ -78,7 +78,7 @@ async def _follow(api: Api, row: JobRow, last: int) -> AsyncIterator[str]:
         elif time.monotonic() - told_s >= api.settings.keep_alive_s:
             told_s = time.monotonic()
             yield ": keep-alive\n\n"
-    async for record in row.base.archive.events_after(row.archived, last):
+    async for record in row.base.archive.records(row.archived).events_after(last):
         yield _sent(record)
 
 

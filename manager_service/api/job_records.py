@@ -1,6 +1,5 @@
 """Reads what a job has written: events, checkpoints, samples, ledger and use; from Redis, or from the archive once it is there."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,8 +8,16 @@ import msgspec
 
 from manager_service.api.context import Base
 from manager_service.archive.samples import by_version, joined
-from manager_service.archive.store import Archived, sample_versions
-from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, JobState
+from manager_service.archive.store import sample_versions
+from manager_service.records import (
+    LEDGER,
+    USAGE_COUNTERS,
+    CheckpointRecord,
+    EventRecord,
+    JobState,
+    usage_fields,
+    usage_of,
+)
 
 EVENTS_AT_ONCE = 500
 """Events that are read, and decoded, before others have their turn."""
@@ -121,49 +128,8 @@ class LiveRecords:
         return {name: int(value or 0) for name, value in zip(LEDGER, counts, strict=True)} | {"in_flight": in_flight}
 
     async def usage(self) -> dict[str, float]:
-        fields = [f"{self.job}/{counter}" for counter in USAGE_COUNTERS]
-        amounts: list[Any] = await self.base.redis.hmget(self.base.cell.usage(self.tenant), fields)
-        return {name: float(amount or 0) for name, amount in zip(USAGE_COUNTERS, amounts, strict=True)}
-
-
-@dataclass(frozen=True, slots=True)
-class ArchivedRecords:
-    """Those of a finished job in the archive."""
-
-    base: Base
-    archived: Archived
-
-    async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
-        return await self.base.archive.events(self.archived, before=before, limit=limit)
-
-    async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
-        found: list[list[EventRecord]] = [[] for _ in starts]
-        async for event in self.base.archive.events_after(self.archived, min(starts, default=0) - 1):
-            at = bisect_right(starts, event.sequence) - 1
-            if event.sequence < starts[at] + length:
-                found[at].append(event)
-        return found
-
-    async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
-        return await self.base.archive.checkpoints(self.archived, before=before, limit=limit)
-
-    async def samples(self, version: int | None) -> bytes:
-        return await self.base.archive.samples(self.archived, version)
-
-    async def sample_versions(self) -> list[int]:
-        return self.base.archive.sample_versions(self.archived)
-
-    async def answers(self, version: int | None) -> bytes:
-        return await self.base.archive.answers(self.archived, version)
-
-    async def answer_versions(self) -> list[int]:
-        return await self.base.archive.answer_versions(self.archived)
-
-    async def ledger(self) -> dict[str, int]:
-        return dict.fromkeys(LEDGER, 0) | self.archived.ledger
-
-    async def usage(self) -> dict[str, float]:
-        return dict.fromkeys(USAGE_COUNTERS, 0.0) | self.archived.usage
+        amounts: list[Any] = await self.base.redis.hmget(self.base.cell.usage(self.tenant), usage_fields(self.job))
+        return dict.fromkeys(USAGE_COUNTERS, 0.0) | usage_of(amounts)
 
 
 def _decoded(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[EventRecord]:

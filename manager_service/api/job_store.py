@@ -16,7 +16,7 @@ from common.spelling import quoted
 from common.streams import partition_of
 from manager_service.api.context import ANSWER_S, Api, Base
 from manager_service.api.errors import ApiError
-from manager_service.api.job_records import ArchivedRecords, JobRecords, LiveRecords
+from manager_service.api.job_records import JobRecords, LiveRecords
 from manager_service.archive.store import Archived
 from manager_service.records import DELETED, FINAL, JSON, MOVING, JobSpec, JobState
 from manager_service.settings import ManagerSettings
@@ -78,7 +78,7 @@ class JobRow:
     @property
     def records(self) -> JobRecords:
         if self.archived is not None:
-            return ArchivedRecords(self.base, self.archived)
+            return self.base.archive.records(self.archived)
         return LiveRecords(self.base, self.spec.tenant, self.spec.id, self.state)
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import msgspec
 import structlog
 
 from common.bus import Bus
@@ -19,7 +18,7 @@ from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import Archive, Archived, in_parts
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.kept import Kept
-from manager_service.records import DELETED, USAGE_COUNTERS, JobSpec, JobState
+from manager_service.records import DELETED, JobSpec, JobState, read_record, usage_fields, usage_of
 
 BATCH = 20
 """Jobs that are moved together."""
@@ -73,19 +72,13 @@ class Archiver:
         return await asyncio.gather(*map(self._copy, jobs))
 
     async def _copy(self, job: str) -> Moved:
-        cell = self._cell
-        (record,) = await self._bus.read_hashes([cell.job(job)])
-        try:
-            spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
-            state = msgspec.json.decode(record[b"state"], type=JobState)
-        except (KeyError, msgspec.MsgspecError) as error:
-            log.error("record_unreadable", job_id=job, reason=str(error))
-            return Moved(job)
-        return await self._write(spec, state, deleted=DELETED.encode() in record)
+        key = self._cell.job(job)
+        (record,) = await self._bus.read_hashes([key])
+        found = read_record(key, record, JobSpec, JobState)
+        return await self._write(*found, deleted=DELETED.encode() in record) if found else Moved(job)
 
     async def _write(self, spec: JobSpec, state: JobState, *, deleted: bool) -> Moved:
         cell, job = self._cell, spec.id
-        fields = [f"{job}/{counter}" for counter in USAGE_COUNTERS]
 
         async def read() -> list[Any]:
             pipe = self._bus.client.pipeline(transaction=False)
@@ -93,13 +86,12 @@ class Archiver:
                 pipe.hgetall(key)
             pipe.xrange(cell.events(job))
             pipe.hlen(cell.open(job))
-            pipe.hmget(cell.usage(spec.tenant), fields)
+            pipe.hmget(cell.usage(spec.tenant), usage_fields(job))
             pipe.zscore(cell.tenant_jobs(spec.tenant), job)
             return await pipe.execute()
 
         ledger, checkpoints, samples, answers, events, in_flight, amounts, created_s = await self._bus.retrying(read)
-        counters = zip(USAGE_COUNTERS, amounts, strict=True)
-        usage = {name: float(amount) for name, amount in counters if amount is not None}
+        usage = usage_of(amounts)
         archived = Archived(
             spec=spec,
             state=state,

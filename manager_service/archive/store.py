@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import re
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +26,16 @@ import msgspec
 from common.errors import AlreadyExists, NotFound
 from common.objects import Objects
 from manager_service.archive.samples import SampleFiles
-from manager_service.records import JSON, CheckpointRecord, EventRecord, JobSpec, JobState, tuned_model
+from manager_service.records import (
+    JSON,
+    LEDGER,
+    USAGE_COUNTERS,
+    CheckpointRecord,
+    EventRecord,
+    JobSpec,
+    JobState,
+    tuned_model,
+)
 
 T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)
@@ -63,58 +73,52 @@ class Archive:
     """The finished jobs of one base model."""
 
     def __init__(self, objects: Objects, base_model: str) -> None:
-        self._objects = objects
+        self.objects = objects
         self._base_model = base_model
         self.sample_files = SampleFiles(objects, base_model)
         """Those that were moved before their job ended."""
         self.answer_files = SampleFiles(objects, base_model, "answers")
         """Likewise, of evaluations."""
 
-    def _folder(self, tenant: str) -> str:
+    def folder(self, tenant: str) -> str:
         return f"records/{tenant}/{self._base_model}"
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     async def write(self, job: Archived, parts: Mapping[str, bytes]) -> None:
         """Writes a job, the record after all that it names, so that a job is there whole or not at all."""
-        folder, spec = self._folder(job.spec.tenant), job.spec
+        folder, spec = self.folder(job.spec.tenant), job.spec
         content = b"".join(parts.values())
         file = f"parts.{hashlib.sha256(content).hexdigest()}"
         if content:
-            await self._objects.write(f"{folder}/{spec.id}/{file}", content)
+            await self.objects.write(f"{folder}/{spec.id}/{file}", content)
         day = time.strftime("%Y%m%d", time.gmtime(job.created_ms / 1000))
-        await self._objects.write(f"{folder}/jobs/{day}/{job.created_ms}.{spec.id}", b"")
+        await self.objects.write(f"{folder}/jobs/{day}/{job.created_ms}.{spec.id}", b"")
         if job.state.version >= 1 and not job.deleted:
-            await self._objects.write(self._model(job), b"")
+            await self.objects.write(self._model(job), b"")
         await self._write_record(msgspec.structs.replace(job, parts=_spans(parts), parts_file=file))
 
     async def mark_deleted(self, job: Archived) -> None:
         """Notes that the user deleted the tuned model."""
         await self._write_record(msgspec.structs.replace(job, deleted=True))
-        await self._objects.delete(self._model(job))
+        await self.objects.delete(self._model(job))
 
     async def add_event(self, job: Archived, event_of: Callable[[int], EventRecord]) -> None:
         """Adds an event behind all others. `event_of`: makes it of its sequence number."""
         for number in itertools.count(job.state.num_events + 1):
             with contextlib.suppress(AlreadyExists):
-                await self._objects.create(f"{self._late(job)}/{number}", JSON.encode(event_of(number)))
+                await self.objects.create(f"{self.late(job)}/{number}", JSON.encode(event_of(number)))
                 return
 
-    def _late(self, job: Archived) -> str:
-        return f"{self._folder(job.spec.tenant)}/{job.spec.id}/late"
-
-    async def _late_events(self, job: Archived) -> list[EventRecord]:
-        """Oldest first."""
-        paths = await self._objects.paths(self._late(job))
-        rows = [msgspec.json.decode(await self._objects.get(path), type=EventRecord) for path in paths]
-        return sorted(rows, key=lambda row: row.sequence)
+    def late(self, job: Archived) -> str:
+        return f"{self.folder(job.spec.tenant)}/{job.spec.id}/late"
 
     def _model(self, job: Archived) -> str:
         name = f"{job.created_ms}.{job.spec.id}.{job.state.version}.{job.spec.suffix}"
-        return f"{self._folder(job.spec.tenant)}/models/{name}"
+        return f"{self.folder(job.spec.tenant)}/models/{name}"
 
     async def _write_record(self, job: Archived) -> None:
-        await self._objects.write(f"{self._folder(job.spec.tenant)}/{job.spec.id}/record.json", JSON.encode(job))
+        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", JSON.encode(job))
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -122,99 +126,119 @@ class Archive:
         if not _ID.fullmatch(job):
             return None  # no job has such an id, and some are no names for a store
         try:
-            record = await self._objects.get(f"{self._folder(tenant)}/{job}/record.json")
+            record = await self.objects.get(f"{self.folder(tenant)}/{job}/record.json")
         except NotFound:
             return None
         return msgspec.json.decode(record, type=Archived)
 
     async def newest_first(self, tenant: str, before_ms: int | None = None) -> AsyncIterator[tuple[int, str]]:
         """Creation (ms) and id of a tenant's jobs. `before_ms`: only those that were made then or before."""
-        folder = f"{self._folder(tenant)}/jobs"
+        folder = f"{self.folder(tenant)}/jobs"
         last_day = time.strftime("%Y%m%d", time.gmtime(time.time() if before_ms is None else before_ms / 1000))
-        for day in reversed([day for day in await self._objects.folders(folder) if day <= last_day]):
-            names = (path.rpartition("/")[2].partition(".") for path in await self._objects.paths(f"{folder}/{day}"))
+        for day in reversed([day for day in await self.objects.folders(folder) if day <= last_day]):
+            names = (path.rpartition("/")[2].partition(".") for path in await self.objects.paths(f"{folder}/{day}"))
             for ms, job in sorted(((int(ms), job) for ms, _, job in names), reverse=True):
                 if before_ms is None or ms <= before_ms:
                     yield ms, job
 
     async def models(self, tenant: str) -> list[TunedModel]:
         """All that were not deleted, oldest first."""
-        paths = await self._objects.paths(f"{self._folder(tenant)}/models")
+        paths = await self.objects.paths(f"{self.folder(tenant)}/models")
         names = (path.rpartition("/")[2].split(".", 3) for path in paths)
         return [
             TunedModel(tuned_model(self._base_model, tenant, suffix, job), tenant, int(ms), job, int(version))
             for ms, job, version, suffix in names
         ]
 
-    async def events(self, job: Archived, *, before: int | None, limit: int) -> list[EventRecord]:
-        """The newest with a sequence number below `before`, newest first."""
-        late = [row for row in await self._late_events(job) if before is None or row.sequence < before]
-        found = await self._newest(job, "events", EventRecord, lambda row: row.sequence, before, limit)
+    def records(self, job: Archived) -> "ArchivedRecords":
+        return ArchivedRecords(self, job)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedRecords:
+    """The records that a finished job has written, as `JobRecords` (api/job_records.py) tells them."""
+
+    archive: Archive
+    job: Archived
+
+    async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
+        late = [row for row in await self._late_events() if before is None or row.sequence < before]
+        found = await self._newest("events", EventRecord, lambda row: row.sequence, before, limit)
         return [*reversed(late), *found][:limit]
 
-    async def events_after(self, job: Archived, last: int) -> AsyncIterator[EventRecord]:
+    async def events_after(self, last: int) -> AsyncIterator[EventRecord]:
         """Those with a sequence number above `last`, oldest first."""
-        starts = _starts(job, "events")
+        starts = _starts(self.job, "events")
         for start, following in zip(starts, [*starts[1:], None], strict=True):
             if following is None or following > last + 1:
-                for row in await self._rows(job, f"events/{start}", EventRecord):
+                for row in await self._rows(f"events/{start}", EventRecord):
                     if row.sequence > last:
                         yield row
-        for row in await self._late_events(job):
+        for row in await self._late_events():
             if row.sequence > last:
                 yield row
 
-    async def checkpoints(self, job: Archived, *, before: int | None, limit: int) -> list[CheckpointRecord]:
-        """The newest of a version below `before`, newest first."""
-        return await self._newest(job, "checkpoints", CheckpointRecord, lambda row: row.version, before, limit)
+    async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
+        found: list[list[EventRecord]] = [[] for _ in starts]
+        async for event in self.events_after(min(starts, default=0) - 1):
+            at = bisect_right(starts, event.sequence) - 1
+            if event.sequence < starts[at] + length:
+                found[at].append(event)
+        return found
 
-    async def samples(self, job: Archived, version: int | None) -> bytes:
-        """Those of a version; without one, of the newest that has some: a list of SampleRecord as JSON."""
-        found = max(self.sample_versions(job), default=0) if version is None else version
-        if f"samples/{found}" in job.parts:
-            return await self._part(job, f"samples/{found}")
-        return await self.sample_files.read(job.spec.tenant, job.spec.id, found)
+    async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
+        return await self._newest("checkpoints", CheckpointRecord, lambda row: row.version, before, limit)
 
-    def sample_versions(self, job: Archived) -> list[int]:
-        """Those that may have samples, ascending."""
-        return sample_versions(job.state, _starts(job, "samples"))
+    async def samples(self, version: int | None) -> bytes:
+        found = max(await self.sample_versions(), default=0) if version is None else version
+        if f"samples/{found}" in self.job.parts:
+            return await self._part(f"samples/{found}")
+        return await self.archive.sample_files.read(self.job.spec.tenant, self.job.spec.id, found)
 
-    async def answers(self, job: Archived, version: int | None) -> bytes:
-        """The samples that are kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
-        found = max(await self.answer_versions(job), default=0) if version is None else version
-        if f"answers/{found}" in job.parts:
-            return await self._part(job, f"answers/{found}")
-        return await self.answer_files.read(job.spec.tenant, job.spec.id, found)
+    async def sample_versions(self) -> list[int]:
+        return sample_versions(self.job.state, _starts(self.job, "samples"))
 
-    async def answer_versions(self, job: Archived) -> list[int]:
-        """Those of whose evaluation something is kept, ascending."""
-        return sorted({*_starts(job, "answers"), *await self.answer_files.versions(job.spec.tenant, job.spec.id)})
+    async def answers(self, version: int | None) -> bytes:
+        found = max(await self.answer_versions(), default=0) if version is None else version
+        if f"answers/{found}" in self.job.parts:
+            return await self._part(f"answers/{found}")
+        return await self.archive.answer_files.read(self.job.spec.tenant, self.job.spec.id, found)
+
+    async def answer_versions(self) -> list[int]:
+        spec = self.job.spec
+        return sorted({*_starts(self.job, "answers"), *await self.archive.answer_files.versions(spec.tenant, spec.id)})
+
+    async def ledger(self) -> dict[str, int]:
+        return dict.fromkeys(LEDGER, 0) | self.job.ledger
+
+    async def usage(self) -> dict[str, float]:
+        return dict.fromkeys(USAGE_COUNTERS, 0.0) | self.job.usage
 
     async def _newest(
-        self,
-        job: Archived,
-        kind: str,
-        of: type[Row],
-        number: Callable[[Row], int],
-        before: int | None,
-        limit: int,
+        self, kind: str, of: type[Row], number: Callable[[Row], int], before: int | None, limit: int
     ) -> list[Row]:
         found: list[Row] = []
-        for start in reversed(_starts(job, kind)):
+        for start in reversed(_starts(self.job, kind)):
             if len(found) < limit and (before is None or start < before):
-                rows = await self._rows(job, f"{kind}/{start}", of)
+                rows = await self._rows(f"{kind}/{start}", of)
                 found += [row for row in reversed(rows) if before is None or number(row) < before]
         return found[:limit]
 
-    async def _rows(self, job: Archived, part: str, of: type[T]) -> list[T]:
-        return msgspec.json.decode(await self._part(job, part), type=list[of])
+    async def _rows(self, part: str, of: type[T]) -> list[T]:
+        return msgspec.json.decode(await self._part(part), type=list[of])
 
-    async def _part(self, job: Archived, part: str) -> bytes:
+    async def _part(self, part: str) -> bytes:
         """A list of rows as JSON; an empty one if there is no such part."""
-        if part not in job.parts:
+        if part not in self.job.parts:
             return b"[]"
-        path = f"{self._folder(job.spec.tenant)}/{job.spec.id}/{job.parts_file}"
-        return await self._objects.get_part(path, *job.parts[part])
+        path = f"{self.archive.folder(self.job.spec.tenant)}/{self.job.spec.id}/{self.job.parts_file}"
+        return await self.archive.objects.get_part(path, *self.job.parts[part])
+
+    async def _late_events(self) -> list[EventRecord]:
+        """Oldest first."""
+        paths = await self.archive.objects.paths(self.archive.late(self.job))
+        rows = [msgspec.json.decode(await self.archive.objects.get(path), type=EventRecord) for path in paths]
+        return sorted(rows, key=lambda row: row.sequence)
 
 
 def sample_versions(state: JobState, elsewhere: Iterable[int]) -> list[int]:

@@ -46,7 +46,7 @@ class JobCell:
             )
             return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in entries]
         events: list[EventRecord] = []
-        async for event in self.archive.events_after(found.archived, after):
+        async for event in self.archive.records(found.archived).events_after(after):
             events.append(event)
             if len(events) == limit:
                 break

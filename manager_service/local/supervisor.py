@@ -129,13 +129,6 @@ class LocalCluster:
         """
         return self._processes[name].signal(number)
 
-    async def restart(self, name: str, number: int = signal.SIGTERM) -> None:
-        """Sends a signal and waits until the child runs under another process id."""
-        before = self._processes[name].pid
-        self.kill(name, number)
-        while self._processes[name].pid in (before, None):
-            await asyncio.sleep(POLL_S)
-
     async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
         can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.

@@ -24,7 +24,7 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Delayed, download_lines
-from manager_service.records import JobError, JobSpec, JobState, file_path
+from manager_service.records import JobError, JobSpec, JobState, file_path, read_record
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
 from manager_service.scheduling.members import MemberTable
@@ -129,12 +129,10 @@ class Partition:
         record, unsettled, evals = records
         if not record:
             return
-        try:
-            spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
-            state = msgspec.json.decode(record[b"state"], type=JobState)
-        except (KeyError, msgspec.MsgspecError) as error:
-            log.error("record_unreadable", job_id=job_id, reason=str(error))
+        found = read_record(self._cell.job(job_id), record, JobSpec, JobState)
+        if found is None:
             return
+        spec, state = found
         try:
             files = [await self._items(spec.tenant, file) for file in (spec.training_file, spec.validation_file)]
             missing = ""

@@ -11,7 +11,7 @@ from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobC
 from common.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
 from manager_service.jobs.changes import Changes, Moved
-from manager_service.records import USAGE_COUNTERS, JobError
+from manager_service.records import JobError, read_record, usage_fields, usage_of
 from manager_service.runs.names import change_name
 from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, SamplerState
 from manager_service.runs.retention import LOOK_AGAIN_S, Needs, Retention, read_versions
@@ -79,13 +79,8 @@ class Runs:
         found: list[Known] = []
         for number, name in enumerate(names):
             record, versions, samplers = records[3 * number : 3 * number + 3]
-            try:
-                spec = msgspec.json.decode(record[b"spec"], type=RunSpec)
-                state = msgspec.json.decode(record[b"state"], type=RunState)
-            except (KeyError, msgspec.MsgspecError) as error:
-                log.error("record_unreadable", run_id=name, reason=str(error))
-                continue
-            found.append(Known(spec, state, read_versions(versions), read_samplers(samplers)))
+            if read := read_record(self._cell.run(name), record, RunSpec, RunState):
+                found.append(Known(*read, read_versions(versions), read_samplers(samplers)))
         return found
 
     def restore(self, delivery: Delivery, changes: Changes) -> bool:
@@ -244,11 +239,9 @@ class Runs:
 
     async def _used_up(self, spec: RunSpec) -> Moved:
         """The whole usage of a run that leaves Redis."""
-        fields = [f"{spec.id}/{counter}" for counter in USAGE_COUNTERS]
-        key = self._cell.usage(spec.tenant)
+        key, fields = self._cell.usage(spec.tenant), usage_fields(spec.id)
         amounts: Any = await self._bus.retrying(lambda: self._bus.client.hmget(key, fields))
-        found = zip(USAGE_COUNTERS, amounts, strict=True)
-        return Moved(spec.id, spec.tenant, {name: float(amount) for name, amount in found if amount is not None})
+        return Moved(spec.id, spec.tenant, usage_of(amounts))
 
     def _retentions(self) -> list[Retention]:
         return [*(run.retention for run in self.table.values()), *self._ended.values()]

@@ -14,10 +14,6 @@ MAX_BYTES = 64 << 10
 T = TypeVar("T")
 
 
-class ConfigAsked(msgspec.Struct):
-    sdk_version: str = ""
-
-
 class SessionAsked(msgspec.Struct):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
@@ -40,7 +36,6 @@ class FinishAsked(msgspec.Struct):
 class LoraAsked(msgspec.Struct):
     rank: int = 32
     seed: int | None = None
-    train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
@@ -70,7 +65,6 @@ class LoadAsked(msgspec.Struct):
     base_model: str | None = None
     optimizer_config: OptimizerAsked | None = None
     user_metadata: dict[str, Any] | None = None
-    weights_access_token: str | None = None
 
 
 class ModelNamed(msgspec.Struct):

@@ -15,7 +15,7 @@ from marlaas_client.cli.output import print_json, say
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
 from marlaas_client.dataset import TALK, Columns, as_jsonl, rows_of_dataset, rows_of_file
-from marlaas_client.errors import InvalidInput, Refused
+from marlaas_client.errors import InvalidInput
 from marlaas_client.records import Job, Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
 
@@ -191,13 +191,9 @@ def _read(file: Path) -> str:
 
 
 def create(client: Client, request: Record, *, says_estimate: bool) -> Job:
-    """Creates a job. Says before what it would need, unless the service is an older one, which cannot tell."""
-    try:
-        if says_estimate:
-            show_estimate(client.estimate(request), as_json=False)
-    except Refused as error:
-        if error.status not in (404, 405):
-            raise
+    """Creates a job. Says before what it would need, if `says_estimate`."""
+    if says_estimate:
+        show_estimate(client.estimate(request), as_json=False)
     return client.create(request)
 
 

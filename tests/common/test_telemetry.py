@@ -5,7 +5,7 @@ import time
 import pytest
 
 from common.messages import Span
-from common.telemetry import MAX_SPANS, Reporter, Timeline, merged
+from common.telemetry import MAX_SPANS, About, Reporter, Timeline, merged
 
 
 class Clock:
@@ -79,7 +79,7 @@ def test_a_stretch_that_goes_on_is_cut_at_each_report_and_nothing_is_told_twice(
 
 
 def test_a_report_tells_the_busy_share_since_the_last_one_and_counters_since_the_start(clock: Clock) -> None:
-    reporter = Reporter("w1", "env", "tiny", slots=4, resident=lambda: ["a@1"])
+    reporter = Reporter("w1", "env", "tiny", About(slots=4, resident=lambda: ["a@1"]))
     reporter.report("idle", in_use=0)
     reporter.count("turns")
     reporter.timeline.begin("t", "a", "env")

@@ -14,9 +14,9 @@ from common.errors import StoreUnavailable, Unavailable
 from common.handlers import Beat
 from common.messages import Cancel, DeadLetter, Failure, Start
 from common.streams import GROUP_ENV, Cell
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.wire import decode
-from common.worker import Inbox, Worker
+from common.worker import Habits, Inbox, Worker
 from tests.common.test_bus import start
 
 CELL = Cell("tiny")
@@ -70,11 +70,19 @@ async def for_ever(message: Start, beat: Beat) -> None:
 
 @contextlib.asynccontextmanager
 async def working(
-    bus: Bus, handler: Recorder, *, slots: int = 4, name: str = "w", a_read: int | None = None, **options: Any
+    bus: Bus,
+    handler: Recorder,
+    *,
+    slots: int = 4,
+    name: str = "w",
+    a_read: int | None = None,
+    most: int = 10,
+    **habits: Any,
 ) -> AsyncGenerator[Worker]:
-    reporter = Reporter(name, "env", "tiny", slots=slots)
+    reporter = Reporter(name, "env", "tiny", About(slots=slots))
     inboxes = [Inbox(CELL.env, GROUP_ENV, a_read)]
-    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=LEASE_S, **options)
+    options: dict[str, Any] = {"lease_s": LEASE_S, "max_deliveries": most}
+    worker = Worker(bus, handler, inboxes, reporter, **options, habits=Habits(**habits))
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
     try:
@@ -199,9 +207,9 @@ async def test_a_worker_that_takes_one_at_a_time_does_so_from_all_its_inboxes(bu
     inboxes = [Inbox(stream, GROUP_ENV, at_once=1) for stream in (own, CELL.env)]
     await bus.publish([(CELL.env, start(n)) for n in range(4)])
     await bus.publish([(own, start(9))])
-    reporter, stop = Reporter("w", "env", "tiny", slots=4), asyncio.Event()
-    options: dict[str, Any] = {"lease_s": LEASE_S, "has_room": lambda: False}
-    worker = asyncio.create_task(Worker(bus, handler, inboxes=inboxes, reporter=reporter, **options).run(stop))
+    reporter, stop = Reporter("w", "env", "tiny", About(slots=4)), asyncio.Event()
+    habits = Habits(has_room=lambda: False)
+    worker = asyncio.create_task(Worker(bus, handler, inboxes, reporter, lease_s=LEASE_S, habits=habits).run(stop))
 
     await until(lambda: handler.running)
 
@@ -479,7 +487,7 @@ async def test_an_entry_delivered_too_often_is_a_dead_letter_and_its_owner_hears
         found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0)
         await bus.claim(CELL.env, GROUP_ENV, "x", found, min_idle_ms=0)
     handler = Recorder(at_once)
-    async with working(bus, handler, max_deliveries=3):
+    async with working(bus, handler, most=3):
         await until(lambda: length(bus, CELL.dead, 1))
         await until(lambda: length(bus, CELL.scored(1), 1))
     assert handler.seen == []
@@ -533,8 +541,8 @@ async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
     [(CELL.env, CELL.scored(3)), (CELL.train, CELL.adapters(3)), (CELL.trainer("w"), CELL.adapters(3))],
 )
 async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, stream: str, inbox: str) -> None:
-    reporter = Reporter("w", "env", "tiny", slots=1)
-    worker = Worker(bus, Recorder(at_once), inboxes=[Inbox(stream, GROUP_ENV)], reporter=reporter, lease_s=LEASE_S)
+    reporter = Reporter("w", "env", "tiny", About(slots=1))
+    worker = Worker(bus, Recorder(at_once), [Inbox(stream, GROUP_ENV)], reporter, lease_s=LEASE_S)
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
     await bus.client.xadd(stream, {"id": "job/1/0/1", "job": "job", "partition": 3, "payload": b"newer"})
@@ -547,7 +555,10 @@ async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, strea
     assert isinstance(letter, DeadLetter) and (letter.id, letter.job, letter.stream) == ("job/1/0/1", "job", stream)
 
 
-async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(bus: Bus) -> None:
+async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.UNAVAILABLE_LIMIT_S", 0.0)
     back = asyncio.Event()
 
     async def needs_store(message: Start, beat: Beat) -> None:
@@ -559,7 +570,7 @@ async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(
         return any("it is away" in report.reason for report in reports)
 
     handler = Recorder(needs_store)
-    async with working(bus, handler, unavailable_limit_s=0.0):
+    async with working(bus, handler):
         await bus.publish([(CELL.env, start())])
         await until(said)
         assert len(handler.seen) > 2 and await bus.client.xlen(CELL.dead) == 0

@@ -20,6 +20,7 @@ from manager_service.local.supervisor import ServiceCommand
 from manager_service.receivers import LOGGERS
 from tests.manager.test_export import create, exporter, nothing_waits, until
 from tests.support.api_server import running_api, running_jobs
+from tests.support.processes import restart
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import client_of, pass_over
 
@@ -232,7 +233,7 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
     async with running(tmp_path / "data", environment=variables, services=services) as (cluster, api):
         jobs = [await api.submit(skill, max_steps=3, batch_size=4, evaluate=True) for skill in ("sort", "calc")]
         for name in ("rollout-0", "env-0"):
-            await cluster.restart(name)
+            await restart(cluster, name)
         for job in await api.until_done(*jobs):
             assert job["status"] == "succeeded", job["error"]
             assert is_balanced(await api.ledger(job["id"]))

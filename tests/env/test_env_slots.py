@@ -14,9 +14,9 @@ from common.bus import Bus
 from common.messages import EnvSpec, GradeRequest, GradeResult
 from common.streams import GROUP_ENV
 from common.tasks import running
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.text.tokens import ChatTokenizer
-from common.worker import Inbox, Worker
+from common.worker import Habits, Inbox, Worker
 from env_service.environment import Step, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.handler import EnvHandler
@@ -83,8 +83,8 @@ async def answers(bus: Bus, num: int) -> list[str]:
 async def working(bus: Bus, environment: Gated) -> AsyncGenerator[None]:
     tokenizer = ChatTokenizer.load(TINY)
     handler = EnvHandler(cell=bus.cell, tokenizer=tokenizer, environments=cast("Catalogue", environment), slots=SLOTS)
-    reporter = Reporter("env-1", "env", "tiny", slots=SLOTS)
-    worker = Worker(bus, handler, inboxes=[Inbox(bus.cell.env, GROUP_ENV)], reporter=reporter, ahead=16 * SLOTS)
+    reporter = Reporter("env-1", "env", "tiny", About(slots=SLOTS))
+    worker = Worker(bus, handler, [Inbox(bus.cell.env, GROUP_ENV)], reporter, habits=Habits(ahead=16 * SLOTS))
     await bus.ensure_group(bus.cell.reply("test"), "alive")
     stop = asyncio.Event()
     async with running(worker.run(stop)):

@@ -18,7 +18,7 @@ from common.handlers import Beat
 from common.messages import Failure, ScoredTrajectory, TurnRequest
 from common.streams import GROUP_ROLLOUT, Cell
 from common.tasks import running
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker
 from harness.standin import StandIn
 from tests.env.test_env_handler import result_of, start_of
@@ -118,8 +118,8 @@ def stack() -> Iterator[ExitStack]:
 async def cluster(bus: Bus, tmp_path: Path, redis_url: str, stack: ExitStack) -> AsyncIterator[Cluster]:
     cluster = Cluster(bus, tmp_path, redis_url, stack)
     inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    reporter = Reporter("rollout-1", "rollout", "tiny", slots=2 * NUM)
-    worker = Worker(bus, cluster.rollout, inboxes=inboxes, reporter=reporter, lease_s=LEASE_S)
+    reporter = Reporter("rollout-1", "rollout", "tiny", About(slots=2 * NUM))
+    worker = Worker(bus, cluster.rollout, inboxes, reporter, lease_s=LEASE_S)
     stop = asyncio.Event()
     async with running(worker.run(stop)):
         yield cluster

@@ -210,18 +210,18 @@ async def many_rows(objects: Objects, server: ApiServer) -> AsyncIterator[tuple[
 async def test_long_lists_are_read_a_part_at_a_time(many_rows: tuple[Archive, Archived]) -> None:
     archive, job = many_rows
     last = 2 * ROWS_A_PART + 1
-    assert [e.sequence for e in await archive.events(job, before=None, limit=3)] == [last, last - 1, last - 2]
-    across = await archive.events(job, before=ROWS_A_PART + 3, limit=4)
+    assert [e.sequence for e in await archive.records(job).events(before=None, limit=3)] == [last, last - 1, last - 2]
+    across = await archive.records(job).events(before=ROWS_A_PART + 3, limit=4)
     assert [e.sequence for e in across] == [ROWS_A_PART + 2, ROWS_A_PART + 1, ROWS_A_PART, ROWS_A_PART - 1]
-    assert [e.sequence for e in await archive.events(job, before=3, limit=100)] == [2, 1]
-    assert [c.version for c in await archive.checkpoints(job, before=4, limit=2)] == [3, 2]
-    assert len(await archive.checkpoints(job, before=None, limit=1000)) == ROWS_A_PART + 2
+    assert [e.sequence for e in await archive.records(job).events(before=3, limit=100)] == [2, 1]
+    assert [c.version for c in await archive.records(job).checkpoints(before=4, limit=2)] == [3, 2]
+    assert len(await archive.records(job).checkpoints(before=None, limit=1000)) == ROWS_A_PART + 2
 
 
 @pytest.mark.parametrize("last", [-1, 0, 1, ROWS_A_PART - 1, ROWS_A_PART, ROWS_A_PART + 1, 2 * ROWS_A_PART + 1])
 async def test_a_stream_of_events_resumes_anywhere(many_rows: tuple[Archive, Archived], last: int) -> None:
     archive, job = many_rows
-    seen = [event.sequence async for event in archive.events_after(job, last)]
+    seen = [event.sequence async for event in archive.records(job).events_after(last)]
     assert seen == list(range(max(1, last + 1), 2 * ROWS_A_PART + 2))
 
 

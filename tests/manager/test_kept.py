@@ -142,9 +142,9 @@ async def test_samples_move_to_object_storage_and_are_read_as_before(bus: Bus, o
     (moved,) = await Archiver(bus, objects).copy([spec.id])
     archive = Archive(objects, "tiny")
     archived = await archive.find(spec.tenant, moved.job)
-    assert archived and await archive.answer_versions(archived) == [0, 4, 8]
-    assert json.loads(await archive.answers(archived, None)) == rows
-    assert len(json.loads(await archive.answers(archived, 0))) == len(rows)
+    assert archived and await archive.records(archived).answer_versions() == [0, 4, 8]
+    assert json.loads(await archive.records(archived).answers(None)) == rows
+    assert len(json.loads(await archive.records(archived).answers(0))) == len(rows)
 
 
 async def _has_moved(bus: Bus, objects: Objects, spec: JobSpec, versions: list[int]) -> bool:

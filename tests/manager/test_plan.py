@@ -35,11 +35,11 @@ from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
 from rollout_service.settings import LORA_RANKS, RolloutSettings
 from tests.support.families import save_family
+from tests.support.trainer_cases import measured
 from trainer_service import memory
 from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.memory import measured
 from trainer_service.packing import Budget
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer

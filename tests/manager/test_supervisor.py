@@ -27,6 +27,7 @@ from manager_service.local.supervisor import (
     read_cluster_file,
     service_commands,
 )
+from tests.support.processes import restart
 
 API = """
 import http.server, os
@@ -77,7 +78,7 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
         before = running.pids
         assert set(before) == {"redis", "manager", "rollout-0"}
         # When one child is killed
-        await running.restart("rollout-0", signal.SIGKILL)
+        await restart(running, "rollout-0", signal.SIGKILL)
         # Then it runs again, under another process id, and the others were left alone
         after = running.pids
         assert after["rollout-0"] != before["rollout-0"]
@@ -111,7 +112,7 @@ async def test_redis_keeps_its_data_and_its_address_when_killed(tmp_path: Path) 
     async with cluster(tmp_path) as running:
         async with connect(running) as client:
             await client.set("answer", "42")
-        await running.restart("redis", signal.SIGKILL)
+        await restart(running, "redis", signal.SIGKILL)
         async with connect(running) as client:
             assert await answer(client) == b"42"
     # and over a stop and a new start, with a new password

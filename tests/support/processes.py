@@ -1,10 +1,13 @@
 """Finds the processes that another one has started, and what is left of them."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from manager_service.local.supervisor import LocalCluster
 
 Process = tuple[int, str]
 """A process's id and its start, which tells it from a later one of that id."""
@@ -42,3 +45,11 @@ def left_behind(worker: str, *, num: int) -> set[Process]:
     while alive(started) and time.monotonic() < until:
         time.sleep(0.05)
     return alive(started)
+
+
+async def restart(cluster: LocalCluster, name: str, number: int = signal.SIGTERM) -> None:
+    """Sends a signal to a child and waits until it runs under another process id."""
+    before = cluster.pids[name]
+    cluster.kill(name, number)
+    while cluster.pids.get(name, before) == before:
+        await asyncio.sleep(0.02)

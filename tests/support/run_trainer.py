@@ -15,7 +15,7 @@ from common.handlers import Beat
 from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
 from common.operations import Forget, Forgotten, OperationResult, Operations, OperationsDone, Outputs, RunOperation
 from common.streams import GROUP_TRAINER, Cell
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker, worker_id
 from harness.standin import StandIn
 
@@ -139,8 +139,8 @@ async def hashing_trainer(bus: Bus, store: AdapterStore, *, lease_s: float = 0.6
     name = worker_id("trainer")
     handler = HashingTrainer(bus.cell, store, name)
     inboxes = [Inbox(stream, GROUP_TRAINER, at_once=1) for stream in (bus.cell.trainer(name), bus.cell.train)]
-    reporter = Reporter(name, "trainer", bus.cell.base_model, slots=1)
-    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=lease_s)
+    reporter = Reporter(name, "trainer", bus.cell.base_model, About(slots=1))
+    worker = Worker(bus, handler, inboxes, reporter, lease_s=lease_s)
     task = asyncio.create_task(worker.run(asyncio.Event()))
     try:
         yield handler

@@ -12,6 +12,9 @@ from common.errors import Unavailable
 from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.objects import Objects
 from common.transcript import EMPTY, transcript
+from trainer_service import memory
+from trainer_service.packing import Budget
+from trainer_service.training import Trainer
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -36,6 +39,11 @@ def load_tiny() -> Decoder:
 
 def nothing() -> None:
     """A beat that nobody hears."""
+
+
+def measured(trainer: Trainer, num_bytes: int) -> Budget:
+    """The trainer's budget, bounded by so many bytes of memory too."""
+    return memory._bounded(trainer, memory._probe(trainer), num_bytes)  # pyright: ignore[reportPrivateUsage]
 
 
 def make_rows(seed: int = 0, *, num_groups: int = 4, group_size: int = 4, version: int = 0, **changes: Any) -> Rows:

@@ -17,8 +17,8 @@ from common.bus import Bus
 from common.objects import Objects
 from common.operations import Operations
 from common.streams import GROUP_TRAINER, Cell
-from common.telemetry import Reporter
-from common.worker import Inbox, Worker
+from common.telemetry import About, Reporter
+from common.worker import Habits, Inbox, Worker
 from tests.common.test_worker import length, until
 from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
@@ -375,9 +375,9 @@ async def test_a_trainer_that_is_full_of_one_tenant_takes_anothers_small_operati
     cell, stop = Cell("tiny"), asyncio.Event()
     for name in ("large", "small"):
         await handler(make_run(name), nothing)
-    reporter, inboxes = Reporter("w", "trainer", "tiny", slots=8), [Inbox(cell.train, GROUP_TRAINER, at_once=1)]
-    room: Any = {"has_room": handler.has_room, "takes_leftovers": handler.takes_leftovers}
-    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, **room)
+    reporter, inboxes = Reporter("w", "trainer", "tiny", About(slots=8)), [Inbox(cell.train, GROUP_TRAINER, at_once=1)]
+    habits = Habits(has_room=handler.has_room, takes_leftovers=handler.takes_leftovers)
+    worker = Worker(bus, handler, inboxes, reporter, habits=habits)
     working = asyncio.create_task(worker.run(stop))
 
     await bus.publish([(cell.train, operation("large", 50))])

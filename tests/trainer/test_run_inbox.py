@@ -12,7 +12,7 @@ from common.bus import Bus
 from common.objects import Objects
 from common.operations import OperationsDone
 from common.streams import GROUP_MANAGER, GROUP_TRAINER
-from common.telemetry import Reporter
+from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker
 from tests.support.run_cases import forward_backward, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_tiny, nothing
@@ -29,8 +29,8 @@ async def training(bus: Bus, handler: TrainHandler, name: str) -> AsyncGenerator
         Inbox(bus.cell.trainer(name), GROUP_TRAINER, at_once=1, keep_s=KEEP_INBOX_S),
         Inbox(bus.cell.train, GROUP_TRAINER, at_once=1),
     ]
-    reporter = Reporter(name, "trainer", "tiny", slots=4)
-    worker = Worker(bus, handler, inboxes=inboxes, reporter=reporter, lease_s=0.3)
+    reporter = Reporter(name, "trainer", "tiny", About(slots=4))
+    worker = Worker(bus, handler, inboxes, reporter, lease_s=0.3)
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
     try:

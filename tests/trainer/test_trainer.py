@@ -57,10 +57,11 @@ class System:
         self.store = AdapterStore(self.objects)
         self.first = self.handler()
 
-    def handler(self) -> TrainHandler:
-        """One more trainer, with nothing in memory."""
+    def handler(self, bits: str = "") -> TrainHandler:
+        """One more trainer, with nothing in memory. `bits`: its fingerprint, in deterministic mode."""
         self.trainer = CountingTrainer(DecoderBackbone(self.decoder))
-        return TrainHandler(self.trainer, self.store, "tiny", retry_delays_s=(0.0, 0.0))
+        fingerprints = {"trainer": bits} if bits else {}
+        return TrainHandler(self.trainer, self.store, "tiny", retry_delays_s=(0.0, 0.0), fingerprints=fingerprints)
 
     async def run(self, *messages: Init | TrainStep, handler: TrainHandler | None = None) -> AdapterUpdate:
         """The update that follows the last message."""
@@ -133,6 +134,21 @@ async def test_a_first_step_goes_on_from_the_version_0_of_a_trainer_that_died(sy
     both = await asyncio.gather(system.run(step), system.run(step, handler=system.handler()))
     assert both[0] == both[1] and both[0].failure is None
     assert [(await system.manifest(0)).attempt] == [path.name for path in system.attempts(0)] == [attempt]
+
+
+@pytest.mark.parametrize("began,late", [("aaa", ""), ("", "aaa"), ("aaa", "bbb")])
+async def test_the_last_step_of_a_cancelled_job_is_not_trained_on_other_bits(
+    system: System, began: str, late: str
+) -> None:
+    # Given a version trained in one mode, and a step that was under way when its job was cancelled
+    await system.run(make_init(), make_step(0, make_rows()), handler=system.handler(began))
+    last = make_step(1, make_rows())
+    # When the cell is of another mode by now, the step fails
+    refused = await system.run(last, handler=system.handler(late))
+    assert refused.failure is not None and refused.failure.kind == "invalid"
+    assert await system.store.manifest(AdapterRef("t", "j", 2)) is None
+    # Then a trainer of the same bits still trains it
+    assert (await system.run(last, handler=system.handler(began))).failure is None
 
 
 async def test_a_step_from_a_version_0_that_is_no_drawn_one_needs_its_files(system: System) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from common.errors import InvalidInput
-from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, measured, nothing
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
-from trainer_service.memory import measured
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 

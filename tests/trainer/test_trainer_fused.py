@@ -16,11 +16,11 @@ from common.adapters import PEFT_FILES, AdapterStore
 from common.errors import InvalidInput, TrainingFailed
 from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
 from common.objects import Objects
-from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, nothing
+from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, measured, nothing
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed
 from trainer_service.fusion import Fusion
 from trainer_service.handler import TrainHandler
-from trainer_service.memory import kept_bytes, measured
+from trainer_service.memory import kept_bytes
 from trainer_service.open_step import OpenBatch, Trained, TrainState
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer

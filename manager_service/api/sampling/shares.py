@@ -80,7 +80,7 @@ class Replies:
         cursor, refreshed_at = "0", float("-inf")
         while True:
             if time.monotonic() - refreshed_at > REFRESH_S:
-                if not await self._refresh():
+                if not await self._bus.keep_alive(self.stream, REPLY_TTL_S):
                     cursor = "0"
                 refreshed_at = time.monotonic()
             entries = await self._bus.follow(self.stream, cursor, block_ms=BLOCK_MS)
@@ -89,15 +89,6 @@ class Replies:
             if entries:
                 cursor = entries[-1][0]
                 await self._forget(cursor)
-
-    async def _refresh(self) -> bool:
-        """Keeps the stream alive. False if it had to be made anew."""
-        client = self._bus.client
-        if await self._bus.retrying(lambda: client.expire(self.stream, REPLY_TTL_S)):
-            return True
-        await self._bus.ensure_group(self.stream, "alive")  # the one command that makes an empty stream
-        await self._bus.retrying(lambda: client.expire(self.stream, REPLY_TTL_S))
-        return False
 
     async def _forget(self, last: str) -> None:
         """Deletes the entries up to this one, which were read."""

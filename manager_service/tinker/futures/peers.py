@@ -87,7 +87,7 @@ class Peers:
         async with asyncio.TaskGroup() as answering:
             while True:
                 if time.monotonic() - refreshed_s > REFRESH_S:
-                    await self._refresh()
+                    await self._bus.keep_alive(self._bus.cell.peers(self._api_id), TTL_S)
                     refreshed_s = time.monotonic()
                 for entry, message in await self._read(cursor):
                     cursor = entry
@@ -109,21 +109,13 @@ class Peers:
         written: Any = await self._bus.retrying(lambda: client.xadd(stream, {"payload": content}, nomkstream=True))
         return written is not None
 
-    async def _refresh(self) -> None:
-        """Keeps the stream alive, and makes it anew if Redis lost it."""
-        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
-        if not await self._bus.retrying(lambda: client.expire(stream, TTL_S)):
-            await self._bus.ensure_group(stream, "alive")  # the one command that makes an empty stream
-            await self._bus.retrying(lambda: client.expire(stream, TTL_S))
-
     async def _read(self, after: str) -> list[tuple[str, PeerQuestion | PeerAnswer | GivenUp]]:
         """Entries behind an id. What was read is deleted."""
         stream, client = self._bus.cell.peers(self._api_id), self._bus.client
         found: Any = await self._bus.retrying(
             lambda: client.xread({stream: after}, count=100, block=BLOCK_MS), block_ms=BLOCK_MS
         )
-        pages = found.values() if isinstance(found, dict) else [[rows for _, rows in found or []]]
-        entries = [entry for page in pages for rows in page for entry in rows]
+        entries = [entry for pages in (found or {}).values() for page in pages for entry in page]
         if entries:
             await self._bus.retrying(lambda: client.xdel(stream, *(entry for entry, _ in entries)))
         return [(entry.decode(), _decoder.decode(fields[b"payload"])) for entry, fields in entries]

@@ -7,8 +7,7 @@
 Its files:
 
     tinker.proto    declares the protocol's messages
-    tinker_pb2.py   is what the compiler makes of it
-    compile.py      compiles it
+    tinker_pb2.py   is what `deploy/compile_proto.py` makes of it
     zstd.py         unpacks compressed bodies, up to a limit
     protobuf.py     reads and writes protobuf: the `tinker` SDK from 0.25 on
     plain.py        reads and writes the same as JSON: older ones

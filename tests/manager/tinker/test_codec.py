@@ -12,7 +12,8 @@ from google.protobuf import descriptor_pb2
 from common.errors import InvalidInput
 from common.messages import f32, i32
 from common.operations import Forward, Outputs
-from manager_service.tinker.wire import compile, plain, protobuf, tinker_pb2
+from deploy.compile_proto import PROTO, compile_into
+from manager_service.tinker.wire import plain, protobuf, tinker_pb2
 from manager_service.tinker.wire.learning import CheckedPass
 from manager_service.tinker.wire.reading import read_pass
 from manager_service.tinker.wire.samples import TinkerSample, read_sample
@@ -24,12 +25,12 @@ SAMPLES = [TinkerSample(i32([1, 2]), f32([-0.5, -1.0]), "stop"), TinkerSample(i3
 
 
 def test_the_committed_code_is_what_the_compiler_makes(tmp_path: Path) -> None:
-    compile.compile_into(tmp_path)
+    compile_into(tmp_path)
     text = (tmp_path / "tinker_pb2.py").read_text()
     again = text[text.index("AddSerializedFile(") :]
     committed = Path(str(tinker_pb2.__file__)).read_text()
     assert again.splitlines()[0] in committed
-    assert (tmp_path / "tinker_pb2.pyi").read_text() == (compile.HERE / "tinker_pb2.pyi").read_text()
+    assert (tmp_path / "tinker_pb2.pyi").read_text() == PROTO.with_name("tinker_pb2.pyi").read_text()
 
 
 # ---- the SDK's own bytes --------------------------------------------------------------------------------------------
