@@ -156,8 +156,10 @@ class Bus:
         there = [row for row in rows if row[2]]
         items = await self._histories.read([fields for _, _, fields in there], self.retrying)
         for stream, entry, fields in there:
-            opening = partial(self._delivery, stream, group, entry, fields, items, consumer=consumer)
-            if fetch or b"payload" in fields:
+            opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
+            if (payload := fields.get(b"payload")) is not None:
+                deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
+            elif fetch:
                 deliveries.append(await opening())
             else:
                 unfetched = Unfetched("not fetched", b"", plain_of(fields), opening)
@@ -302,14 +304,13 @@ class Bus:
         """Entries after a cursor ("0": from the oldest), without a group. Undecodable ones are left out and logged."""
         call = partial(self.client.xread, {stream: after}, count=count, block=block_ms)
         found = await self.retrying(call, block_ms=block_ms)
+        rows = [(_text(key), entry, fields) for key, entries in _pairs(found) for entry, fields in entries]
         messages: list[tuple[str, AnyMessage]] = []
-        for key, entries in _pairs(found):
-            for entry, fields in entries:
-                delivery = await self._delivery(_text(key), "", entry, fields)
-                if isinstance(delivery.message, Undecodable):
-                    log.warning("undecodable_broadcast", stream=stream, entry=delivery.entry)
-                else:
-                    messages.append((delivery.entry, delivery.message))
+        for delivery in await self._opened(rows, "", "", fetch=True):
+            if isinstance(delivery.message, Undecodable):
+                log.warning("undecodable_broadcast", stream=stream, entry=delivery.entry)
+            else:
+                messages.append((delivery.entry, delivery.message))
         return messages
 
     # ---- records ----------------------------------------------------------------------------------------------------
@@ -344,26 +345,25 @@ class Bus:
         """Writes a payload to object storage, however long that takes. Returns its path."""
         return await self._payloads.write(message, encode(message))
 
-    async def _delivery(
-        self,
-        stream: str,
-        group: str,
-        entry: Any,
-        fields: Any,
-        items: Items = MappingProxyType({}),
-        *,
-        consumer: str = "",
-    ) -> Delivery:
-        payload, history = fields.get(b"payload"), self._histories.of(fields)
-        inline = payload is not None
+    def _delivery(self, stream: str, group: str, entry: Any, fields: Any, payload: bytes, items: Items) -> Delivery:
+        history = self._histories.of(fields)
         try:
-            if payload is None:
-                renew = partial(self.renew, stream, group, consumer, [_text(entry)])
-                payload = await self._payloads.get(_text(fields[b"ref"]), renew)
             message = self._histories.whole(decode(payload), history, items)
-        except (msgspec.MsgspecError, NotFound, KeyError, ValueError) as error:
-            message = Undecodable(f"{type(error).__name__}: {error}", payload or b"", plain_of(fields))
-        return Delivery(stream, group, _text(entry), message, history=history, is_inline=inline)
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            message = Undecodable(f"{type(error).__name__}: {error}", payload, plain_of(fields))
+        return Delivery(stream, group, _text(entry), message, history=history, is_inline=b"payload" in fields)
+
+    async def _fetched(
+        self, stream: str, group: str, entry: Any, fields: Any, items: Items, *, consumer: str
+    ) -> Delivery:
+        """One whose payload is in object storage. Keeps the entry the consumer's while the storage is away."""
+        try:
+            renew = partial(self.renew, stream, group, consumer, [_text(entry)])
+            payload = await self._payloads.get(_text(fields[b"ref"]), renew)
+        except (NotFound, KeyError) as error:
+            missing = Undecodable(f"{type(error).__name__}: {error}", b"", plain_of(fields))
+            return Delivery(stream, group, _text(entry), missing, history=self._histories.of(fields), is_inline=False)
+        return self._delivery(stream, group, entry, fields, payload, items)
 
     async def _unless(self, call: Callable[[], Awaitable[T]], *said: str, block_ms: int | None = None) -> T | None:
         """Like `retrying`; None if Redis answers with an error that says one of these."""

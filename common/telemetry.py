@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.messages import Outside, Span, WorkerReport
@@ -134,10 +134,11 @@ class Reporter:
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
-    def first_read(self, entry: str) -> None:
+    def first_read(self, entries: Sequence[str]) -> None:
         """Measures the age of entries of streams when they are first read, by the clocks of Redis' host and this one."""
-        self.count("delivered")
-        self.count("delivery_s", max(0.0, time.time() - int(entry.partition("-")[0]) / 1000))
+        now = time.time()
+        self.count("delivered", len(entries))
+        self.count("delivery_s", sum(max(0.0, now - int(entry.partition("-")[0]) / 1000) for entry in entries))
 
     def report(self, state: str, in_use: int, *, reason: str = "") -> WorkerReport:
         now = time.monotonic()

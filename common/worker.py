@@ -192,6 +192,7 @@ class Worker:
             for delivery in found:
                 self._begin(delivery)
             if found:
+                self._reporter.first_read([delivery.entry for delivery in found])
                 self._read_s = time.monotonic() if self._drained or self._free <= 0 else float("-inf")
             await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
 
@@ -232,8 +233,6 @@ class Worker:
 
     def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":
         task = self._underway.begin(delivery, self._work(delivery))
-        if delivery.deliveries == 1:
-            self._reporter.first_read(delivery.entry)
         task.add_done_callback(partial(self._cut_short, delivery))
         return task
 
@@ -254,7 +253,8 @@ class Worker:
         settlement, beat = Settlement(delivery, None), partial(self._underway.beat, delivery.entry)
         with contextlib.suppress(asyncio.CancelledError):  # a second time: it goes back as it is
             try:
-                delivery = await self._opened(delivery, beat)
+                if delivery.progress or isinstance(delivery.message, Unfetched):
+                    delivery = await self._opened(delivery, beat)
                 settlement = await self._bus.written(Settlement(delivery, await self._outputs(delivery, beat)), beat)
             except asyncio.CancelledError:
                 settlement = await self._bus.written(Settlement(delivery, self._interrupted(delivery)), beat)
@@ -267,8 +267,7 @@ class Worker:
             opened = replace(delivery, message=(await beating(beat, delivery.message.fetch())).message)
         if opened.progress and self._resumes and isinstance(opened.message, Message):
             opened = replace(opened, message=self._resumes.resumed(opened.message, opened.progress))
-        if opened is not delivery:
-            self._underway.opened(opened)
+        self._underway.opened(opened)
         return opened
 
     async def _outputs(self, delivery: Delivery, beat: Beat) -> list[Out]:
