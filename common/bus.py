@@ -257,7 +257,8 @@ class Bus:
         fate = self._histories.fate(settlement)
         arguments = [delivery.stream, delivery.group, delivery.entry, progress, num_outputs, *fate]
         for (stream, _), fields in zip(outputs or (), settlement.fields or (), strict=True):
-            arguments += [stream, self.cell.instead_of(stream), len(fields), *fields]
+            instead = self.cell.instead_of(stream)
+            arguments += [stream, "=" if instead == stream else instead, len(fields), *fields]
         return arguments
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:

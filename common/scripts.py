@@ -3,8 +3,8 @@
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
 # stream, group, entry, key of its progress, number of outputs (-1: the entry once more, as it is), key of its history ("": none) and
 # what becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for
-# each output: stream, the stream in its place if it does not exist ("": none), number of fields, fields; in place of these "like" (see
-# repeats.py), with how many bytes the payload before it begins, and ends, as this one does, and what is between.
+# each output: stream, the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields; in place of these
+# "like" (see repeats.py), with how many bytes the payload before it begins, and ends, as this one does, and what is between.
 # Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The
 # outputs come before the acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
 # Returns for each input its outputs' entries, of which one that went nowhere is nil; 0 if it is not pending.
@@ -37,6 +37,7 @@ for n = 1, tonumber(take()) do
   for _ = 1, outputs do
     local key, instead, num = take(), take(), tonumber(take())
     local fields, there = entry_of({unpack(ARGV, at, at + num - 1)}), false
+    if instead == '=' then instead = key end
     if open and key ~= instead then there = redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(fields)) end
     if open and instead ~= '' and not there then there = redis.call('XADD', instead, '*', unpack(fields)) end
     entries[#entries + 1] = there
