@@ -128,4 +128,4 @@ def _window_is_asked_for(backbone: ModulesBackbone, pack: Pack) -> bool:
     if window is None or (types and "sliding_attention" not in types):
         return True
     backbone.hidden(pack, ())
-    return window in {asked for _, asked in pack.masks}
+    return window in pack.windows
