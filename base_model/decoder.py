@@ -19,9 +19,8 @@ from torch import Tensor
 from common.decoder_families import unsupported
 from common.errors import InvalidInput
 from common.text.model_folder import read_json
+from common.weight_files import LINEAR_LAYERS, LINEAR_MODULES
 
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LINEAR_MODULES = (*(f"self_attn.{name}" for name in LINEAR_LAYERS[:4]), *(f"mlp.{name}" for name in LINEAR_LAYERS[4:]))
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.text.model_folder import positive
+from common.weight_files import LINEAR_MODULES
 
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
 """Families that normalise queries and keys by head."""
+NAMED_AS_LLAMA = ("llama", "mistral", "mixtral", "gemma", "gemma2", *("qwen2", "qwen2_moe"), *HEAD_NORMS)
+"""Families whose linear layers are the LINEAR_MODULES, but for experts."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT_WIDTH = {
     "qwen3_moe": "moe_intermediate_size",
@@ -95,6 +98,16 @@ class BaseShape:
         e, f, queries, keys = self.hidden, self.ffn, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = ((e, queries), (e, keys), (e, keys), (queries, e))
         return attention if self.experts else (*attention, (e, f), (e, f), (f, e))
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of those layers, by the names that NAMED_AS_LLAMA have for them."""
+        named = [*zip(LINEAR_MODULES, self.linear_sizes, strict=False)]
+        return {
+            f"layers.{number}.{module}": (after, before)
+            for number in range(self.num_layers)
+            for module, (before, after) in named
+        }
 
     @property
     def num_weights(self) -> int:

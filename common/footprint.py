@@ -26,8 +26,10 @@ CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
 CPU_HOLES, GPU_HOLES = 0.8, 0.1
 """Holes beside each byte that torch holds of a pass: glibc's heap keeps them between aligned blocks (measured on a CPU); on a GPU
 torch's own allocator keeps few (not measured here)."""
+MASK_QUERIES = 272
+"""Queries for which transformers' modules have a mask: more than they attend with at one time."""
 BYTES_OF_TRUTH = 1
-"""Of whether a position sees another, of which the numbers are made that attention adds to scores."""
+"""Of whether a position sees another, of which the numbers are made that our decoder's attention adds to scores."""
 BYTES_OF_CHOICE = 32
 """Of an expert that a token takes: places in orders of the tokens by expert, four integers."""
 FILE_ITEMSIZE = 2
@@ -74,13 +76,11 @@ def training_bytes(
     kept = _kept_per_token(shape, num_checkpointed, itemsize=itemsize, rank=rank, modules=modules)
     passing = passing_per_token(shape, itemsize=itemsize)
     tables = 0 if modules else 2 * shape.context * shape.head_dim * itemsize
-    num_keeping = shape.num_layers - num_checkpointed + 1 if num_checkpointed else shape.num_layers
-    per_pair = mask_per_pair(num_keeping, itemsize=itemsize, modules=modules) + BYTES_OF_TRUTH
     return TrainingBytes(
         weights=weights_of_rank(shape, num_ranks) * itemsize + tables,
         adapters=STATES * FLOAT32 * shape.adapter_weights(rank),
         kept=tokens * kept,
-        masks=tokens * (longest or tokens) * per_pair,
+        masks=_masks(tokens, longest or tokens, itemsize=itemsize, modules=modules),
         passing=tokens * passing,
         scores=max(MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
         holes=_holes(shape, tokens * (kept + passing), gpu=gpu),
@@ -106,11 +106,11 @@ def weights_of_rank(shape: BaseShape, num_ranks: int) -> float:
     return shape.num_weights / num_ranks + (2 * shape.largest_unit if num_ranks > 1 else 0)
 
 
-def mask_per_pair(num_layers: int, *, itemsize: int, modules: bool) -> float:
-    """Bytes that attention keeps of each pair of positions of a sequence with branches: of who sees whom, as a number that is added
-    to scores. Our decoder has it once for all layers; for transformers' modules each of the `num_layers` that keep it makes its own.
-    """
-    return itemsize * (num_layers if modules else 1)
+def _masks(tokens: int, longest: int, *, itemsize: int, modules: bool) -> float:
+    """Bytes of what attention adds to scores, once for all layers: in our decoder for all pairs of a sequence's positions."""
+    if modules:
+        return MASK_QUERIES * longest * itemsize
+    return tokens * longest * (itemsize + BYTES_OF_TRUTH)
 
 
 def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool) -> float:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -17,6 +18,11 @@ MAX_DIMS = 64
 """Of a tensor, as numpy has it."""
 NUM_KEYS = 3
 """Of what a header says about a tensor."""
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_MODULES = (*(f"self_attn.{name}" for name in LINEAR_LAYERS[:4]), *(f"mlp.{name}" for name in LINEAR_LAYERS[4:]))
+"""Linear layers that an adapter may target, where every layer of the base model has them: experts have none."""
+IN_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)\.weight")
 
 METADATA = "__metadata__"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -35,21 +41,41 @@ class StoredTensor(NamedTuple):
 class Weights(NamedTuple):
     num: int  # 0: there are no files
     dtype: str  # of most of them; "" if there are none
-    linear_layers: frozenset[str]  # leaf names of the layers that an adapter may have
-    shapes: Mapping[str, tuple[int, int]] = {}  # (out, in) of each, by its whole name
+    shapes: Mapping[str, tuple[int, int]] = {}
+    """(out, in) of each linear layer that an adapter may target, by names such as `layers.3.mlp.up_proj`; empty: not known."""
+
+    @property
+    def linear_layers(self) -> frozenset[str]:
+        """Leaf names of the layers that an adapter may target; empty: not known."""
+        return frozenset(name.rpartition(".")[2] for name in self.shapes)
 
 
 def read_weights(folder: Path) -> Weights:
     """Raises ValueError, naming the file, for one that is no safetensors file."""
-    counts, shapes = Counter[str](), dict[str, tuple[int, int]]()
+    counts, shapes = Counter[str](), dict[str, list[int]]()
     for file in sorted(folder.glob("*.safetensors")):
         for tensor in _tensors(file):
             counts[tensor.dtype] += prod(tensor.shape)
-            if ".layers." in tensor.name and tensor.name.endswith(".weight") and len(tensor.shape) == 2:
-                shapes[tensor.name.removesuffix(".weight")] = (tensor.shape[0], tensor.shape[1])
+            shapes[tensor.name] = tensor.shape
     most = counts.most_common(1)
     dtype = DTYPES.get(most[0][0], most[0][0]) if most else ""
-    return Weights(sum(counts.values()), dtype, frozenset(name.rpartition(".")[2] for name in shapes), shapes)
+    return Weights(sum(counts.values()), dtype, _linear_shapes(shapes))
+
+
+def _linear_shapes(shapes: Mapping[str, list[int]]) -> dict[str, tuple[int, int]]:
+    """Those that every layer has, in one shape. `shapes`: of all weights."""
+    found = defaultdict[str, dict[str, list[int]]](dict)
+    for match, shape in ((IN_LAYER.fullmatch(name), shape) for name, shape in shapes.items()):
+        if match:
+            found[match[2]][match[1]] = shape
+    num_layers = max(map(len, found.values()), default=0)
+    return {
+        f"layers.{number}.{module}": (shape[0], shape[1])
+        for module in LINEAR_MODULES
+        if len(of := found.get(module, {})) == num_layers and len({*map(tuple, of.values())}) == 1
+        for number, shape in of.items()
+        if len(shape) == 2
+    }
 
 
 def _tensors(file: Path) -> Iterator[StoredTensor]:

@@ -23,6 +23,8 @@ free."""
 WIDTH = 32  # positions of a probe's sequence: few, for each costs a large base a tenth of a second on a CPU
 GROUP_SIZE = 2
 NUM_WRITTEN = 5
+NO_BACKWARD = -1
+"""In place of the number of the backward under way."""
 
 
 def fit(trainer: Trainer, num_bytes: int) -> None:
@@ -47,8 +49,8 @@ def cache_for(shapes: Mapping[str, tuple[int, int]], free: int) -> int:
 
 
 class Probed(NamedTuple):
-    """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence.
-    Of several ranks, on that one which computes the token."""
+    """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence,
+    which is padded. Of several ranks, on that one which computes the token."""
 
     per_token: float
     per_pair: float
@@ -58,15 +60,18 @@ def _probe(trainer: Trainer) -> Probed:
     """A micro-batch keeps its activations; probes of one group a rank and of two tell what a token adds here, and a pair."""
     num_ranks, base = trainer.backbone.num_ranks, trainer.backbone.keeping_all()
     plain = replace(trainer, backbone=base, budget=Budget(1 << 30), share_prefixes=False)
-    shared = replace(plain, share_prefixes=True)
-    tree = WIDTH + GROUP_SIZE * (NUM_WRITTEN - 1)
     numbers = (num_ranks, 2 * num_ranks)
     rows = [_kept(plain, num_groups=n, num_prompt=WIDTH - NUM_WRITTEN + 1) for n in numbers]
-    trees = [_kept(shared, num_groups=n, num_prompt=WIDTH) for n in numbers]
     per_token = (rows[1] - rows[0]) / (GROUP_SIZE * WIDTH)
+    per_pair = _per_pair(replace(plain, share_prefixes=True), per_token) if base.pads else 0.0
     give_back_memory()
-    of_pairs = trees[1] - trees[0] - per_token * tree
-    return Probed(per_token, max(0.0, of_pairs) / tree**2)
+    return Probed(per_token, per_pair)
+
+
+def _per_pair(trainer: Trainer, per_token: float) -> float:
+    tree = WIDTH + GROUP_SIZE * (NUM_WRITTEN - 1)
+    trees = [_kept(trainer, num_groups=n, num_prompt=WIDTH) for n in (1, 2)]
+    return max(0.0, trees[1] - trees[0] - per_token * tree) / tree**2
 
 
 def _bounded(trainer: Trainer, probed: Probed, num_bytes: int) -> Budget:
@@ -93,12 +98,13 @@ def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
 
 
 def kept_bytes(run: Callable[[], None]) -> int:
-    """Counts the bytes of all storages that the forwards in `run` keep for their backwards."""
+    """Counts the bytes of all storages that the forwards in `run` keep for their backwards; not what a backward computes again."""
     kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()  # held, or weights that are gathered for a while would take its address
-        kept[storage._cdata] = storage, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
+        if torch._C._current_graph_task_id() == NO_BACKWARD:  # pyright: ignore
+            storage = tensor.untyped_storage()  # held, or weights that are gathered for a while would take its address
+            kept[storage._cdata] = storage, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -2,7 +2,7 @@
 
 The trajectories of a group begin with the same tokens. A sequence is a tree of such rows: the shared beginning once, then
 each row's own tokens as a branch that sees the beginning and itself. The gradient is the same, at a fraction of the tokens
-(Prefix Grouper, arXiv 2506.05433). Attention over a tree is dense, so rows share only where that is cheaper.
+(Prefix Grouper, arXiv 2506.05433). Attention over a tree is dense, or computed twice, so rows share only where that is cheaper.
 
     beginning  p0 p1 p2 | branch 1  a3 a4 | branch 2  b3 b4 b5        position: 0 1 2 3 4 3 4 5
 
@@ -20,6 +20,7 @@ from trainer_service.batch import Batch, Bools, Ints
 
 PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
 WINDOW = 2  # a micro-batch is chosen from work for so many
+COMPUTED_AGAIN = 1.3  # time of attention whose forward the backward repeats, over attention
 ATTENTION_COST = 4  # time of a multiply-add in attention over one in a linear layer, as on a CPU
 PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as the overhead of one micro-batch more
 
@@ -56,15 +57,23 @@ class Cost:
 
     per_token: int  # linear layers
     per_pair: int  # attention, for each pair of positions
+    by_branch: bool = (
+        False  # attention over a tree: each branch over its own row, computed again in the backward; else all pairs
+    )
 
     @classmethod
-    def of_layer(cls, num_weights: int, num_heads: int, head_dim: int) -> "Cost":
+    def of_layer(cls, num_weights: int, num_heads: int, head_dim: int, *, by_branch: bool = False) -> "Cost":
         """The cost of a layer with so many weights in its linear layers."""
-        return cls(num_weights, ATTENTION_COST * 2 * num_heads * head_dim)
+        return cls(num_weights, ATTENTION_COST * 2 * num_heads * head_dim, by_branch)
 
-    def of(self, length: int, *, dense: bool) -> float:
-        pairs = length * length if dense else length * length / 2
-        return self.per_token * length + self.per_pair * pairs
+    def of_row(self, length: int) -> float:
+        return self.per_token * length + self.per_pair * length * length / 2
+
+    def of_tree(self, shared: int, owns: Sequence[int]) -> float:
+        """`shared`: positions of the beginning; `owns`: of each branch."""
+        length = shared + sum(owns)
+        pairs = shared * shared / 2 + COMPUTED_AGAIN * sum(own * (shared + own / 2) for own in owns)
+        return self.per_token * length + self.per_pair * (pairs if self.by_branch else length * length)
 
 
 def pack(batch: Batch, cost: Cost | None, most: float = math.inf) -> list[Tree]:
@@ -88,13 +97,12 @@ def _best_size(batch: Batch, rows: list[int], cost: Cost, most: float) -> int:
     """The cheapest number of rows to a tree: all of the group, half of it, a quarter, ..., 1."""
     lengths = [len(batch.inputs[row]) for row in rows]
     shared = _common(batch, rows)
-    best, best_cost = 1, sum(cost.of(n, dense=False) for n in lengths)
+    best, best_cost = 1, sum(map(cost.of_row, lengths))
     size = len(rows)
     while size > 1 and shared > 0:
-        parts = [lengths[i : i + size] for i in range(0, len(rows), size)]
-        together = [shared + sum(n - shared for n in part) for part in parts]
-        total = sum(cost.of(length, dense=True) for length in together)
-        if total < best_cost and max(together) <= most:
+        parts = [[n - shared for n in lengths[i : i + size]] for i in range(0, len(rows), size)]
+        total = sum(cost.of_tree(shared, owns) for owns in parts)
+        if total < best_cost and shared + max(map(sum, parts)) <= most:
             best, best_cost = size, total
         size = (size + 1) // 2
     return best
@@ -145,7 +153,7 @@ class Budget:
     tokens: int = 2048
     num_bytes: float = math.inf
     bytes_per_token: float = 0.0
-    bytes_per_pair: float = 0.0  # of positions, where attention needs a mask
+    bytes_per_pair: float = 0.0  # of positions of a padded sequence, where attention needs a mask
 
     def holds(self, num_sequences: int, width: int, *, branched: bool) -> bool:
         tokens = num_sequences * width
@@ -164,12 +172,9 @@ class Budget:
         """Whether sequences fit end to end, without padding, the fullest rank's share of them too."""
         if sum(map(len, sequences)) > self.tokens:
             return False
-        shares = spread([*map(len, sequences)], num_ranks)
-        return max(self._bytes_of([sequences[number] for number in share]) for share in shares) <= self.num_bytes
-
-    def _bytes_of(self, share: Sequence[Tree]) -> float:
-        pairs = sum(len(tree) ** 2 for tree in share if tree.branched)
-        return sum(map(len, share)) * self.bytes_per_token + pairs * self.bytes_per_pair
+        lengths = [*map(len, sequences)]
+        fullest = max(sum(lengths[number] for number in share) for share in spread(lengths, num_ranks))
+        return fullest * self.bytes_per_token <= self.num_bytes
 
 
 def spread(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:

@@ -13,8 +13,6 @@ from manager_service.api.reading.helpers import SLICE_BYTES
 from manager_service.api.reading.tasks import ReadAdapter
 from manager_service.records import Brought, TenantRecord
 
-PREFIX = "model.layers."
-
 
 async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> Brought:
     """Raises InvalidInput for what is no adapter that a job could start from. `config`: the text of adapter_config.json."""
@@ -36,15 +34,15 @@ async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config
 
 def check_fits(adapter: Brought, base: Base) -> None:
     """Raises InvalidInput if the base has other layers. A manager without the base's weights leaves that to the trainer."""
-    there = {name.removeprefix(PREFIX): s for name, s in base.weights.shapes.items() if name.startswith(PREFIX)}
+    there = base.weights.shapes
     if not there:
         return
-    num_layers = 1 + max(int(name.partition(".")[0]) for name in there)
+    num_layers = len({name.split(".")[1] for name in there})
     if adapter.num_layers != num_layers:
         raise _misfit(base, f"it is for {adapter.num_layers} layers, and the base has {num_layers}")
     for module, shape in adapter.shapes.items():
         for layer in range(num_layers):
-            of = there.get(f"{layer}.{module}")
+            of = there.get(f"layers.{layer}.{module}")
             if of != shape:
                 known = f"{of[0]} x {of[1]}" if of else "not there"
                 raise _misfit(base, f"its {module} is {shape[0]} x {shape[1]}, the base's {known}")

@@ -11,7 +11,7 @@ import structlog
 import uvicorn
 
 from common.adapters import AdapterStore
-from common.base_shape import BaseShape
+from common.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.bus import Bus
 from common.objects import Objects, patiently
 from common.settings import resolve_config
@@ -128,14 +128,15 @@ def weights_of(folder: Path) -> Weights:
         found = read_weights(folder)
     except ValueError as error:  # whoever computes with it refuses it
         log.warning("weights_not_read", reason=str(error))
-        found = Weights(0, "", frozenset())
+        found = Weights(0, "")
     if found.num:
         return found
     config = read_json(folder / "config.json")
     try:
-        return Weights(
-            BaseShape.of(config).num_weights, str(config.get("dtype") or config.get("torch_dtype") or ""), frozenset()
-        )
+        shape = BaseShape.of(config)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+        linear = shape.linear_shapes if config.get("model_type") in NAMED_AS_LLAMA else {}
+        return Weights(shape.num_weights, dtype, linear)
     except ValueError:  # its sizes are not known here
         return found
 

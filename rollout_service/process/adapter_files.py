@@ -5,18 +5,16 @@ take anything that it remembers of the first for the second.
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, check_fits, init_adapter, load_adapter, save_adapter
-from base_model.decoder import LINEAR_MODULES
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef, LoraSpec
 from common.own_folder import OwnFolder
+from common.weight_files import LINEAR_MODULES, read_weights
 from rollout_service.process.core import AdapterFolder
 
 MAX_NORM = 1e6
@@ -136,24 +134,15 @@ def zero_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, bytes]:
     return save_adapter(init_adapter(LoraSpec(1, 1.0, (target,)), shapes, seed=0), "base")
 
 
-def linear_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+def linear_shapes(folder: Path) -> Mapping[str, tuple[int, int]]:
     """(out, in) of each linear layer that an adapter may target, read from the headers of a base model's files.
 
     Names as in `layers.3.mlp.up_proj`. Raises InvalidInput if there is none.
     """
-    shapes: dict[str, tuple[int, int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            module = name.removeprefix("model.").removesuffix(".weight")
-            if module.endswith(LINEAR_MODULES) and len(entry["shape"]) == 2:
-                shapes[module] = (entry["shape"][0], entry["shape"][1])
+    try:
+        shapes = read_weights(folder).shapes
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
     if not shapes:
         raise InvalidInput(f"{folder}: no safetensors file with linear layers such as {LINEAR_MODULES[0]}")
     return shapes
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: eight bytes of its length, little-endian, then JSON."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        return {name: entry for name, entry in json.loads(opened.read(size)).items() if name != "__metadata__"}

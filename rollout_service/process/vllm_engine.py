@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from base_model.decoder import LINEAR_LAYERS
 from common.errors import InvalidInput, Unavailable
 from common.own_folder import roomy
+from common.weight_files import LINEAR_LAYERS
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter

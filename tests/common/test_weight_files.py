@@ -21,9 +21,13 @@ def test_the_weights_of_all_files_count(tmp_path: Path) -> None:
     save_file(
         {"model.layers.0.self_attn.q_proj.weight": layer, "norm": np.zeros(5, np.float32)}, tmp_path / "a.safetensors"
     )
-    save_file({"model.layers.1.mlp.up_proj.weight": layer}, tmp_path / "b.safetensors")
-    shapes = {"model.layers.0.self_attn.q_proj": (4, 3), "model.layers.1.mlp.up_proj": (4, 3)}
-    assert read_weights(tmp_path) == Weights(29, "float16", frozenset({"q_proj", "up_proj"}), shapes)
+    save_file(
+        {"model.layers.1.self_attn.q_proj.weight": layer, "model.layers.1.mlp.up_proj.weight": layer},
+        tmp_path / "b.safetensors",
+    )
+    found = read_weights(tmp_path)
+    assert found == Weights(41, "float16", {f"layers.{number}.self_attn.q_proj": (4, 3) for number in (0, 1)})
+    assert found.linear_layers == {"q_proj"}, "not every layer has the other"
 
 
 def test_the_base_that_ships_is_counted() -> None:
@@ -31,7 +35,7 @@ def test_the_base_that_ships_is_counted() -> None:
 
 
 def test_a_folder_without_weights_is_not_known_and_a_broken_file_is_named(tmp_path: Path) -> None:
-    assert read_weights(tmp_path) == Weights(0, "", frozenset())
+    assert read_weights(tmp_path) == Weights(0, "")
     (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"a\.safetensors is no safetensors file"):
         read_weights(tmp_path)

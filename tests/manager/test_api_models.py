@@ -2,9 +2,15 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
 
 from common.settings import TINY
-from tests.support.api_server import running_api
+from tests.support.api_server import method, running_api, upload
+from tests.support.families import save_family
+from tests.support.tinker_client import client_of
 
 CHANGING = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
 
@@ -28,3 +34,23 @@ async def test_a_base_model_says_what_it_is_and_what_its_template_rules_out(redi
     turns, tools = other["base"]["rules_out"]
     assert "tool, user, system" in turns and "tools" in tools
     assert other["base"]["source"] == "other", "no tenant needs to know the operator's folders"
+
+
+async def test_adapters_on_experts_are_refused_before_a_job_or_run_begins(redis_url: str, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "moe", ignore=shutil.ignore_patterns("*.safetensors"))
+    save_family("qwen3_moe", tmp_path / "moe", vocab_size=320)
+    bases = f"tiny,moe={tmp_path / 'moe'}"
+    async with running_api(redis_url, tmp_path / "data", base_models=bases) as server:
+        body: Any = {"model": "moe", "training_file": await upload(server.openai)}
+        for name in ("gate_proj", "gate"):
+            refused = method(lora_targets=["q_proj", name], max_tokens=32)
+            with pytest.raises(openai.BadRequestError, match=f"no linear layer '{name}'"):
+                await server.openai.fine_tuning.jobs.create(**body, extra_body={"method": refused})
+        taken = method(lora_targets=["q_proj"], max_tokens=32)
+        await server.openai.fine_tuning.jobs.create(**body, extra_body={"method": taken})
+        client = await client_of(server)
+        lora = {"rank": 4, "train_attn": False, "train_mlp": True, "train_unembed": True}
+        answer = await client.post(
+            "create_model", session_id=await client.session(), model_seq_id=0, base_model="moe", lora_config=lora
+        )
+        assert answer.status_code == 400 and "has none of the layers gate_proj" in answer.text

@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from base_model.adapter import PEFT_PREFIX, Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
 from common.messages import LoraSpec, LossSpec
+from manager_service.api.server import weights_of
+from rollout_service.process.adapter_files import linear_shapes
 from tests.support.families import FAMILIES, NUM_LAYERS, VOCAB, save_family
 from tests.support.trainer_cases import make_rows
 from trainer_service import lora
@@ -252,6 +254,16 @@ def test_missing_and_surplus_weights_are_refused(bases: dict[str, Path], tmp_pat
         InvalidInput, match=r"1 missing weights, such as model\.norm\.weight, nor .* 1 unexpected weights"
     ):
         load_modules(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_manager_trainer_and_vllm_know_the_same_layers_that_an_adapter_may_target(
+    bases: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    trained = load_modules(bases[family]).linear_shapes()
+    shutil.copy(bases[family] / "config.json", tmp_path)  # all that a manager has of a base from the hub
+    assert trained == weights_of(bases[family]).shapes == weights_of(tmp_path).shapes == linear_shapes(bases[family])
+    assert ("layers.1.mlp.up_proj" in trained) == (family != "qwen3_moe")
 
 
 def test_a_base_model_whose_adapters_would_have_other_names_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +17,9 @@ from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.memory import fit, kept_bytes
+from trainer_service.memory import fit, kept_bytes, measured
 from trainer_service.packing import Budget
+from trainer_service.selftest import random_rows
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -80,6 +83,20 @@ def test_layers_are_checkpointed_as_memory_demands(backbone: Backbone) -> None:
     ]
     assert [step.opened.sums.num_forward for step in steps] == [steps[0].opened.sums.num_forward] * 2
     assert kept[1] < kept[0]
+
+
+def test_rows_that_share_a_long_beginning_keep_no_more_a_token_than_rows_alone(backbone: Backbone) -> None:
+    trainer = Trainer(backbone, Budget(1 << 30))
+    per_token = measured(trainer, 1 << 30).bytes_per_token
+    message, state = job(trainer, 0)
+    rows = random_rows(num_prompt=np.full(8, 800), num_written=np.full(8, 20), group_size=8)
+    step = trainer.begin(msgspec.structs.replace(message, rows=rows), state)
+    (tree,) = step.opened.queue
+    assert len(tree) < 1000 < 8 * 800
+
+    kept = kept_bytes(lambda: trainer.micro_batch([step.opened]))
+
+    assert kept == pytest.approx(len(tree) * per_token, rel=0.1)
 
 
 def test_a_bfloat16_base_trains_float32_adapters(backbone: Backbone) -> None:

@@ -1,15 +1,24 @@
-"""Attention over packed sequences, for transformers' modules: plain SDPA, a sequence at a time, on every device.
+"""Attention over packed sequences, for transformers' modules: plain SDPA, a row at a time, on every device.
 
     pack  | tree 1: beginning, branch, branch | tree 2 | tree 3: beginning, ...        no padding, [N] positions
 
 A position sees what stands before it in its own branch and in its tree's beginning; in a layer with a sliding window only those
-at most `window` - 1 positions of its row before it.
+at most `window` - 1 positions of its row before it. So the queries of a branch, or of a block of a row, are the last of the keys
+that they may see, and one mask serves them all, laid on from its lower right corner:
 
-Axes: N positions of a pack, T of a sequence, H query heads, K key/value heads, D head size.
+    keys of the row     0 1 2 3 4 5 6
+    last three queries  x x x x x . .
+                        x x x x x x .
+                        x x x x x x x
+
+Axes: N positions of a pack, T of a sequence, n queries and m keys of a row, H query heads, K key/value heads, D head size.
 """
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,38 +28,34 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from base_model.modules import passed_on
+from common.footprint import MASK_QUERIES
 from trainer_service.packing import Tree
 
 NAME = "marlaas_packed"
 """As which transformers knows this attention."""
+ALIGNED = 16
+"""CUDA's kernels want rows of masks to begin at multiples of so many numbers, or they copy masks."""
+QUERIES = MASK_QUERIES - ALIGNED
+"""Of a block."""
+
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [1, H, n, D], k and v [1, K, m, D] of one row -> [1, H, n, D]; the queries are the row's last."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackSpan:
     """One sequence's place in a pack."""
 
-    start: int
-    stop: int
-    longest: int  # positions of its longest row
-    branches_T: Tensor | None  # None: it is one row
-    positions_T: Tensor
+    length: int
+    beginning: int  # positions that its rows share; all of them, if it is one row
+    branches: tuple[slice, ...]  # own positions of the rows that have some, counted from its start
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """The positions that each position sees, [T, T]; None: plainly causal."""
-        narrow = window is not None and window < self.longest
-        if self.branches_T is None and not narrow:
-            return None
-        positions_T = self.positions_T
-        seen_TT = torch.ones(len(positions_T), len(positions_T), dtype=torch.bool, device=positions_T.device).tril()
-        if self.branches_T is not None:
-            seen_TT &= (self.branches_T == self.branches_T[:, None]) | (self.branches_T == 0)
-        if window is not None:
-            seen_TT &= positions_T[:, None] - window < positions_T
-        return seen_TT
-
-
-Masks = dict[tuple[int, int | None], Tensor | None]
-"""Masks by span and window."""
+    @classmethod
+    def of(cls, tree: Tree) -> "PackSpan":
+        ends = np.cumsum(np.bincount(tree.branches)).tolist()
+        branches = [slice(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]
+        return cls(len(tree), ends[0], tuple(branches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,11 @@ class Pack:
     positions_N: Tensor
     predictors_M: Tensor  # index in the pack
     spans: Sequence[PackSpan]
-    masks: Masks = field(default_factory=Masks)
-    """Made once, for all layers."""
+    longest: int  # positions of a row
+    masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+    """Masks by window, for all layers, each made once it is needed."""
+    windows: set[int | None] = field(default_factory=set[int | None])
+    """Windows that layers have asked for."""
 
     @classmethod
     def of(cls, trees: Sequence[Tree], device: torch.device) -> "Pack":
@@ -71,25 +79,25 @@ class Pack:
         def on_device(arrays: Sequence[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.concatenate(arrays)).to(device)
 
-        positions_N = on_device([tree.positions for tree in trees])
-        branches_N = on_device([tree.branches for tree in trees])
-        spans = [
-            PackSpan(
-                start,
-                start + len(tree),
-                int(tree.positions.max()) + 1,
-                branches_N[start : start + len(tree)] if tree.branched else None,
-                positions_N[start : start + len(tree)],
-            )
-            for tree, start in zip(trees, starts.tolist(), strict=False)
-        ]
+        positions = [tree.positions for tree in trees]
         predictors = [row_M + start for tree, start in zip(trees, starts, strict=False) for row_M in tree.predictors]
-        return cls(on_device([tree.tokens for tree in trees]), positions_N, on_device(predictors), spans)
+        return cls(
+            on_device([tree.tokens for tree in trees]),
+            on_device(positions),
+            on_device(predictors),
+            [PackSpan.of(tree) for tree in trees],
+            1 + int(max(map(np.max, positions))),
+        )
 
-    def mask(self, number: int, window: int | None) -> Tensor | None:
-        if (number, window) not in self.masks:
-            self.masks[number, window] = self.spans[number].mask(window)
-        return self.masks[number, window]
+    def mask(self, window: int | None, like: Tensor) -> Tensor:
+        """The numbers that are added to scores, [MASK_QUERIES, `longest` or a few more]: see the top."""
+        if window not in self.masks:
+            size = _aligned(self.longest)
+            queries = torch.arange(MASK_QUERIES, 0, -1, device=like.device)[:, None]
+            ahead = torch.arange(size, 0, -1, device=like.device) - queries  # positions from a key to the query
+            seen = (ahead >= 0) & (ahead < (window or size))
+            self.masks[window] = torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, -math.inf)
+        return self.masks[window]
 
 
 def packed_attention(
@@ -109,21 +117,91 @@ def packed_attention(
     Raises InvalidInput for an attention that this is not.
     """
     packed = passed_on(packed, others)
+    packed.windows.add(sliding_window)
+    attend = partial(_attended, pack=packed, window=sliding_window, scaling=scaling)
+    lengths = [span.length for span in packed.spans]
+    queries, keys, values = (each.split(lengths, dim=2) for each in (query, key, value))
     found: list[Tensor] = []
-    for number, span in enumerate(packed.spans):
-        q, k, v = (each[:, :, span.start : span.stop] for each in (query, key, value))
-        found.append(_attended(q, k, v, packed.mask(number, sliding_window), scaling))
+    for span, q, k, v in zip(packed.spans, queries, keys, values, strict=True):
+        first = slice(span.beginning)
+        found.append(attend(q[:, :, first], k[:, :, first], v[:, :, first]))
+        if span.branches:
+            found.append(_Branches.apply(q, k, v, span, attend))  # pyright: ignore
     return torch.cat(found, dim=2).transpose(1, 2), None
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask_TT: Tensor | None, scaling: float | None) -> Tensor:
-    """[1, H, T, D]"""
+class _Branches(torch.autograd.Function):
+    """The own positions of a tree's branches, each over the tree's beginning and itself: [1, H, T, D] of queries -> [1, H, T - beginning,
+    D]. The backward computes them again: what a branch reads would keep the beginning's keys and values once for each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, span: PackSpan, attend: Attention) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.span, ctx.attend = span, attend
+        return torch.cat([attend(*_row(q, k, v, span, own)) for own in span.branches], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        span: PackSpan = ctx.span
+        q, k, v = ctx.saved_tensors
+        of_q, *of_keys = (torch.zeros_like(each) for each in (q, k, v))
+        for own, grad in zip(span.branches, _parted(grads[0], span), strict=True):
+            row = [each.detach().requires_grad_() for each in _row(q, k, v, span, own)]
+            with torch.enable_grad():
+                found = ctx.attend(*row)
+            of_q[:, :, own], *of_row = torch.autograd.grad(found, row, grad)
+            for total, one in zip(of_keys, of_row, strict=True):
+                total[:, :, : span.beginning] += one[:, :, : span.beginning]
+                total[:, :, own] = one[:, :, span.beginning :]
+        return of_q, *of_keys, None, None
+
+
+def _row(q: Tensor, k: Tensor, v: Tensor, span: PackSpan, own: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of a branch, and all keys and values of its row."""
+    k, v = (torch.cat([each[:, :, : span.beginning], each[:, :, own]], dim=2) for each in (k, v))
+    return q[:, :, own], k, v
+
+
+def _parted(grad: Tensor, span: PackSpan) -> Sequence[Tensor]:
+    return grad.split([own.stop - own.start for own in span.branches], dim=2)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, window: int | None, scaling: float | None) -> Tensor:
+    """See Attention. Goes by blocks of queries, so that one mask serves all; plainly causal rows need none."""
+    before = k.shape[2] - q.shape[2]
+    if not before and (window is None or window >= k.shape[2]):
+        return _sdpa(q, k, v, None, scaling)
+    found: list[Tensor] = []
+    for start in range(0, q.shape[2], QUERIES):
+        block = q[:, :, start : start + QUERIES]
+        stop = before + start + block.shape[2]
+        first = max(0, stop - _aligned(window - 1 + block.shape[2])) if window else 0
+        found.append(_masked(block, k[:, :, first:stop], v[:, :, first:stop], pack.mask(window, q), scaling))
+    return torch.cat(found, dim=2) if len(found) > 1 else found[0]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attends with the mask's lower right corner. Keys are made a multiple of ALIGNED by some at the end, which no query sees."""
+    num_queries, missing = q.shape[2], -k.shape[2] % ALIGNED
+    if missing:
+        q, k, v = (F.pad(each, (0, 0, 0, missing)) for each in (q, k, v))
+    mask_nm = mask[len(mask) - q.shape[2] :, mask.shape[1] - k.shape[2] :]
+    return _sdpa(q, k, v, mask_nm, scaling)[:, :, :num_queries]
+
+
+def _aligned(number: int) -> int:
+    return -(-number // ALIGNED) * ALIGNED
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask_nm: Tensor | None, scaling: float | None) -> Tensor:
+    """[1, H, n, D]"""
     grouped = q.shape[1] > k.shape[1]
-    if grouped and mask_TT is not None and q.is_cuda:  # its kernels with masks want a key for each query head
+    if grouped and mask_nm is not None and q.is_cuda:  # its kernels with masks want a key for each query head
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask_TT, is_causal=mask_TT is None, scale=scaling, enable_gqa=grouped
+        q, k, v, attn_mask=mask_nm, is_causal=mask_nm is None, scale=scaling, enable_gqa=grouped
     )
 
 

@@ -56,4 +56,4 @@ def _check_packed(folder: Path, backbone: ModulesBackbone) -> None:
     with torch.no_grad():
         ours_M = backbone.logprobs(Sequences([branched, lone], [*owns, owns[1]], [1.0] * 3), None)
         backbone.hidden(pack, ())
-    check_computed(folder, backbone.model, ours_M - theirs_M, {window for _, window in pack.masks})
+    check_computed(folder, backbone.model, ours_M - theirs_M, pack.windows)

@@ -76,7 +76,7 @@ class ModulesBackbone:
         config = self._config
         num_weights = sum(p.numel() for layer in self.layers for p in layer.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return Cost.of_layer(num_weights // len(self.layers), config.num_attention_heads, head_dim)
+        return Cost.of_layer(num_weights // len(self.layers), config.num_attention_heads, head_dim, by_branch=True)
 
     def stack(self, layout: AdapterLayout) -> AdapterStack:
         return AdapterStack(layout, self.device)
