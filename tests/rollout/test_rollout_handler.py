@@ -255,6 +255,21 @@ async def test_a_turn_handed_back_halfway_ends_as_if_nothing_had_happened() -> N
     assert moved.usage.sampled_tokens == 300
 
 
+async def test_a_turn_handed_back_halfway_has_the_alternatives_to_each_of_its_tokens() -> None:
+    store, _ = await store_with()
+    asked = request(BASE, reply_to="reply:x", temperature=0.0, max_tokens=40, num_top_logprobs=2)
+    async with running(ends=False) as engine, serving(engine, store) as (handler, _):
+        task = asyncio.create_task(handler(asked, beat))
+        while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        ((_, handed),) = handler.hand_back(asked)
+        assert isinstance(handed, TurnRequest)
+        _, moved = await turn(handler, handed)
+    assert [top[0][0] for top in moved.top_logprobs] == moved.tokens.numpy().tolist()
+
+
 async def test_a_paused_turn_is_parked_as_it_began() -> None:
     store, _ = await store_with()
     async with serving(FakeEngine(), store) as (handler, _):
