@@ -100,10 +100,12 @@ class RolloutHandler:
     def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
         """The turn's tokens and log-probs so far, and what its trajectory has cost with them; see `Resumes`.
 
-        None for a short turn, and for one of a chat, of which the API replica that asked keeps the tokens.
+        None for a short turn, for a stream, of which the API replica that asked keeps the tokens, and in deterministic mode.
         """
         partial = self._engine.partial(message.id)
-        if partial is None or len(partial.tokens) <= SHORT_TURN or message.reply_to or self._restarts(message):
+        if partial is None or len(partial.tokens) <= SHORT_TURN or message.stream:
+            return None
+        if self._deterministic or self._restarts(message):
             return None
         usage = self._charged(message).usage
         head = PROGRESS_HEAD.pack(usage.prompt_tokens, usage.sampled_tokens, usage.rollout_s)
