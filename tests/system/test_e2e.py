@@ -179,7 +179,7 @@ async def test_a_kill_costs_whole_answers_only_what_was_not_kept_of_them(tmp_pat
 
 
 async def tokens_sampled(cluster: LocalCluster) -> int:
-    """By the rollout worker since it started."""
+    """Tokens that the rollout worker has sampled since it started."""
     await asyncio.sleep(2.5)
     admin = Api(cluster.base_url, cluster.admin_key)
     workers = (await admin.get("/cluster/workers"))["data"]
