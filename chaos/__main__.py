@@ -24,7 +24,7 @@ QUICK_S = 60.0
 
 def options() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--faults", type=int, default=1000, help="default %(default)s")
+    result.add_argument("--faults", type=int, default=1000, help="that hit something; default %(default)s")
     result.add_argument("--seconds", type=float, help="at most, of faults in each mode; default: until all have struck")
     result.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a random one")
     result.add_argument("--mode", choices=MODES, default="both", help="default %(default)s")
@@ -34,16 +34,28 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = options().parse_args()
-    mode = "deterministic" if given.quick else given.mode
-    seconds = QUICK_S if given.quick else given.seconds
-    again = f"make chaos ARGS='--seed {given.seed} --faults {given.faults} --mode {mode}'"
+    again = command(given)
     sys.stdout.write(f"seed {given.seed}; the same again: {again}\n")
-    wrong, each = 0, given.faults // len(MODES[mode])
-    for number, deterministic in enumerate(MODES[mode]):
-        faults = range(number * each, (number + 1) * each)
-        wrong += act(Plan(seed=given.seed, faults=faults, seconds=seconds, deterministic=deterministic))
+    wrong = sum(map(act, plans(given)))
     if wrong:
         sys.exit(f"{wrong} findings; the same faults again: {again}")
+
+
+def command(given: argparse.Namespace) -> str:
+    """The command that plays the same plans."""
+    args = f"--seed {given.seed} --faults {given.faults} --mode {given.mode}"
+    args += "" if given.seconds is None else f" --seconds {given.seconds:g}"
+    return f"make chaos ARGS='{args}{' --quick' if given.quick else ''}'"
+
+
+def plans(given: argparse.Namespace) -> list[Plan]:
+    """A plan for each mode."""
+    modes = MODES["deterministic" if given.quick else given.mode]
+    seconds, each = QUICK_S if given.quick else given.seconds, given.faults // len(modes)
+    return [
+        Plan(seed=given.seed, hits=each, skipped=number * each, seconds=seconds, deterministic=deterministic)
+        for number, deterministic in enumerate(modes)
+    ]
 
 
 def act(plan: Plan) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -38,8 +39,10 @@ OUTLIVE_DAYS, OUTLIVE_S = 8, 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     seed: int
-    faults: range
-    """Numbers of the faults, from 0, among those that the seed draws."""
+    hits: int
+    """Faults that hit something, of those that the seed draws."""
+    skipped: int = 0
+    """Drawn faults before the first."""
     seconds: float | None = None
     """Of the storm at most."""
     deterministic: bool = True
@@ -129,9 +132,19 @@ class Act:
         return ended == {recipe.name for tenant in self.tenants for recipe in tenant.recipes}
 
     async def _storm(self) -> None:
-        free, end = defaultdict[str, asyncio.Lock](asyncio.Lock), time.monotonic() + (self.plan.seconds or 1e9)
+        """Others take the place of those that hit nothing."""
+        drawn, end = (
+            islice(draw(self.plan.seed), self.plan.skipped, None),
+            time.monotonic() + (self.plan.seconds or 1e9),
+        )
+        while (num := self.plan.hits - len(self.story.strikes)) > 0 and time.monotonic() < end:
+            await self._strike_all(islice(drawn, num), end)
+
+    async def _strike_all(self, faults: Iterable[Fault], end: float) -> None:
+        """Returns when all are healed. None begins after `end`."""
+        free = defaultdict[str, asyncio.Lock](asyncio.Lock)
         async with asyncio.TaskGroup() as group:
-            for fault in islice(draw(self.plan.seed), self.plan.faults.start, self.plan.faults.stop):
+            for fault in faults:
                 await asyncio.sleep(fault.gap_s)
                 if time.monotonic() > end:
                     return

@@ -99,10 +99,12 @@ class RolloutHandler:
     def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
         """The turn's tokens and log-probs so far, and what its trajectory has cost with them; see `Resumes`.
 
-        None for a short turn, and for one of a chat, of which the API replica that asked keeps the tokens.
+        None for a short turn, for a stream, of which the API replica that asked keeps the tokens, and in deterministic mode.
         """
         partial = self._engine.partial(message.id)
-        if partial is None or len(partial.tokens) <= SHORT_TURN or message.reply_to or self._restarts(message):
+        if partial is None or len(partial.tokens) <= SHORT_TURN or message.stream:
+            return None
+        if self._deterministic or self._restarts(message):
             return None
         usage = self._charged(message).usage
         head = PROGRESS_HEAD.pack(usage.prompt_tokens, usage.sampled_tokens, usage.rollout_s)
@@ -158,7 +160,9 @@ class RolloutHandler:
             pump.cancel()
 
     def _restarts(self, message: TurnRequest) -> bool:
-        return self._deterministic and not message.reply_to
+        """True for a turn that begins anew when it moves; alternatives to its tokens are in no request, so they would be lost."""
+        alone = self._deterministic and not message.reply_to
+        return alone or bool(message.sampling.num_top_logprobs)
 
     def _restarted(self, message: TurnRequest) -> TurnRequest:
         return _without_partial(message) if self._restarts(message) else message

@@ -23,13 +23,18 @@ class Attempt:
 
     @cached_property
     def sample(self) -> dict[str, Any]:
-        """The model's last turn as templates and tenants' code see it."""
+        """The model's last turn as templates see it."""
         return {**self.unparsed, "output_json": _json(self.output_text)}
 
     @property
     def unparsed(self) -> dict[str, Any]:
         """The same without `output_json`."""
         return {"output_text": self.output_text, "output_tools": self._output_tools}
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The same as `sample` for msgspec's JSON: `output_json` is copied from the text, not parsed and written anew."""
+        return {**self.unparsed, "output_json": _checked(self.output_text)}
 
     @cached_property
     def encoded(self) -> bytes:
@@ -48,6 +53,13 @@ def tools_of(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 def _tool(index: int, call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments) if call.error is None else call.text
     return {"id": f"call_{index}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _checked(text: str) -> msgspec.Raw | None:
+    try:
+        return msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _json(text: str) -> Any:

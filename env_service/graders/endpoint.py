@@ -5,11 +5,13 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, cast
 
 import httpx
+import msgspec
 
 from common.graders import EndpointGrader
 from common.outgoing import Caller, CallFailed
 from env_service import work
 from env_service.failures import GraderFailed
+from env_service.graders.attempt import Attempt
 
 
 class Endpoints:
@@ -20,18 +22,14 @@ class Endpoints:
         self._caller = Caller(hosts, proxy=proxy)
         self.close = self._caller.close
 
-    async def reward(
-        self, grader: EndpointGrader, item: Mapping[str, Any], sample: Mapping[str, Any], *, key: str, timeout_s: float
-    ) -> Any:
+    async def reward(self, grader: EndpointGrader, attempt: Attempt, *, key: str, timeout_s: float) -> Any:
         """Returns the `reward` of the answer, unchecked. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
-        content = {"item": item, "sample": sample}
+        content = msgspec.json.encode({"item": attempt.item, "sample": attempt.written})
         return _reward(await self.post(grader.url, grader.headers, content, key=key, timeout_s=timeout_s))
 
-    async def post(
-        self, url: str, headers: Mapping[str, str], content: Mapping[str, Any], *, key: str, timeout_s: float
-    ) -> bytes:
+    async def post(self, url: str, headers: Mapping[str, str], content: bytes, *, key: str, timeout_s: float) -> bytes:
         """The body of the answer to some JSON. Raises GraderFailed."""
-        call = self._caller.post(url, {**headers, "Idempotency-Key": key}, json.dumps(content).encode())
+        call = self._caller.post(url, {**headers, "Idempotency-Key": key}, content)
         return await _body(call, timeout_s)
 
     async def get(self, url: str, *, timeout_s: float, known: bool = False) -> bytes:

@@ -69,7 +69,7 @@ def _origin(url: str) -> str:
     return f"{parsed.scheme}://{parsed.host.lower().rstrip('.')}:{port}"
 
 
-def _body(question: Question) -> Mapping[str, Any]:
+def _body(question: Question) -> bytes:
     body: dict[str, Any] = {
         "model": question.model,
         "messages": question.messages,
@@ -77,7 +77,7 @@ def _body(question: Question) -> Mapping[str, Any]:
         "temperature": question.temperature,
         "top_p": question.top_p,
     }
-    return body if question.seed is None else body | {"seed": question.seed}
+    return json.dumps(body if question.seed is None else body | {"seed": question.seed}).encode()
 
 
 def _answer(body: bytes) -> str:

@@ -114,7 +114,7 @@ class GraderRunner:
                 case EndpointGrader():
                     with allowance.spending():
                         return await self._endpoints.reward(
-                            grader, attempt.item, attempt.sample, key=grading.key, timeout_s=allowance.left_s
+                            grader, attempt, key=grading.key, timeout_s=allowance.left_s
                         )
                 case ScoreModel() | LabelModel():
                     return reward_of(grader, await self._answer(grader, grading))
@@ -132,7 +132,11 @@ class GraderRunner:
 
     async def _python(self, grader: PythonGrader, attempt: Attempt, allowance: work.Allowance) -> Any:
         outcome = await self._sandbox.run(
-            grader.source, call="grade", arguments=[attempt.sample, attempt.item], timeout_s=allowance.left_s
+            grader.source,
+            call="grade",
+            arguments=[attempt.unparsed, attempt.item],
+            parsed=("output_json", "output_text"),
+            timeout_s=allowance.left_s,
         )
         allowance.spend(outcome.seconds)
         if outcome.ending != "ok":

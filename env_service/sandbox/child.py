@@ -61,7 +61,7 @@ def main() -> None:
     os.close(null)
     layers = shut_in(job, set(job["layers"]))
     write = make_reporter(result_fd, job["nonce"], layers)
-    run(job["source"], job["call"], job["arguments"], write)
+    run(job, write)
 
 
 # ------------------------------------------------------------------------------------------------- tenant's code
@@ -80,10 +80,14 @@ def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Reporter:
     return write
 
 
-def run(source: str, call: str | None, arguments: list[object], write: Reporter) -> None:
+def run(job: dict[str, Any], write: Reporter) -> None:
     """Executes the source, calls the function named by `call` if there is one, reports, and ends the process."""
+    source, call, arguments = job["source"], job["call"], job["arguments"]
     namespace: dict[str, Any] = {"__name__": "__main__" if call is None else "tenant", "__builtins__": __builtins__}
     try:
+        if job["parsed"] is not None:
+            name, text = job["parsed"]
+            arguments[0][name] = parsed(arguments[0][text])
         exec(compile(source, "<source>", "exec"), namespace)
         value = None
         if call is not None:
@@ -99,6 +103,14 @@ def run(source: str, call: str | None, arguments: list[object], write: Reporter)
         flush()
         write(error=describe(error), raised=type(error).__name__)
     os._exit(0)
+
+
+def parsed(text: str) -> object:
+    """Returns what a JSON text says; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def check_json(value: object, call: str | None) -> object:

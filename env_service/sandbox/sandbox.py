@@ -27,7 +27,6 @@ It does not protect:
 
 import asyncio
 import contextlib
-import json
 import marshal
 import math
 import os
@@ -37,7 +36,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -122,14 +121,24 @@ class Sandbox:
         }
 
     async def run(
-        self, source: str, *, call: str | None = None, arguments: Sequence[Any] = (), timeout_s: float
+        self,
+        source: str,
+        *,
+        call: str | None = None,
+        arguments: Sequence[Any] = (),
+        parsed: tuple[str, str] | None = None,
+        timeout_s: float,
     ) -> Outcome:
         """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does. Raises Unavailable if the
         disk has no room for a call's files, which others may have filled.
 
-        The time limit begins when a place is free. Nothing of the call lives on afterwards.
+        The time limit begins when a place is free. Nothing of the call lives on afterwards. `parsed`: a field that the first argument
+        gets within the process, and the one whose text it is as JSON.
         """
-        job = self._job(source, call, arguments, timeout_s)
+        try:
+            job = self._job(source, {"call": call, "arguments": arguments, "parsed": parsed}, timeout_s)
+        except UnicodeEncodeError as error:
+            return Outcome(ending="raised", reason=f"UnicodeEncodeError: {error}")
         if len(job) > self._limits.input_bytes:
             return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
         async with self._folder() as folder, work.place(self._places):
@@ -172,14 +181,15 @@ class Sandbox:
         except OSError as error:
             raise Unavailable(f"the env worker's disk for temporary files: {error.strerror or error}") from error
 
-    def _job(self, source: str, call: str | None, arguments: Sequence[Any], timeout_s: float) -> bytes:
+    def _job(self, source: str, call: Mapping[str, Any], timeout_s: float) -> bytes:
+        """Raises UnicodeEncodeError for half a surrogate pair."""
         limits = {
             "cpu_s": math.ceil(timeout_s) + 1,
             "memory_bytes": self._limits.memory_bytes,
             "file_bytes": self._limits.file_bytes,
         }
-        job = {"source": source, "call": call, "arguments": list(arguments), "limits": limits, "layers": self._layers}
-        return json.dumps(job | self._filters | {"worker": os.getpid()}).encode()
+        job = {"source": source, **call, "limits": limits, "layers": self._layers}
+        return msgspec.json.encode(job | self._filters | {"worker": os.getpid()})
 
     async def _run(self, job: bytes, folder: str, timeout_s: float) -> Outcome:
         nonce = secrets.token_hex(16)

@@ -8,6 +8,7 @@ import pytest
 
 from common.graders import EndpointGrader
 from env_service.failures import GraderFailed
+from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
 
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\nConnection: close\r\n\r\n{"reward": 0.5}'
@@ -40,7 +41,7 @@ async def reward(proxy: Proxy, url: str) -> float:
     endpoints = Endpoints("api.example.org", proxy=proxy.url)
     try:
         grader = EndpointGrader.model_validate({"type": "endpoint", "url": url})
-        return await endpoints.reward(grader, {}, {}, key="k", timeout_s=5)
+        return await endpoints.reward(grader, Attempt({}, ""), key="k", timeout_s=5)
     finally:
         await endpoints.close()
 

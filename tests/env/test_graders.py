@@ -349,6 +349,7 @@ class Answers(BaseHTTPRequestHandler):
             "header": {
                 "reward": float(self.headers["X-Key"] == "k" and self.headers["Idempotency-Key"] == "job/0/0/0/0")
             },
+            "json": {"reward": 1 if body["sample"]["output_json"] == {"a": [1, None]} else 2},
             "text": {"reward": "1"},
             "nothing": {},
             "nan": {"reward": float("nan")},
@@ -372,6 +373,17 @@ def server() -> Iterator[str]:
 
 def endpoint(url: str, **more: Any) -> dict[str, Any]:
     return {"type": "endpoint", "url": url, **more}
+
+
+@pytest.mark.parametrize(("output", "reward"), [('{"a": [1, null]}', 1.0), ('{"a": [1, null]', 2.0), ("[" * 9999, 2.0)])
+def test_code_and_endpoints_get_the_answer_parsed_if_it_is_json(server: str, output: str, reward: float) -> None:
+    code = """
+def grade(sample, item):
+    assert list(sample) == ["output_text", "output_tools", "output_json"]
+    return 1.0 if sample["output_json"] == {"a": [1, None]} else 2.0 if sample["output_json"] is None else 3.0
+"""
+    assert grade(python(code), output, {}) == reward
+    assert grade(endpoint(f"{server}/json"), output, {}, hosts="127.0.0.1") == reward
 
 
 def test_an_endpoint_gives_the_reward(server: str) -> None:

@@ -228,20 +228,31 @@ async def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None
 # Workers that die, clients that leave -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_whose_worker_dies_is_asked_for_again_from_what_was_seen(server: ApiServer, stream: bool) -> None:
+async def test_a_stream_whose_worker_dies_is_asked_for_again_from_what_was_seen(server: ApiServer) -> None:
     text = "a long answer"
     async with played(Script(server.bus, text=text, dies_after=4)) as script:
-        answer: Any = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        answer: Any = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         told = await text_of(answer)
     assert told == text
     first, second = script.seen
     assert (first.trajectory.attempt, second.trajectory.attempt) == (0, 1)
-    assert (second.num_partial, second.epoch, second.job) == (4 if stream else 0, 1, first.job)
-    assert second.logprobs.numpy()[-2:].tolist() == ([-0.5, -0.5] if stream else [0, 0])
+    assert (second.num_partial, second.epoch, second.job) == (4, 1, first.job)
+    assert second.logprobs.numpy()[-2:].tolist() == [-0.5, -0.5]
     while not (told := await cancels(server)):  # they are sent beside the answer
         await asyncio.sleep(0.01)
     assert [(c.job, c.epoch) for c in told] == [(first.job, 0)]
+
+
+async def test_a_whole_answer_whose_worker_dies_is_left_to_whoever_goes_on_with_it(server: ApiServer) -> None:
+    """Asked for again, it would begin anew: the tokens are in the progress of its entry."""
+    asking = asyncio.create_task(server.openai.chat.completions.create(model="tiny", messages=HELLO))
+    async with played(Script(server.bus, dies_after=1)) as script:
+        while not script.seen:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.2)
+        await script.take_over()
+        assert (await asking).choices[0].message.content == "95"
+    assert len(script.seen) == 1 and not await cancels(server)
 
 
 async def cancels(server: ApiServer) -> list[Cancel]:

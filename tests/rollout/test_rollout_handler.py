@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -157,12 +158,13 @@ async def test_a_version_0_that_changes_nothing_is_sampled_before_the_store_has_
     assert missing.failure is not None and missing.failure.kind == "invalid"
 
 
-async def test_progress_is_all_that_another_worker_needs_to_go_on() -> None:
+@pytest.mark.parametrize("reply_to", ["", CELL.reply("api")])
+async def test_progress_is_all_that_another_worker_needs_to_go_on(reply_to: str) -> None:
     store, _ = await store_with()
     tokens, logprobs = list(range(100, 170)), [-0.5] * 70
     engine = FakeEngine(sampled=Partial(tokens, logprobs, num_sampled=70, busy_s=1.5))
     async with serving(engine, store) as (handler, _):
-        asked = request(BASE, max_tokens=200)
+        asked = request(BASE, max_tokens=200, reply_to=reply_to)
         head, body = handler.progress(asked) or (b"", b"")
         resumed = handler.resumed(asked, head + body)
         assert resumed.tokens.numpy().tolist() == [*asked.tokens.numpy(), *tokens]
@@ -177,15 +179,23 @@ async def test_progress_is_all_that_another_worker_needs_to_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "num,reply_to,deterministic", [(64, "", False), (70, CELL.reply("api"), False), (70, "", True)]
+    "num,asked,deterministic",
+    [
+        (64, {}, False),
+        (70, {"reply_to": "reply:x", "stream": True}, False),
+        (70, {"reply_to": "reply:x", "num_top_logprobs": 1}, False),
+        (70, {}, True),
+        (70, {"reply_to": "reply:x"}, True),
+    ],
+    ids=["short", "streamed", "with alternatives", "deterministic", "deterministic reply"],
 )
-async def test_no_progress_is_kept_of_short_turns_chats_and_in_deterministic_mode(
-    num: int, reply_to: str, deterministic: bool
+async def test_no_progress_is_kept_of_turns_that_would_not_go_on_from_it(
+    num: int, asked: dict[str, Any], deterministic: bool
 ) -> None:
     store, _ = await store_with()
     engine = FakeEngine(sampled=Partial([1] * num, [0.0] * num, num_sampled=num, busy_s=1.0))
     async with serving(engine, store, deterministic=deterministic) as (handler, _):
-        assert handler.progress(request(BASE, max_tokens=200, reply_to=reply_to)) is None
+        assert handler.progress(request(BASE, max_tokens=200, **asked)) is None
 
 
 async def test_inference_is_answered_on_its_reply_stream_with_deltas_before() -> None:
@@ -253,6 +263,21 @@ async def test_a_turn_handed_back_halfway_ends_as_if_nothing_had_happened() -> N
     assert moved.tokens == whole.tokens
     assert np.allclose(moved.logprobs.numpy(), whole.logprobs.numpy(), atol=1e-4)
     assert moved.usage.sampled_tokens == 300
+
+
+async def test_a_turn_handed_back_halfway_has_the_alternatives_to_each_of_its_tokens() -> None:
+    store, _ = await store_with()
+    asked = request(BASE, reply_to="reply:x", temperature=0.0, max_tokens=40, num_top_logprobs=2)
+    async with running(ends=False) as engine, serving(engine, store) as (handler, _):
+        task = asyncio.create_task(handler(asked, beat))
+        while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        ((_, handed),) = handler.hand_back(asked)
+        assert isinstance(handed, TurnRequest)
+        _, moved = await turn(handler, handed)
+    assert [top[0][0] for top in moved.top_logprobs] == moved.tokens.numpy().tolist()
 
 
 async def test_a_paused_turn_is_parked_as_it_began() -> None:

@@ -158,6 +158,15 @@ class Script:
     seen: list[TurnRequest] = field(default_factory=list)
     inbox: str = ""  # the stream that it reads; empty: the one of inference
 
+    async def take_over(self) -> None:
+        """Ends the turns of which nothing more was heard, as the worker that takes them over."""
+        stream = self.inbox or self.bus.cell.rollout_first
+        idle = await self.bus.find_idle(stream, GROUP_ROLLOUT, min_idle_ms=0)
+        for delivery in await self.bus.claim(stream, GROUP_ROLLOUT, "other", idle, min_idle_ms=0):
+            request = delivery.message
+            assert isinstance(request, TurnRequest)
+            await self.bus.settle([Settlement(delivery, [self._result(request, self._tokens(request))])])
+
     async def run(self) -> None:
         stream = self.inbox or self.bus.cell.rollout_first
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)

@@ -147,7 +147,7 @@ async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of
         # Given long turns of which some tokens are kept
         job = await api.submit("sort", model="base", **hyper)
         bus = Bus.connect(cluster.redis_url, Cell("base"))
-        while (kept := await tokens_kept(bus)) < 8 * 100:
+        while (kept := await tokens_kept(bus, bus.cell.rollout)) < 8 * 100:
             await asyncio.sleep(0.02)
         await bus.close()
         # When their worker is killed
@@ -155,18 +155,42 @@ async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of
         (done,) = await api.until_done(job)
         assert done["status"] == "succeeded", done["error"]
         # Then the next one samples the others alone
-        await asyncio.sleep(2.5)
-        admin = Api(cluster.base_url, cluster.admin_key)
-        workers = (await admin.get("/cluster/workers"))["data"]
-        await admin.close()
-        (sampled,) = [w["counters"]["sampled_tokens"] for w in workers if w["pid"] == cluster.pids["rollout-0"]]
+        sampled = await tokens_sampled(cluster)
         (usage,) = [row for row in (await api.get("/usage"))["data"] if row["job"] == job]
     assert 0 < sampled <= usage["sampled_tokens"] - kept, (sampled, usage, kept)
 
 
-async def tokens_kept(bus: Bus) -> int:
+async def test_a_kill_costs_whole_answers_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
+    """The same of turns that an API replica asked for without a stream, though it would ask again sooner than they are taken over."""
+    base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, vocab_size=8192)
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2", "MARLAAS_INFERENCE_SILENCE_S": "0.5"}
+    body = {"model": "base", "prompt": "count", "max_tokens": 1000, "n": 4}
+    async with running(tmp_path / "data", environment=environment) as (cluster, api):
+        bus = Bus.connect(cluster.redis_url, Cell("base"))
+        asking = asyncio.create_task(api.post("/completions", body))
+        while await tokens_kept(bus, bus.cell.rollout_first) < 4 * 200 and not asking.done():
+            await asyncio.sleep(0.02)
+        cluster.kill("rollout-0", signal.SIGKILL)
+        kept = await tokens_kept(bus, bus.cell.rollout_first)
+        whole = (await asking)["usage"]["completion_tokens"]
+        await bus.close()
+        sampled = await tokens_sampled(cluster)
+    assert 0 < sampled <= whole - kept, (sampled, whole, kept)
+
+
+async def tokens_sampled(cluster: LocalCluster) -> int:
+    """Tokens that the rollout worker has sampled since it started."""
+    await asyncio.sleep(2.5)
+    admin = Api(cluster.base_url, cluster.admin_key)
+    workers = (await admin.get("/cluster/workers"))["data"]
+    await admin.close()
+    (sampled,) = [w["counters"]["sampled_tokens"] for w in workers if w["pid"] == cluster.pids["rollout-0"]]
+    return sampled
+
+
+async def tokens_kept(bus: Bus, stream: str) -> int:
     """Of all turns under way."""
-    sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(bus.cell.rollout, "*"))]
+    sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(stream, "*"))]
     return sum((size - PROGRESS_HEAD.size) // PROGRESS_BODY.itemsize for size in sizes)
 
 

@@ -266,10 +266,13 @@ class Inference:
         await self._publish([choice])
 
     async def _is_cared_for(self, choice: Choice) -> bool:
-        """True if the request waits in the stream, or a worker renewed it within the silence."""
+        """True if the request waits in the stream, or a worker renewed it within the silence. Without a stream of tokens it need not be
+        renewed: another worker takes it over, and goes on from the progress that is kept, of which nothing is known here."""
         stream, client, entry = self._stream(choice), self._bus.client, choice.entry
         if not await self._bus.retrying(lambda: client.xrange(stream, entry, entry)):
             return False
+        if not choice.request.stream:
+            return True
         try:
             pending: Any = await self._bus.retrying(
                 lambda: client.xpending_range(stream, GROUP_ROLLOUT, entry, entry, 1)
