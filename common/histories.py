@@ -108,7 +108,7 @@ class Histories:
         return history.key, "ends"
 
     def _begun(self, history: History) -> KnownHistory | None:
-        """What is known of it, unless Redis went back in time and has another entry in its place."""
+        """The known beginning of it; None if Redis went back in time, and has another entry in its place."""
         known = self._known.get(history.key)
         if known is None or known.num > history.num or (known.num == history.num and known.entry != history.entry):
             return None
