@@ -27,7 +27,7 @@ from redis import exceptions as redis_errors
 
 from common.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
 from common.errors import InvalidInput, NotFound
-from common.histories import Histories, Items
+from common.histories import Histories, HistoryItems
 from common.history import shortened
 from common.messages import Message
 from common.objects import Objects
@@ -349,7 +349,7 @@ class Bus:
         group: str,
         entry: Any,
         fields: Any,
-        items: Items = MappingProxyType({}),
+        items: HistoryItems = MappingProxyType({}),
         *,
         consumer: str = "",
     ) -> Delivery:
