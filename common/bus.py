@@ -27,7 +27,7 @@ from redis import exceptions as redis_errors
 
 from common.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
 from common.errors import InvalidInput, NotFound
-from common.histories import Histories, Items
+from common.histories import Histories, HistoryItems
 from common.history import shortened
 from common.messages import Message
 from common.objects import Objects
@@ -346,7 +346,9 @@ class Bus:
         """Writes a payload to object storage, however long that takes. Returns its path."""
         return await self._payloads.write(message, encode(message))
 
-    def _delivery(self, stream: str, group: str, entry: Any, fields: Any, payload: bytes, items: Items) -> Delivery:
+    def _delivery(
+        self, stream: str, group: str, entry: Any, fields: Any, payload: bytes, items: HistoryItems
+    ) -> Delivery:
         history = self._histories.of(fields)
         try:
             message = self._histories.whole(decode(payload), history, items)
@@ -355,7 +357,7 @@ class Bus:
         return Delivery(stream, group, _text(entry), message, history=history, is_inline=b"payload" in fields)
 
     async def _fetched(
-        self, stream: str, group: str, entry: Any, fields: Any, items: Items, *, consumer: str
+        self, stream: str, group: str, entry: Any, fields: Any, items: HistoryItems, *, consumer: str
     ) -> Delivery:
         """One whose payload is in object storage. Keeps the entry the consumer's while the storage is away."""
         try:

@@ -11,7 +11,7 @@ from common.streams import Cell
 from common.wire import AnyMessage, decode
 
 MOST_KNOWN = 4096
-Items = Mapping[History, tuple[list[Message], list[bytes]]]
+HistoryItems = Mapping[History, tuple[list[Message], list[bytes]]]
 """Of each history the message that its first items make, if it is known, and its other items."""
 
 
@@ -42,7 +42,7 @@ class Histories:
         self,
         entries: Sequence[Mapping[bytes, bytes]],
         retrying: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
-    ) -> Items:
+    ) -> HistoryItems:
         """The histories to which these entries refer, in one round trip, or in none if this process published all that they say.
 
         A Redis that lost its last moment may have gone on otherwise than this process knows: then the items are read in two.
@@ -69,7 +69,7 @@ class Histories:
             result[history] = ([known.message], found[1::2]) if known else ([], found[::2])
         return result
 
-    def whole(self, message: AnyMessage, history: History | None, items: Items) -> AnyMessage:
+    def whole(self, message: AnyMessage, history: History | None, items: HistoryItems) -> AnyMessage:
         """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
         known, rest = items[history] if history else ([], [])
         return cast(AnyMessage, restored([*known, *map(decode, rest)], message))

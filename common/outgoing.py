@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES = 64 * 1024
 _resolvers = ThreadPoolExecutor(8, "resolver")
 """Threads of their own: a name server that does not answer keeps one for half a minute, whatever the call's limit."""
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -62,7 +62,7 @@ class AllowedHosts:
             self._check(address, host, by_name=literal is None)
         return str(addresses[0])
 
-    def _check(self, address: Address, host: str, *, by_name: bool) -> None:
+    def _check(self, address: IpAddress, host: str, *, by_name: bool) -> None:
         plain = getattr(address, "ipv4_mapped", None) or address
         listed = any(plain in network for network in self._networks if network.version == plain.version)
         if not listed and not (by_name and plain.is_global and not plain.is_multicast):
@@ -137,14 +137,14 @@ def _network(entry: str) -> Network | None:
         return None
 
 
-def _address(host: str) -> Address | None:
+def _address(host: str) -> IpAddress | None:
     try:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
 
 
-async def _resolve(host: str, port: int) -> list[Address]:
+async def _resolve(host: str, port: int) -> list[IpAddress]:
     def ask() -> list[Any]:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 

@@ -25,12 +25,12 @@ from marlaas_client.adapters import (
 from marlaas_client.errors import ClientError, InvalidInput, JobFailed, Refused, Unavailable
 from marlaas_client.place import find
 from marlaas_client.records import FINAL, Event, Job, Ledger, Record, Sample
-from marlaas_client.submission import Items, Method, content_of, grader_of, request_of
+from marlaas_client.submission import GivenItems, Method, content_of, grader_of, request_of
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-Act = Literal["cancel", "pause", "resume"]
+JobAction = Literal["cancel", "pause", "resume"]
 JOBS = "/v1/fine_tuning/jobs"
 PAGE = 100
 RECONNECT_S = 1.0
@@ -74,13 +74,13 @@ class Client:
 
     def submit(
         self,
-        items: Items | None = None,
+        items: GivenItems | None = None,
         *,
         grader: str | Record | None = None,
         environment: str | Record | None = None,
         hyperparameters: Record | None = None,
         method: Method = "reinforcement",
-        validation: Items | None = None,
+        validation: GivenItems | None = None,
         model: str = "tiny",
         adapter: Path | None = None,
         suffix: str | None = None,
@@ -129,7 +129,7 @@ class Client:
         """Newest first."""
         return cast(Iterator[Job], self.items(JOBS))
 
-    def act(self, job: str, verb: Act) -> Job:
+    def act(self, job: str, verb: JobAction) -> Job:
         """Ends a job, frees its workers, or goes on with it."""
         return cast(Job, self.post(f"{JOBS}/{job}/{verb}"))
 

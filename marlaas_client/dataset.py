@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from marlaas_client.errors import InvalidInput
 
-Row = dict[str, Any]
+DatasetRow = dict[str, Any]
 BATCH = 256
 """Rows of a Parquet file in memory at once."""
 JSON_COLUMNS = frozenset({"messages", "tools"})
@@ -36,7 +36,7 @@ class Columns(NamedTuple):
     kept: frozenset[str] | None = None  # of the other columns, which stay as they are; None: all
     talks: bool = False  # texts of a prompt and a completion become messages, which a chat template shows
 
-    def item(self, row: Row, number: int) -> Row:
+    def item(self, row: DatasetRow, number: int) -> DatasetRow:
         """Raises InvalidInput for a column that is not there. A value that is null is left out."""
         if absent := [column for column in (*self.fields.values(), *(self.kept or ())) if column not in row]:
             near = difflib.get_close_matches(absent[0], row, n=1)
@@ -58,12 +58,12 @@ class Columns(NamedTuple):
         return given
 
 
-def _message(role: str, text: str) -> list[Row]:
+def _message(role: str, text: str) -> list[DatasetRow]:
     return [{"role": role, "content": text}]
 
 
 @contextmanager
-def as_jsonl(rows: Iterable[Row], columns: Columns) -> Generator[BinaryIO]:
+def as_jsonl(rows: Iterable[DatasetRow], columns: Columns) -> Generator[BinaryIO]:
     """A temporary file with a line for each row. Raises InvalidInput."""
     with TemporaryFile() as file:
         for number, row in enumerate(rows, 1):
@@ -74,7 +74,7 @@ def as_jsonl(rows: Iterable[Row], columns: Columns) -> Generator[BinaryIO]:
         yield file
 
 
-def _line(item: Row, number: int) -> bytes:
+def _line(item: DatasetRow, number: int) -> bytes:
     line = bytearray()
     for name, value in item.items():
         try:
@@ -89,7 +89,7 @@ def _line(item: Row, number: int) -> bytes:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def rows_of_file(file: Path) -> Iterator[Row]:
+def rows_of_file(file: Path) -> Iterator[DatasetRow]:
     """Of JSONL, or of CSV or Parquet by the name's end. Raises InvalidInput."""
     read = {".csv": _of_csv, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_jsonl)
     try:
@@ -98,7 +98,7 @@ def rows_of_file(file: Path) -> Iterator[Row]:
         raise InvalidInput(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _of_jsonl(file: Path) -> Iterator[Row]:
+def _of_jsonl(file: Path) -> Iterator[DatasetRow]:
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -111,7 +111,7 @@ def _of_jsonl(file: Path) -> Iterator[Row]:
                 yield row
 
 
-def _of_csv(file: Path) -> Iterator[Row]:
+def _of_csv(file: Path) -> Iterator[DatasetRow]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
@@ -133,7 +133,7 @@ def _of_cell(name: str, value: str, where: str) -> Any:
         raise InvalidInput(f"{where}, column {name!r}: not JSON: {error}") from error
 
 
-def _of_parquet(file: Path) -> Iterator[Row]:
+def _of_parquet(file: Path) -> Iterator[DatasetRow]:
     try:
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -149,7 +149,7 @@ def _of_parquet(file: Path) -> Iterator[Row]:
 # ---- datasets -------------------------------------------------------------------------------------------------------
 
 
-def rows_of_dataset(name: str, split: str) -> Iterator[Row]:
+def rows_of_dataset(name: str, split: str) -> Iterator[DatasetRow]:
     """Of a folder, or of a dataset of the hub: `owner/name`, `owner/name:configuration@revision`. Raises InvalidInput."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
@@ -171,7 +171,7 @@ def rows_of_dataset(name: str, split: str) -> Iterator[Row]:
         raise InvalidInput(f"--dataset {name}, split {split!r}: {reason}") from error
 
 
-def _of_folder(datasets: Any, folder: Path, split: str) -> Iterable[Row]:
+def _of_folder(datasets: Any, folder: Path, split: str) -> Iterable[DatasetRow]:
     """Raises ValueError for a split that is not there."""
     if not any((folder / name).is_file() for name in SAVED):
         return datasets.load_dataset(str(folder), split=split)

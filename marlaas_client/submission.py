@@ -9,7 +9,7 @@ from marlaas_client.errors import InvalidInput
 from marlaas_client.records import Record
 
 Method = Literal["reinforcement", "supervised"]
-Items = Path | str | Iterable[Mapping[str, Any]]
+GivenItems = Path | str | Iterable[Mapping[str, Any]]
 """A file of JSONL, or its rows."""
 SHORT_GRADERS: dict[str, Record] = {
     "string_check": {"operation": "eq"},
@@ -50,7 +50,7 @@ def integration_of(text: str) -> Record:
     return {"type": logger, logger: {"project": project}}
 
 
-def content_of(items: Items) -> tuple[str, bytes]:
+def content_of(items: GivenItems) -> tuple[str, bytes]:
     """(name, JSONL) of a file to upload. Raises InvalidInput if it cannot be read."""
     if not isinstance(items, str | Path):
         return "items.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items).encode()

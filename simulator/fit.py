@@ -18,7 +18,7 @@ from common.messages import WorkerReport
 from manager_service.records import Hyper, JobSpec
 from simulator.calibration import Calibration, LogNormal, Machine, Size, Workload
 
-Deltas = list[dict[str, float]]
+CounterDeltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
 
 SERVICES = ("rollout", "env", "trainer")
@@ -84,7 +84,7 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
     )
 
 
-def fit_machine(by_service: dict[str, Deltas], cores: int | None, control_s: float) -> Machine:
+def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control_s: float) -> Machine:
     rollout, env, trainer = (total(by_service[service]) for service in SERVICES)
     step_s, row_s = fit_decode(by_service["rollout"])
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
@@ -110,7 +110,7 @@ def fit_machine(by_service: dict[str, Deltas], cores: int | None, control_s: flo
     )
 
 
-def deltas(reports: Iterable[WorkerReport], service: str) -> Deltas:
+def deltas(reports: Iterable[WorkerReport], service: str) -> CounterDeltas:
     by_worker: defaultdict[str, list[WorkerReport]] = defaultdict(list)
     for report in reports:
         if report.service == service:
@@ -122,7 +122,7 @@ def deltas(reports: Iterable[WorkerReport], service: str) -> Deltas:
     ]
 
 
-def total(found: Deltas) -> dict[str, float]:
+def total(found: CounterDeltas) -> dict[str, float]:
     sums: defaultdict[str, float] = defaultdict(float)
     for each in found:
         for name, value in each.items():
@@ -130,7 +130,7 @@ def total(found: Deltas) -> dict[str, float]:
     return sums
 
 
-def fit_decode(found: Deltas) -> tuple[float, float]:
+def fit_decode(found: CounterDeltas) -> tuple[float, float]:
     """Seconds of a forward, and of each row in it: least squares over seconds, weighted by their forwards; none negative."""
     used = [d for d in found if d.get("decode_steps", 0) > 0]
     if not used:
@@ -141,7 +141,7 @@ def fit_decode(found: Deltas) -> tuple[float, float]:
     )
 
 
-def fit_training(found: Deltas) -> tuple[float, float]:
+def fit_training(found: CounterDeltas) -> tuple[float, float]:
     """Seconds of a step, and of each token of its rows. If all steps are alike, the tokens have all of it."""
     used = [d for d in found if d.get("settled", 0) > 0 and d["trained_tokens"] > 0 and d["compute_s"] > 0]
     if not used:
@@ -165,13 +165,13 @@ def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, floa
     return float(mean_y - slope * mean_x), float(slope)
 
 
-def beside_s(found: Deltas, *computing: str) -> float:
+def beside_s(found: CounterDeltas, *computing: str) -> float:
     """Processor seconds of a service beside some of them, while it settled anything: those of an idle loop are nobody's."""
     working = [d for d in found if d.get("settled", 0) > 0]
     return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in working))
 
 
-def least(found: Deltas, seconds: str, number: str) -> float:
+def least(found: CounterDeltas, seconds: str, number: str) -> float:
     """The lowest mean of any two successive reports."""
     return min((d[seconds] / d[number] for d in found if d.get(number, 0) > 0), default=0.0)
 

@@ -62,7 +62,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Turns:
+class EngineTurns:
     """The streams `rollout:first` and `rollout`, and the engines that read them."""
 
     clock: Clock
@@ -91,7 +91,7 @@ class SimulatedEngine:
 
     host: SimulatedHost
     machine: Machine
-    turns: Turns
+    turns: EngineTurns
     slots: int
     done: Callable[[Flight], None]
     began: Callable[[Flight], None]

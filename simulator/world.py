@@ -35,7 +35,7 @@ from manager_service.scheduling.policies import Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from simulator.calibration import Calibration, PolicyRun, Spread, Workload, jain
 from simulator.clock import Clock, Process, SimulatedHost
-from simulator.workers import REWARD, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker, Turns
+from simulator.workers import REWARD, EngineTurns, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker
 
 CELL = Cell("simulated")
 
@@ -74,7 +74,7 @@ class World:
         machine, size = self.calibration.machine, self.calibration.size
         self.host = SimulatedHost(self.clock, machine.cores)
         self.control = Process(self.host)
-        self.turns = Turns(self.clock, machine.hop_s)
+        self.turns = EngineTurns(self.clock, machine.hop_s)
         self.engines = [
             SimulatedEngine(self.host, machine, self.turns, size.rollout_slots, self._turn_done, self._turn_began)
             for _ in range(size.rollout)

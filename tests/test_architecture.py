@@ -114,12 +114,11 @@ ALIKE = {
     "InvalidInput": "the client imports no service: the same error in both",
     "Unavailable": "as InvalidInput",
     "Job": "in the client the record of the API, in the manager what it tells of",
-    "Forward": "the data of an operation, and the ranks' command to compute such",
-    "Group": "of trajectories; of ranks, as torch.distributed calls it",
-    "HelperPool": "a grader's pool shares one of `common/helpers.py` between tenants",
-    "Question": "what a grader asks its helper, and a model",
+    "JobAction": "the client imports no service: the same words in both",
+    "Status": "as JobAction",
+    "Seats": "of an engine's turns; of workers at their devices",
 }
-"""Names that two classes may have, with the reason."""
+"""Names that two classes, or aliases of types, may have, with the reason."""
 
 MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
@@ -224,14 +223,18 @@ def test_the_simulator_imports_no_other_benchmark() -> None:
 # ---- one word, one thing --------------------------------------------------------------------------------------------
 
 
-def test_no_two_classes_share_a_name() -> None:
-    names = Counter(
-        node.name
-        for file in files(*NAMED)
-        if not file.endswith("_pb2.py")
-        for node in ast.walk(tree(file))
-        if isinstance(node, ast.ClassDef)
-    )
+def types_of(file: str) -> Iterator[str]:
+    """The classes and aliases of types that a file makes; no type variables, no parameters of requests and commands."""
+    yield from (node.name for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef))
+    for node in tree(file).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if not ast.unparse(node.value).startswith("Annotated"):
+                yield from (name for name in names if re.fullmatch(r"[A-Z]+[a-z]\w*", name))
+
+
+def test_no_two_types_share_a_name() -> None:
+    names = Counter(name for file in files(*NAMED) if not file.endswith("_pb2.py") for name in types_of(file))
     assert {name for name, num in names.items() if num > 1} - ALIKE.keys() == set()
 
 

@@ -45,7 +45,7 @@ class Opened(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class FusedStep:
     """A step that a caller waits for."""
 
     tenant: str
@@ -73,7 +73,7 @@ class Driver:
 
     trainer: Trainer
     served: Fairness  # tokens computed for each tenant
-    members: list[Member] = field(default_factory=list[Member])  # by age
+    members: list[FusedStep] = field(default_factory=list[FusedStep])  # by age
     compute_s: float = 0.0
     """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
     _forwarded: int = 0  # tokens, since the start
@@ -83,7 +83,7 @@ class Driver:
     _hurried: bool = False  # the last round had no micro-batch
     _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
 
-    async def run(self, member: Member) -> Any:
+    async def run(self, member: FusedStep) -> Any:
         """Returns the member's result. A caller that is cancelled takes its step out before the next micro-batch."""
         self.members.append(member)
         self._came.set()
@@ -108,7 +108,7 @@ class Driver:
             if self._waited:
                 await self._next_step()
 
-    def _awaits_next(self, left: Member) -> bool:
+    def _awaits_next(self, left: FusedStep) -> bool:
         """Is the step that follows one that left worth waiting for? Not beside others of its tenant, nor beside smaller ones."""
         larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self.members]
         return left.goes_on and bool(larger) and all(larger)
@@ -120,7 +120,7 @@ class Driver:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._came.wait(), FOLLOWS_PART * micro_batch_s)
 
-    def _round(self, members: list[Member]) -> dict[Member, object]:
+    def _round(self, members: list[FusedStep]) -> dict[FusedStep, object]:
         """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
         now = compute_clock(self.trainer.backbone.device)
         since = now()
@@ -128,8 +128,8 @@ class Driver:
         self.compute_s += now() - since
         return outcomes
 
-    def _advanced(self, members: list[Member]) -> dict[Member, object]:
-        outcomes: dict[Member, object] = {}
+    def _advanced(self, members: list[FusedStep]) -> dict[FusedStep, object]:
+        outcomes: dict[FusedStep, object] = {}
         for member in members:
             if member.result.cancelled():
                 self._discard(member)
@@ -149,12 +149,12 @@ class Driver:
         company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
         return outcomes | self._micro_batch(company) | self._finish(company)
 
-    def _begun(self, member: Member) -> Opened:
+    def _begun(self, member: FusedStep) -> Opened:
         step = member.begin(self.trainer)
         self.trainer.cut(step.opened, member.most_tokens)
         return step
 
-    def _in_turn(self, company: Sequence[Member]) -> list[Member]:
+    def _in_turn(self, company: Sequence[FusedStep]) -> list[FusedStep]:
         """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
         more than another come last."""
         tenants = {member.tenant for member in company}
@@ -162,7 +162,7 @@ class Driver:
             self._shared_at = time.monotonic()
         most = self.most_served(tenants)
         to_go: Counter[str] = Counter()
-        keys: dict[Member, tuple[float, int]] = {}
+        keys: dict[FusedStep, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left
             served = self.served.virtual_time(member.tenant)
@@ -174,7 +174,7 @@ class Driver:
         least = min((self.served.virtual_time(tenant) for tenant in tenants), default=0.0)
         return least + AHEAD * self.trainer.budget.tokens
 
-    def _micro_batch(self, company: Sequence[Member]) -> dict[Member, object]:
+    def _micro_batch(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:
         going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
         before = [one.sums.num_forward for _, one in going]
         budget = self._budget([member for member, _ in going])
@@ -195,7 +195,7 @@ class Driver:
         if isinstance(failed, DoesNotFit):
             give_back_memory()
             ended = self._beyond_memory(failed) if failed.is_least else None
-        outcomes: dict[Member, object] = {m: ended for m in company if m.alone and ended is not None}
+        outcomes: dict[FusedStep, object] = {m: ended for m in company if m.alone and ended is not None}
         for member in company:
             member.alone = True
             if isinstance(failed, DoesNotFit):
@@ -210,7 +210,7 @@ class Driver:
             "trainer (MARLAAS_TRAINER_CHECKPOINTING=true, MARLAAS_TRAINER_DTYPE=bfloat16, a larger MARLAAS_TRAINER_RANKS)"
         )
 
-    def _budget(self, company: Sequence[Member]) -> Budget:
+    def _budget(self, company: Sequence[FusedStep]) -> Budget:
         """The budget of the company's next micro-batch. Its first member is first in turn."""
         budget = self.trainer.budget
         tokens_left = company[0].tokens_left if company else 0
@@ -218,11 +218,11 @@ class Driver:
         tokens = int(budget.tokens * SHARED_PART) if shared else budget.tokens
         return replace(budget, tokens=min([tokens, *(member.most_tokens for member in company)]))
 
-    def _finish(self, company: Sequence[Member]) -> dict[Member, object]:
+    def _finish(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:
         done = [(m, m.step) for m in company if m.step is not None and m.step.opened.done]
         return {member: _tried(lambda member=member, step=step: member.finish(step)) for member, step in done}
 
-    def _discard(self, member: Member) -> None:
+    def _discard(self, member: FusedStep) -> None:
         if member.step is not None:
             self.trainer.discard(member.step.opened)
             member.step = None

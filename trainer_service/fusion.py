@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 
 from common.fairness import Fairness
 from common.messages import TrainStep
-from trainer_service.driver import Driver, Member, Opened
+from trainer_service.driver import Driver, FusedStep, Opened
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
@@ -90,14 +90,14 @@ class Fusion:
         `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
         """
         result = asyncio.get_running_loop().create_future()
-        member = Member(tenant, weight, begin, finish, beat, goes_on, tokens, result)
+        member = FusedStep(tenant, weight, begin, finish, beat, goes_on, tokens, result)
         if halvings:
             member.most_tokens = max(1, self.trainer.budget.tokens >> halvings)
         self._served.busy({tenant, *(other.tenant for driver in self._drivers for other in driver.members)})
         driver = self._express if self._express and self._is_express(member, self._express) else self._main
         return cast(T, await driver.run(member))
 
-    def _is_express(self, new: Member, express: Driver) -> bool:
+    def _is_express(self, new: FusedStep, express: Driver) -> bool:
         """True for a small step that would otherwise wait for another tenant's larger step, even for its last micro-batch.
 
         Its tenant's own are served by age, and one that was served much more than those that wait goes behind them.

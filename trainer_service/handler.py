@@ -29,7 +29,7 @@ from trainer_service.run_handler import RunHandler
 from trainer_service.training import Trainer
 from trainer_service.versions import Versions
 
-Asked = Init | TrainStep | Operations | Forget
+TrainerMessage = Init | TrainStep | Operations | Forget
 LARGE = 16
 """Micro-batches, as which a larger message counts among those that a trainer holds."""
 MOST_LARGE = 4
@@ -72,7 +72,7 @@ class TrainHandler:
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
-    async def __call__(self, message: Asked, beat: Beat) -> list[Out]:
+    async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:
         """The AdapterUpdate of the version that `message` asks for, or the OperationsDone; what is asked for at a time is computed
         together. Or the Forgotten, once the files are deleted.
 
@@ -106,7 +106,7 @@ class TrainHandler:
         await self._drop_old(message, target)
         return [(self._cell.adapters(message.partition), update_of(manifest, message.about()))]
 
-    def delivered_again(self, message: Asked, times: int) -> None:
+    def delivered_again(self, message: TrainerMessage, times: int) -> None:
         """Its micro-batches are halved so often: memory that ran out may be what ended the trainers that had it."""
         self._fusion.again[message.id] = times
 
@@ -139,7 +139,7 @@ class TrainHandler:
         done = Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id)
         return [(self._cell.adapters(message.partition), done)]
 
-    def failed(self, message: Asked, failure: Failure) -> list[Out]:
+    def failed(self, message: TrainerMessage, failure: Failure) -> list[Out]:
         """Messages to publish when the message is given up."""
         if isinstance(message, Operations):
             return self._runs.failed(message, failure)
@@ -164,7 +164,7 @@ class TrainHandler:
         totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
         return totals | {"compute_s": self._fusion.compute_s} | self._trainer.backbone.counters()
 
-    def hand_back(self, message: Asked) -> list[Out] | None:
+    def hand_back(self, message: TrainerMessage) -> list[Out] | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""
         return self._runs.hand_back(message) if isinstance(message, Operations) else None
 
@@ -256,7 +256,7 @@ class TrainHandler:
             log.warning("old_version_not_dropped", job=newest.job, version=newest.version, reason=str(error))
 
 
-def _num_tokens(message: Asked) -> int:
+def _num_tokens(message: TrainerMessage) -> int:
     """The tokens that a message brings."""
     match message:
         case TrainStep():

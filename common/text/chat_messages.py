@@ -6,11 +6,11 @@ from typing import Any
 
 from common.spelling import quoted
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-DUMMY_TOOL: Message = {
+DUMMY_TOOL: ChatMessage = {
     "type": "function",
     "function": {
         "name": "tool",
@@ -20,7 +20,7 @@ DUMMY_TOOL: Message = {
 }
 
 
-def dummy_turn(num_calls: int) -> list[Message]:
+def dummy_turn(num_calls: int) -> list[ChatMessage]:
     """A user's message and a model turn, which calls tools if there are to be calls.
 
     The turn has a thought: Qwen3's template adds an empty one to a turn without, but only while that turn is the last.

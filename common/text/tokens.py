@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from common.text.chat_messages import (
     DUMMY_TOOL,
-    Message,
+    ChatMessage,
     check_messages,
     dummy_turn,
     normal_message,
@@ -115,7 +115,7 @@ class ChatTokenizer:
     # ------------------------------------------------------------------------------------------ text to ids
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, add_generation_prompt: bool = True
+        self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
         """The ids of a conversation in OpenAI's form, ready for the model's turn.
 
@@ -140,7 +140,7 @@ class ChatTokenizer:
         """No text of so many characters has fewer tokens, but for what a tokenizer removes from it, and that is refused too."""
         return num_characters // (MAX_SHRINKING * self._longest_token)
 
-    def reply(self, messages: Sequence[Message]) -> list[int]:
+    def reply(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the ids to append after a model turn that ended with its end-of-turn token.
 
         They are an environment's messages, of the roles in `REPLY_ROLES`, and the opening of the model's next turn. They do
@@ -176,13 +176,13 @@ class ChatTokenizer:
         )
 
     def _find_append_fault(self, roles: tuple[str, ...]) -> str:
-        replies: list[Message] = [
+        replies: list[ChatMessage] = [
             {"role": role, "content": f"reply {i}."} | ({"tool_call_id": f"call_{i}"} if role == "tool" else {})
             for i, role in enumerate(roles)
         ]
         talk = dummy_turn(_num_tools(replies))
         conversations = [talk, [*talk, *replies, *talk[1:]]]
-        tools: tuple[list[Message], ...] = ([], [DUMMY_TOOL])
+        tools: tuple[list[ChatMessage], ...] = ([], [DUMMY_TOOL])
         try:
             suffixes = [self._suffix(talk, replies, tool) for talk in conversations for tool in tools]
         except ValueError as error:
@@ -213,7 +213,7 @@ class ChatTokenizer:
         """A decoder for one stream of ids."""
         return StreamDecoder(lambda ids: self.decode(ids, skip_special=skip_special))
 
-    def parse_tool_calls(self, text: str, tools: Sequence[Message] = ()) -> tuple[str, list[ToolCall]]:
+    def parse_tool_calls(self, text: str, tools: Sequence[ChatMessage] = ()) -> tuple[str, list[ToolCall]]:
         """Splits a model turn, decoded with `skip_special=False`, into its content and its calls.
 
         `tools` are those that were rendered: the compact format takes the name of the argument from their
@@ -228,7 +228,7 @@ class ChatTokenizer:
         content = self._specials.remove(content)
         return content.strip() if calls else content, calls
 
-    def _parse_call(self, text: str, tools: Sequence[Message]) -> ToolCall:
+    def _parse_call(self, text: str, tools: Sequence[ChatMessage]) -> ToolCall:
         return parse_compact(text, tools) if self.tool_format == "compact" else parse_hermes(text)
 
     def _unclosed(self, text: str) -> ToolCall:
@@ -270,7 +270,7 @@ class ChatTokenizer:
         return ids
 
     def _suffix(
-        self, talk: Sequence[Message], replies: Sequence[Message], tools: Sequence[Message] = ()
+        self, talk: Sequence[ChatMessage], replies: Sequence[ChatMessage], tools: Sequence[ChatMessage] = ()
     ) -> list[int] | None:
         """render(talk + replies) minus render(talk) up to its last end-of-turn token; None if no prefix."""
         before = self.render(talk, tools, add_generation_prompt=False)
@@ -295,7 +295,7 @@ class ChatTokenizer:
             )
 
 
-def _num_tools(messages: Sequence[Message]) -> int:
+def _num_tools(messages: Sequence[ChatMessage]) -> int:
     return sum(message["role"] == "tool" for message in messages)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from common.text.chat_messages import Message
+from common.text.chat_messages import ChatMessage
 
 ToolFormat = Literal["hermes", "compact"]
 
@@ -32,7 +32,7 @@ def malformed(name: str, text: str, error: str) -> ToolCall:
     return ToolCall(name=name, error=error, text=text)
 
 
-def parse_compact(text: str, tools: Sequence[Message]) -> ToolCall:
+def parse_compact(text: str, tools: Sequence[ChatMessage]) -> ToolCall:
     """`calculator:347*86`: a name, a colon, the text of the only argument."""
     name, colon, argument = text.partition(":")
     name = name.strip()
@@ -41,7 +41,7 @@ def parse_compact(text: str, tools: Sequence[Message]) -> ToolCall:
     return ToolCall(name=name, arguments={_argument_name(name, tools): argument}, text=text)
 
 
-def _argument_name(tool_name: str, tools: Sequence[Message]) -> str:
+def _argument_name(tool_name: str, tools: Sequence[ChatMessage]) -> str:
     """The first required, else the first, argument in the tool's schema; "input" if there is none."""
     for tool in tools:
         function = tool.get("function", {})

@@ -15,7 +15,7 @@ START_S = 30.0
 MEMORY_BYTES = 512 * 1024**2
 
 
-class HelperPool:
+class GraderHelpers:
     """Asks one helper at a time, or two where two tenants ask: see `Places`. Safe to use from many tasks; `close` when done."""
 
     def __init__(self, name: str, module: str, *, first: bytes) -> None:

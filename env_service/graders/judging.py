@@ -28,7 +28,7 @@ from common.text.tokens import ChatTokenizer
 from common.transcript import EMPTY, shown
 from common.wire import decode, encode
 from env_service.failures import GraderFailed
-from env_service.graders.model import ModelAsked, Question
+from env_service.graders.model import ModelAsked, ModelQuestion
 from env_service.work import Work
 
 Graded = TurnResult | GradeRequest
@@ -77,7 +77,7 @@ def judge_request(graded: Graded, asked: ModelAsked, doing: Work, tokenizer: Cha
     )
 
 
-def _rendered(question: Question, tokenizer: ChatTokenizer) -> list[int]:
+def _rendered(question: ModelQuestion, tokenizer: ChatTokenizer) -> list[int]:
     least = tokenizer.least_tokens(sum(len(message["content"]) for message in question.messages))
     if least > tokenizer.context:
         raise GraderFailed(f"the model's question has more tokens than the context of {tokenizer.context}")

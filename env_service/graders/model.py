@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ModelQuestion:
     model: str
     messages: list[dict[str, str]]
     max_tokens: int
@@ -34,14 +34,14 @@ class Question:
 class ModelAsked(Exception):
     """No failure: the grading goes on once a model of this service has answered."""
 
-    def __init__(self, grader: str, question: Question) -> None:
+    def __init__(self, grader: str, question: ModelQuestion) -> None:
         """`grader`: its name in a `multi`, "" for one alone."""
         super().__init__(f"{question.model} is asked")
         self.grader = grader
         self.question = question
 
 
-def question_of(grader: AnyModelGrader, attempt: Attempt) -> Question:
+def question_of(grader: AnyModelGrader, attempt: Attempt) -> ModelQuestion:
     """Raises InvalidInput, naming the variable, if a template cannot be filled, or for a question that is too long."""
     sampling, messages, length = grader.sampling_params, list[dict[str, str]](), 0
     for message in grader.input:
@@ -49,7 +49,7 @@ def question_of(grader: AnyModelGrader, attempt: Attempt) -> Question:
         length += len(messages[-1]["content"])
         if length > templates.MAX_TEXT_CHARACTERS:
             raise InvalidInput(f"the question to the model has more than {templates.MAX_TEXT_CHARACTERS:,} characters")
-    return Question(
+    return ModelQuestion(
         model=grader.model,
         messages=messages,
         max_tokens=sampling.max_completions_tokens or MAX_TOKENS,

@@ -16,7 +16,7 @@ from common.places import Places
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model import Question
+from env_service.graders.model import ModelQuestion
 
 
 class ModelEndpoints:
@@ -31,7 +31,7 @@ class ModelEndpoints:
         self._places: WeakValueDictionary[str, Places] = WeakValueDictionary()
         self.close = endpoints.close
 
-    async def ask(self, url: str, question: Question, *, key: str) -> str:
+    async def ask(self, url: str, question: ModelQuestion, *, key: str) -> str:
         """The answer's text. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
         places = self._places.setdefault(work.tenant(), Places(lambda: self._most))
         target = f"{url.rstrip('/')}/chat/completions"
@@ -69,7 +69,7 @@ def _origin(url: str) -> str:
     return f"{parsed.scheme}://{parsed.host.lower().rstrip('.')}:{port}"
 
 
-def _body(question: Question) -> bytes:
+def _body(question: ModelQuestion) -> bytes:
     body: dict[str, Any] = {
         "model": question.model,
         "messages": question.messages,

@@ -10,7 +10,7 @@ from common import templates
 from common.graders import MathGrader, StringCheck, TextSimilarity
 from env_service.graders.attempt import Attempt
 from env_service.graders.comparing import Question, read_answer, string_check
-from env_service.graders.helper import HelperPool
+from env_service.graders.helper import GraderHelpers
 from env_service.graders.math import plainly_equal
 from env_service.work import Allowance
 
@@ -38,7 +38,7 @@ class TextComparer:
 
     def __init__(self) -> None:
         self._helpers = {
-            kind: HelperPool(kind, HELPER, first=msgspec.msgpack.encode(first)) for kind, first in _FIRST.items()
+            kind: GraderHelpers(kind, HELPER, first=msgspec.msgpack.encode(first)) for kind, first in _FIRST.items()
         }
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # to import it takes a tenth of a short call's time
     from typing import Any, NoReturn
 
 Libc = ctypes.CDLL
-Reporter = Callable[..., None]
+Telling = Callable[..., None]
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -67,7 +67,7 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------- tenant's code
 
 
-def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Reporter:
+def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Telling:
     """A function that writes the result. The nonce lives only in its closure: bytes that the tenant's code happens to
     write to the descriptor are no result without it."""
 
@@ -80,7 +80,7 @@ def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Reporter:
     return write
 
 
-def run(job: dict[str, Any], write: Reporter) -> None:
+def run(job: dict[str, Any], write: Telling) -> None:
     """Executes the source, calls the function named by `call` if there is one, reports, and ends the process."""
     source, call, arguments = job["source"], job["call"], job["arguments"]
     namespace: dict[str, Any] = {"__name__": "__main__" if call is None else "tenant", "__builtins__": __builtins__}

@@ -61,7 +61,7 @@ LAYERS = ("namespaces", "landlock", "seccomp")
 END_S = 0.4
 """Time in which a call that has been killed is gone: milliseconds on a machine that is not overloaded."""
 
-Ending = Literal["ok", "raised", "output", "timeout", "crashed"]
+RunEnding = Literal["ok", "raised", "output", "timeout", "crashed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class SandboxLimits:
 class Outcome:
     """The result of a call."""
 
-    ending: Ending
+    ending: RunEnding
     value: Any = None
     """The function's value: None, a bool, a number, or a string (`nan` and `inf` arrive as strings)."""
     output: str = ""
@@ -256,7 +256,7 @@ def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcom
     reply = _parse(result, nonce)
     if reply is None:
         return Outcome(ending="crashed", output=text, reason=_how_it_died(status, text))
-    ending: Ending = "raised" if reply.error else "ok"
+    ending: RunEnding = "raised" if reply.error else "ok"
     return Outcome(ending=ending, value=reply.value, output=text, reason=reply.error, layers=reply.layers)
 
 

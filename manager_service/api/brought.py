@@ -8,7 +8,7 @@ from fastapi import UploadFile
 from common.errors import InvalidInput
 from manager_service.api.context import Api, Base
 from manager_service.api.file_store import content_of
-from manager_service.api.reading.adapters import Found, check_finite, header_bytes, refuse_pickle
+from manager_service.api.reading.adapters import FoundAdapter, check_finite, header_bytes, refuse_pickle
 from manager_service.api.reading.helpers import SLICE_BYTES
 from manager_service.api.reading.tasks import ReadAdapter
 from manager_service.records import Brought, TenantRecord
@@ -26,7 +26,7 @@ async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config
     data_at = header_bytes(start, size)
     header = await read(0, data_at)
     task = ReadAdapter(header, size, config)
-    found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header) + len(config)), Found)
+    found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header) + len(config)), FoundAdapter)
     for at in range(data_at, size, SLICE_BYTES):
         await asyncio.to_thread(check_finite, await read(at, min(SLICE_BYTES, size - at)), found.dtype)
     return found.adapter

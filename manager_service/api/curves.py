@@ -19,7 +19,7 @@ MOST_READ = 8
 """Events that a point is the mean of: of a long job's stretches the rest is not read."""
 LEFT_OUT = frozenset({"step", "version"})
 
-Columns = dict[str, list[float | None]]
+CurveColumns = dict[str, list[float | None]]
 
 
 @router.get("/{job_id}/metrics")
@@ -67,6 +67,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _columns(points: Sequence[dict[str, float]]) -> Columns:
+def _columns(points: Sequence[dict[str, float]]) -> CurveColumns:
     names = sorted({name for point in points for name in point})
     return {name: [point.get(name) for point in points] for name in names}

@@ -21,8 +21,8 @@ MAX_MADE = 4
 """Downloads of all tenants that are made ready at once: meanwhile each is in memory."""
 PART_BYTES = 64 << 10
 
-Files = Mapping[str, bytes]
-Pack = Callable[[Files, IO[bytes]], None]
+PackedFiles = Mapping[str, bytes]
+PackInto = Callable[[PackedFiles, IO[bytes]], None]
 """Writes files, given by name, as one."""
 
 
@@ -34,7 +34,12 @@ class Downloads:
         self._open: Counter[str] = Counter()  # tenant
 
     async def answer(
-        self, tenant: str, read: Callable[[], Awaitable[Files]], pack: Pack, media_type: str, headers: Mapping[str, str]
+        self,
+        tenant: str,
+        read: Callable[[], Awaitable[PackedFiles]],
+        pack: PackInto,
+        media_type: str,
+        headers: Mapping[str, str],
     ) -> Response:
         """The response that `pack` makes of the files that `read` returns. Raises ApiError 429 and 507, and what `read` raises."""
         if self._open[tenant] >= MAX_OPEN:
@@ -82,7 +87,7 @@ async def _parts(file: IO[bytes]) -> AsyncGenerator[bytes]:
         yield part
 
 
-def _on_disk(files: Files, pack: Pack) -> IO[bytes]:
+def _on_disk(files: PackedFiles, pack: PackInto) -> IO[bytes]:
     """Raises ApiError if there is no room."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the answer closes it
     try:

@@ -34,8 +34,8 @@ POLL_S = 0.03
 READ_AHEAD = 20
 """Jobs read at a time when a list is filtered."""
 
-Action = Literal["cancel", "pause", "resume"]
-ALLOWED: dict[Action, tuple[Status, ...]] = {
+JobAction = Literal["cancel", "pause", "resume"]
+ALLOWED: dict[JobAction, tuple[Status, ...]] = {
     "cancel": ("validating_files", "queued", "running", "paused"),
     "pause": ("validating_files", "queued", "running"),
     "resume": ("paused",),
@@ -145,7 +145,7 @@ async def resume(api: Parts, tenant: Tenant, job_id: str) -> JobObject:
     return await _command(api, tenant, job_id, "resume")
 
 
-async def _command(api: Api, tenant: TenantRecord, job: str, action: Action) -> JobObject:
+async def _command(api: Api, tenant: TenantRecord, job: str, action: JobAction) -> JobObject:
     """Ask the owner, and wait a little for it to act. Raises ApiError 409 in the wrong state."""
     store = JobStore(api)
     row = await store.find(tenant.id, job)
@@ -161,7 +161,7 @@ async def _command(api: Api, tenant: TenantRecord, job: str, action: Action) -> 
     return shown(await store.find(tenant.id, job))
 
 
-def _wrong_state(row: JobRow, action: Action) -> ApiError:
+def _wrong_state(row: JobRow, action: JobAction) -> ApiError:
     if row.state.status in FINAL:
         return conflict(f"the job has ended ({row.state.status}): there is nothing to {action}", code="wrong_job_state")
     possible = " or ".join(ALLOWED[action])

@@ -20,7 +20,7 @@ from manager_service.env_streams import env_streams
 
 router = APIRouter(tags=["health"], responses=COMMON)
 
-Sample = tuple[list[str], float]
+MetricSample = tuple[list[str], float]
 READ_AHEAD = 500
 
 
@@ -59,7 +59,7 @@ def _joined(families: list[Metric]) -> list[Metric]:
     return list(by_name.values())
 
 
-def _gauge(name: str, text: str, labels: list[str], samples: Iterable[Sample]) -> Metric:
+def _gauge(name: str, text: str, labels: list[str], samples: Iterable[MetricSample]) -> Metric:
     family = GaugeMetricFamily(f"marlaas_{name}", text, labels=labels)
     for values, amount in samples:
         family.add_metric(values, amount)
@@ -82,7 +82,7 @@ async def _streams(base: Base) -> list[Metric]:
     rows = [(stream, *await _stream(base, stream, group, now_s)) for stream, group in await _work_streams(base)]
     labels, prefix = ["base_model", "stream"], base.cell.key("")
 
-    def samples(column: int) -> list[Sample]:
+    def samples(column: int) -> list[MetricSample]:
         return [([base.name, str(row[0]).removeprefix(prefix)], float(row[column])) for row in rows]
 
     dead = float(await base.redis.xlen(base.cell.dead))

@@ -43,7 +43,7 @@ FRAGMENT_ROWS, FRAGMENT_PASSES = 100, 10
 
 log = structlog.get_logger()
 T = TypeVar("T")
-Group = tuple[str, LoggerName]
+LoggerGroup = tuple[str, LoggerName]
 """A tenant and a logger: what one writer is for."""
 
 
@@ -109,7 +109,7 @@ class Exporter:
         self._disk_bytes = disk_bytes
         self._limits = limits
         self._exports: dict[str, list[Export]] = {}  # by job
-        self._busy: dict[Group, asyncio.Task[None]] = {}
+        self._busy: dict[LoggerGroup, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -154,7 +154,7 @@ class Exporter:
     def _begin(self) -> None:
         """Begins a pass for each tenant and logger of which a job is due."""
         self._busy = {group: task for group, task in self._busy.items() if not task.done()}
-        now, waiting = time.monotonic(), defaultdict[Group, list[Export]](list)
+        now, waiting = time.monotonic(), defaultdict[LoggerGroup, list[Export]](list)
         for export in itertools.chain.from_iterable(self._exports.values()):
             if not export.done and (export.tenant, export.logger) not in self._busy:
                 waiting[export.tenant, export.logger].append(export)

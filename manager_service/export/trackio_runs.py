@@ -10,15 +10,15 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
-Job = dict[str, Any]
+from manager_service.export.writer import JobFacts
 
 
-def open_runs(order: dict[str, Any]) -> Callable[[Job], int]:
+def open_runs(order: dict[str, Any]) -> Callable[[JobFacts], int]:
     storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
     return lambda job: write(storage, job)
 
 
-def write(storage: Any, job: Job) -> int:
+def write(storage: Any, job: JobFacts) -> int:
     """Writes a job's rows in one transaction."""
     held = held_by(storage, job["project"], job["job"])
     rows = [row for row in job["rows"] if row["sequence"] > held]

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Job = dict[str, Any]
+from manager_service.export.writer import JobFacts
+
 STEP = "train/global_step"
 FRAGMENT = "offline-run-"
 """W&B tells offline runs by this beginning of their folders' names."""
@@ -28,7 +29,7 @@ BLOCK, HEADER, MAGIC = 32768, 7, 7
 """Bytes of a block of LevelDB's log format, of a chunk's header, and of what stands before the first block's chunks."""
 
 
-def open_runs(order: dict[str, Any]) -> Callable[[Job], int]:
+def open_runs(order: dict[str, Any]) -> Callable[[JobFacts], int]:
     runs = WandbRuns(Path(order["folder"]), key=order["key"], base_url=order["base_url"])
     return runs.write_online if order["key"] else runs.write_offline
 
@@ -41,7 +42,7 @@ class WandbRuns:
         self._folder = folder
         self._server = {"api_key": key, "base_url": base_url} if key else {}
 
-    def write_offline(self, job: Job) -> int:
+    def write_offline(self, job: JobFacts) -> int:
         """Writes a fragment."""
         folder = self._folder / job["job"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ class WandbRuns:
         shutil.rmtree(draft)
         return sequences[-1]
 
-    def write_online(self, job: Job) -> int:
+    def write_online(self, job: JobFacts) -> int:
         """Sends to the server what it does not have, and says what it had before: whether it took the rest shows only when it is
         asked again, since W&B's library says nothing when it gives up."""
         clear(self._folder)
@@ -80,7 +81,7 @@ class WandbRuns:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def _init(self, job: Job, folder: Path, mode: Any) -> Any:
+    def _init(self, job: JobFacts, folder: Path, mode: Any) -> Any:
         settings = self._wandb.Settings(
             **self._server,
             mode=mode,
@@ -111,7 +112,7 @@ class WandbRuns:
         run.define_metric("*", step_metric=STEP)
         return run
 
-    def _log(self, job: Job, rows: list[dict[str, Any]], run: Any) -> None:
+    def _log(self, job: JobFacts, rows: list[dict[str, Any]], run: Any) -> None:
         for row in rows:
             run.log({**row["metrics"], "_timestamp": row["at"]}, step=row["sequence"])
         run.finish(exit_code=1 if job["final"] == "failed" else 0)

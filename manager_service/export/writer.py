@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Order = dict[str, Any]
-Job = dict[str, Any]
-Write = Callable[[Job], int]
+WriterOrder = dict[str, Any]
+JobFacts = dict[str, Any]
+Write = Callable[[JobFacts], int]
 """Writes a job's rows and returns `held`."""
 STATUS = re.compile(r"(?:error|HTTP|status|code):? ([45]\d\d)\b")
 """An HTTP status, where W&B's library names it."""
@@ -33,13 +33,13 @@ def main() -> None:
             answers.flush()
 
 
-def opened(logger: str, order: Order) -> Write:
+def opened(logger: str, order: WriterOrder) -> Write:
     """The logger of this name, for an order."""
     module = importlib.import_module(f"manager_service.export.{logger}_runs")
     return module.open_runs(order)
 
 
-def answered(order: Order, open_logger: Callable[[], Write]):
+def answered(order: WriterOrder, open_logger: Callable[[], Write]):
     """An answer for each job of an order."""
     write: Write | None = None
     for job in order["jobs"]:

@@ -28,7 +28,7 @@ from manager_service.records import (
 )
 from manager_service.runs.records import USED_S, RunState, session_of
 
-Command = list[Any]
+RedisCommand = list[Any]
 KEEP_RESULTS_S = 3600
 """Time in which a run's user may ask for the result of an operation."""
 
@@ -109,9 +109,9 @@ class Changes:
 
 def commands(
     changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], now: float
-) -> list[Command]:
+) -> list[RedisCommand]:
     """The Redis commands of one script. `encoded`: the published messages as stream and fields."""
-    result: list[Command] = [["XADD", stream, "*", *fields] for stream, fields in encoded]
+    result: list[RedisCommand] = [["XADD", stream, "*", *fields] for stream, fields in encoded]
     result += _bookkeeping(changes, cell)
     result += _usage(changes, cell, now)
     for job, event in changes.events:
@@ -138,8 +138,8 @@ def commands(
     return result
 
 
-def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
-    result: list[Command] = [["HINCRBY", cell.ledger(job), name, by] for (job, name), by in changes.ledger.items()]
+def _bookkeeping(changes: Changes, cell: Cell) -> list[RedisCommand]:
+    result: list[RedisCommand] = [["HINCRBY", cell.ledger(job), name, by] for (job, name), by in changes.ledger.items()]
     for key, values in changes.opened.items():
         if values:
             result.append(["HSET", key, *_flat(values)])
@@ -158,8 +158,8 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[Command]:
     return result
 
 
-def _usage(changes: Changes, cell: Cell, now: float) -> list[Command]:
-    result: list[Command] = []
+def _usage(changes: Changes, cell: Cell, now: float) -> list[RedisCommand]:
+    result: list[RedisCommand] = []
     for (tenant, job, counter), amount in changes.usage.items():
         result.append(["HINCRBYFLOAT", cell.usage(tenant), f"{job}/{counter}", repr(float(amount))])
         if counter in QUOTA_COUNTERS:
@@ -170,10 +170,10 @@ def _usage(changes: Changes, cell: Cell, now: float) -> list[Command]:
     return result
 
 
-def _deletions(moved: Moved, cell: Cell, partition: int) -> list[Command]:
+def _deletions(moved: Moved, cell: Cell, partition: int) -> list[RedisCommand]:
     """Deletes what the archive has. The tenant's use stays, as that of all its archived jobs together."""
     job, tenant = moved.job, moved.tenant
-    result: list[Command] = [["ZREM", cell.finished(partition), job]]
+    result: list[RedisCommand] = [["ZREM", cell.finished(partition), job]]
     if not tenant:
         return result
     result.append(["DEL", *cell.records(job)])
@@ -183,17 +183,17 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[Command]:
     return result + _used_up(moved, cell)
 
 
-def _used_up(moved: Moved, cell: Cell) -> list[Command]:
+def _used_up(moved: Moved, cell: Cell) -> list[RedisCommand]:
     """Counts what a job or run has used as that of all that have left Redis."""
-    result: list[Command] = []
+    result: list[RedisCommand] = []
     for counter, amount in moved.usage.items():
         result.append(["HDEL", cell.usage(moved.tenant), f"{moved.job}/{counter}"])
         result.append(["HINCRBYFLOAT", cell.usage(moved.tenant), f"{ARCHIVED}/{counter}", repr(amount)])
     return result
 
 
-def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[Command]:
-    result: list[Command] = []
+def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]:
+    result: list[RedisCommand] = []
     for run, state in changes.runs.items():
         result.append(["HSET", cell.run(run), *_flat(state.fields())])
         if state.status == "ended":

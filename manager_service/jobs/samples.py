@@ -22,11 +22,11 @@ DECIMALS = 3
 """Of a log-prob, in nats, and of an advantage."""
 
 
-Chosen = tuple[int, int, Scored, KeptAs]
+ChosenSample = tuple[int, int, Scored, KeptAs]
 """A trajectory with the number of its group, its place in it, and why it is kept."""
 
 
-def chosen(batch: Sequence[tuple[int, Group]], *, groups: int, others: int) -> list[Chosen]:
+def chosen(batch: Sequence[tuple[int, Group]], *, groups: int, others: int) -> list[ChosenSample]:
     """All of the first `groups` groups, then `others` of the largest reward and as many of the smallest among the rest.
 
     Sorted by group and sample, none twice; of equal rewards the first are chosen.

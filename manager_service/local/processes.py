@@ -66,14 +66,14 @@ async def start_tied(command: Command) -> ChildProcess:
         )
 
 
-Start = Callable[[Command], Awaitable[ChildProcess]]
+StartChild = Callable[[Command], Awaitable[ChildProcess]]
 
 
 class KeptProcess:
     """A command that is started again whenever it ends, until `stop`. Each run leads its own session, so that a
     Ctrl-C in the terminal reaches the supervisor alone."""
 
-    def __init__(self, command: Command, notify: Notify, start: Start = start_tied) -> None:
+    def __init__(self, command: Command, notify: Notify, start: StartChild = start_tied) -> None:
         self.command = command
         self._start = start
         self.num_exits = 0

@@ -32,7 +32,7 @@ from common.settings import parse_base_models, pinned
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.gpus import SERVICES, LocalWorker
-from manager_service.local.processes import Command, KeptProcess, Notify, Start, rotate, start_tied
+from manager_service.local.processes import Command, KeptProcess, Notify, StartChild, rotate, start_tied
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
@@ -76,7 +76,7 @@ class LocalCluster:
         environment: Mapping[str, str] | None = None,
         notify: Notify = lambda line: None,
         services: "Services | None" = None,
-        start: Start = start_tied,
+        start: StartChild = start_tied,
     ) -> None:
         """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
         For tests: `services`, commands to run instead of the real ones; `start`, which starts a child."""

@@ -26,7 +26,7 @@ from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running
 from manager_service.archive.archiver import Archiver
-from manager_service.jobs.changes import Changes, Command, commands
+from manager_service.jobs.changes import Changes, RedisCommand, commands
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
@@ -352,7 +352,7 @@ class Owner:
             else:
                 self._forget(number, f"{type(error).__name__}: {error}")
 
-    def _commands(self, number: int, changes: Changes) -> list[Command]:
+    def _commands(self, number: int, changes: Changes) -> list[RedisCommand]:
         self._owned[number][0].note(changes, time.time())
         self._allocator.charge(changes)
         encoded = [

@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from common.bus import Bus
 from common.errors import Fenced, Unavailable
 from common.redis_connection import passes
-from manager_service.jobs.changes import Command
+from manager_service.jobs.changes import RedisCommand
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV, for each partition: lease, rev, token, stamp of the
 # write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each; a command
@@ -61,7 +61,7 @@ class Fence:
         value: Any = await self._bus.retrying(lambda: self._bus.client.get(self._rev_key))
         self._stamp = value.decode() if value else ""
 
-    def words(self, commands: list[Command]) -> tuple[str, list[Any]]:
+    def words(self, commands: list[RedisCommand]) -> tuple[str, list[Any]]:
         """The stamp of a write of these commands, and what COMMIT takes for it."""
         number = int(self._stamp.partition(":")[0] or 0) + 1
         stamp, chunked = f"{number}:{secrets.token_hex(8)}", _chunked(commands)
@@ -85,7 +85,7 @@ class Commits:
         self._bus = bus
         self._commit = bus.client.register_script(COMMIT)
 
-    async def apply(self, writes: Iterable[tuple[Fence, list[Command]]]) -> list[Fenced | Lost | None]:
+    async def apply(self, writes: Iterable[tuple[Fence, list[RedisCommand]]]) -> list[Fenced | Lost | None]:
         """Returns, for each, the reason for which it was not applied."""
         made = [(fence, *fence.words(commands)) for fence, commands in writes]
         words = [word for _, _, part in made for word in part]
@@ -101,9 +101,9 @@ class Commits:
         return [fence.answered(answer, stamp) for (fence, stamp, _), answer in zip(made, answers, strict=True)]
 
 
-def _chunked(commands: list[Command]) -> list[Command]:
+def _chunked(commands: list[RedisCommand]) -> list[RedisCommand]:
     """Splits the variadic commands that are too long for one call."""
-    result: list[Command] = []
+    result: list[RedisCommand] = []
     for command in commands:
         head = {"XACK": 3, "XDEL": 2, "HDEL": 2, "HSET": 2}.get(command[0])
         if head is None or len(command) <= CHUNK:

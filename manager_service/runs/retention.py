@@ -35,7 +35,7 @@ from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.runs.records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState, SamplerState
 from manager_service.runs.samplers import RunSamplers
 
-Needs = dict[int, bool]
+VersionNeeds = dict[int, bool]
 """Version -> is its optimiser's state needed too?"""
 
 MAX_LEAVING = 256
@@ -48,7 +48,7 @@ class Retention:
     """The versions of one run that are in the store."""
 
     def __init__(
-        self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs, samplers: dict[str, SamplerState]
+        self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds, samplers: dict[str, SamplerState]
     ) -> None:
         """`versions`: as `versions:<run>` says; the value is whether the optimiser's state is there. `samplers`: as `samplers:<run>`
         does."""
@@ -69,7 +69,7 @@ class Retention:
         """Lists a new version."""
         self._list(version, True, changes)
 
-    def doubtful(self, copied: Needs, now: float) -> list[int]:
+    def doubtful(self, copied: VersionNeeds, now: float) -> list[int]:
         """Versions of which `look` must know whether they are used. `copied`: what copies that are to be made need."""
         leaving = self.state.leaving
         if leaving is not None:
@@ -77,7 +77,7 @@ class Retention:
         needs = self._needs(copied, now)
         return [version for version, whole in self.versions.items() if version not in needs or whole > needs[version]]
 
-    def look(self, needed: Iterable[Needs], now: float, changes: Changes) -> None:
+    def look(self, needed: Iterable[VersionNeeds], now: float, changes: Changes) -> None:
         """Goes one step on. `needed`: by copies that are to be made, and by uses as read after the last step was committed."""
         needs = self._needs(_together(needed), now)
         leaving = self.state.leaving
@@ -143,7 +143,7 @@ class Retention:
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
-    def _needs(self, others: Needs, now: float) -> Needs:
+    def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
         newest = self.state.version
         named = {} if self._is_forgotten(now) else {newest: True, newest - 1: True}
         for known in self.state.checkpoints:
@@ -163,7 +163,7 @@ class Retention:
         is_kept = self.state.version >= 0 and not self.state.makes_room
         return self.state.ended_at + (UNNAMED_KEPT_S if is_kept else KEEP_RESULTS_S)
 
-    def _mark(self, needs: Needs, now: float, changes: Changes) -> None:
+    def _mark(self, needs: VersionNeeds, now: float, changes: Changes) -> None:
         """Unlists versions that nobody needs. The last mark of a forgotten run may be empty; then everything left is deleted."""
         gone = [version for version in self.versions if version not in needs][:MAX_LEAVING]
         bare = [version for version, whole in self.versions.items() if whole and not needs.get(version, True)]
@@ -180,7 +180,7 @@ class Retention:
         self.state.leaving = leaving
         self._dirty(changes)
 
-    def _take_back(self, leaving: Leaving, needs: Needs, changes: Changes) -> None:
+    def _take_back(self, leaving: Leaving, needs: VersionNeeds, changes: Changes) -> None:
         """Lists again what is needed after all."""
         for version in [version for version in leaving.versions if version in needs]:
             self._list(version, leaving.versions.pop(version), changes)
@@ -203,15 +203,15 @@ class Retention:
         changes.runs[self.spec.id] = self.state
 
 
-def _together(needed: Iterable[Needs]) -> Needs:
+def _together(needed: Iterable[VersionNeeds]) -> VersionNeeds:
     """The versions that all of these need."""
-    found: Needs = {}
+    found: VersionNeeds = {}
     for needs in needed:
         for version, whole in needs.items():
             found[version] = found.get(version, False) or whole
     return found
 
 
-def read_versions(record: Mapping[bytes, bytes]) -> Needs:
+def read_versions(record: Mapping[bytes, bytes]) -> VersionNeeds:
     """The versions in `versions:<run>`."""
     return {int(version): whole == b"1" for version, whole in record.items()}

@@ -22,7 +22,7 @@ from manager_service.records import JobError
 from manager_service.runs.held import HeldOperation, for_trainer, is_trainers, load_of, num_tokens
 from manager_service.runs.names import give_name
 from manager_service.runs.records import SAVES, RunSpec, RunState, SamplerState
-from manager_service.runs.retention import Needs, Retention
+from manager_service.runs.retention import Retention, VersionNeeds
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384
@@ -41,7 +41,7 @@ class Run:
     """One run that has not ended, in the memory of its partition's owner."""
 
     def __init__(
-        self, cell: Cell, spec: RunSpec, state: RunState, versions: Needs, samplers: dict[str, SamplerState]
+        self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds, samplers: dict[str, SamplerState]
     ) -> None:
         """`versions`: those in the store, as `versions:<run>` says; `samplers`: as `samplers:<run>` does."""
         self.cell = cell

@@ -14,7 +14,7 @@ from manager_service.jobs.changes import Changes, Moved
 from manager_service.records import JobError, read_record, usage_fields, usage_of
 from manager_service.runs.names import change_name
 from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, SamplerState
-from manager_service.runs.retention import LOOK_AGAIN_S, Needs, Retention, read_versions
+from manager_service.runs.retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
 from manager_service.runs.run import Run
 from manager_service.runs.samplers import read_samplers
 from manager_service.scheduling.members import MemberTable
@@ -37,7 +37,7 @@ class Known(NamedTuple):
 
     spec: RunSpec
     state: RunState
-    versions: Needs
+    versions: VersionNeeds
     samplers: dict[str, SamplerState]
 
 
@@ -203,7 +203,7 @@ class Runs:
             if name not in self._ended:  # unreadable, or lost: it would be among the first ones due for ever
                 log.error("not_retired", run_id=name)
                 changes.retire[name] = None
-        copied: dict[str, Needs] = {}
+        copied: dict[str, VersionNeeds] = {}
         for source, whole in (*copies, *(copy for run in self.table.values() for copy in run.copies())):
             needs = copied.setdefault(source.job, {})
             needs[source.version] = needs.get(source.version, False) or whole
@@ -265,7 +265,7 @@ class Runs:
                 self._ended[known.spec.id] = keeping = Retention(self._cell, *known)
                 keeping.asked_at = now
 
-    async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, Needs]:
+    async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, VersionNeeds]:
         """Those of these runs' versions that somebody uses."""
         wanted = [(name, version) for name, versions in doubtful.items() for version in versions]
         keys = [self._cell.use(*one, with_optimizer=whole) for one in wanted for whole in (False, True)]
@@ -273,7 +273,7 @@ class Runs:
         for start in range(0, len(keys), READ_COUNT):
             some = keys[start : start + READ_COUNT]
             found += await self._bus.retrying(lambda some=some: self._bus.client.mget(some))
-        used: dict[str, Needs] = {name: {} for name in doubtful}
+        used: dict[str, VersionNeeds] = {name: {} for name in doubtful}
         for (name, version), plain, whole in zip(wanted, found[::2], found[1::2], strict=True):
             if plain is not None or whole is not None:
                 used[name][version] = whole is not None

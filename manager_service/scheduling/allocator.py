@@ -340,7 +340,7 @@ class Allocator:
         )
         job.fail(JobError("group_too_large", reason), now, changes)
 
-    def _guarded(self, job: Member, now: float, changes: dict[int, Changes], act: "Act") -> None:
+    def _guarded(self, job: Member, now: float, changes: dict[int, Changes], act: "ActOn") -> None:
         """Acts on a job. An error of ours fails it, and only it."""
         change = changes[job.partition]
         try:
@@ -413,7 +413,7 @@ class Allocator:
         return max(1e-6, self._tenant(tenant).weight)
 
 
-Act = Callable[[Member, float, Changes], None]
+ActOn = Callable[[Member, float, Changes], None]
 
 
 def _start(member: Member, now: float, changes: Changes) -> None:

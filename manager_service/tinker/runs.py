@@ -90,16 +90,16 @@ async def _find_load(tenant: TenantRecord, known: Records, run: RunRow, asked: L
     return LoadWeights(asked.path, source.adapter, asked.optimizer)
 
 
-Shape = tuple[int, float, tuple[str, ...]]
+LoraShape = tuple[int, float, tuple[str, ...]]
 """Rank, alpha and targets of an adapter."""
 
 
-def _shape(base: Base, lora: LoraSpec) -> Shape:
+def _shape(base: Base, lora: LoraSpec) -> LoraShape:
     every = (name for name in ATTENTION + MLP if name in base.linear_layers or not base.linear_layers)
     return lora.rank, lora.alpha, tuple(sorted(lora.targets or every))
 
 
-def _told(base: Base, shape: Shape) -> str:
+def _told(base: Base, shape: LoraShape) -> str:
     rank, alpha, targets = shape
     return f"{base.name!r} with rank {rank}, alpha {alpha:g} and the targets {', '.join(targets)}"
 

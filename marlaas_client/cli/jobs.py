@@ -9,7 +9,7 @@ import typer
 from marlaas_client.cli.options import Data, JobId, Json, Url, connect
 from marlaas_client.cli.output import cells, clock, console, cut, print_json, print_table, say, status, table
 from marlaas_client.cli.view import event_line
-from marlaas_client.client import Act, Client
+from marlaas_client.client import Client, JobAction
 from marlaas_client.records import Event, Job
 
 MAX_REASON = 200
@@ -100,7 +100,7 @@ def reason(job: Job) -> str:
     return cut(error["message"], MAX_REASON) if error else ""
 
 
-def _act(job: str, verb: Act, url: Url, data: Data, as_json: bool) -> None:
+def _act(job: str, verb: JobAction, url: Url, data: Data, as_json: bool) -> None:
     with connect(url, data) as client:
         record = client.act(job, verb)
     print_json(record) if as_json else print_status(record)

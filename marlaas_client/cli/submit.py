@@ -220,21 +220,21 @@ def spent(seconds: float) -> str:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-class Split(NamedTuple):
+class DatasetSplit(NamedTuple):
     """A part of a dataset."""
 
     dataset: str
     name: str
 
 
-Source = Path | Split
+FileSource = Path | DatasetSplit
 
 
 class SourceFiles(NamedTuple):
     """The files of a request."""
 
-    training: Source | None
-    validation: Source | None
+    training: FileSource | None
+    validation: FileSource | None
     columns: Columns
     adapter: Path | None
 
@@ -245,7 +245,7 @@ CONVERTED = ".parquet"
 
 def sources(
     file: Path | None, validation: Path | None, dataset: str | None, split: str, validation_split: str | None
-) -> tuple[Source | None, Source | None]:
+) -> tuple[FileSource | None, FileSource | None]:
     """The sources of the items and of the held-out ones. Raises InvalidInput for options that exclude each other."""
     if dataset is None:
         if validation_split:
@@ -253,7 +253,7 @@ def sources(
         return file, validation
     if file or (validation and validation_split):
         raise InvalidInput("give FILE or --dataset, and --validation or --validation-split, one of each")
-    return Split(dataset, split), Split(dataset, validation_split) if validation_split else validation
+    return DatasetSplit(dataset, split), DatasetSplit(dataset, validation_split) if validation_split else validation
 
 
 def mapping(fields: dict[str, str | None], columns: str | None, *, supervised: bool = False) -> Columns:
@@ -262,9 +262,9 @@ def mapping(fields: dict[str, str | None], columns: str | None, *, supervised: b
     return Columns(given, kept, talks=supervised and not given.keys().isdisjoint(TALK))
 
 
-def upload(client: Client, source: Source, columns: Columns) -> str:
+def upload(client: Client, source: FileSource, columns: Columns) -> str:
     """The id of the file that the API made of it. Raises InvalidInput, with row and column."""
-    if isinstance(source, Split):
+    if isinstance(source, DatasetSplit):
         name = re.sub(r"[^\w.-]+", "_", f"{Path(source.dataset).name}-{source.name}.jsonl")
         rows = rows_of_dataset(source.dataset, source.name)
     elif source.suffix.lower() == CONVERTED or columns != Columns():

@@ -30,7 +30,7 @@ from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model import Question, question_of, reward_of
+from env_service.graders.model import ModelQuestion, question_of, reward_of
 from env_service.graders.model_endpoint import ModelEndpoints, read_keys
 from tests.env.test_env_handler import CELL, ITEM, Run, ids_of, result_of, start_of
 
@@ -329,8 +329,8 @@ def api() -> Iterator[tuple[str, type[Models]]]:
     httpd.server_close()
 
 
-def question(name: str = "judge") -> Question:
-    return Question(name, [{"role": "user", "content": "x"}], 9, 0.0, 1.0, 5)
+def question(name: str = "judge") -> ModelQuestion:
+    return ModelQuestion(name, [{"role": "user", "content": "x"}], 9, 0.0, 1.0, 5)
 
 
 async def ask(url: str, *names: str, hosts: str = "127.0.0.1", keys: str = "", **limits: Any) -> tuple[list[str], int]:

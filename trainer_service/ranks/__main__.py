@@ -18,8 +18,8 @@ from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.ranks import commands
-from trainer_service.ranks.commands import AddUp, Backward, Command, FindFree, Forward, NewStack, Put, Remove
-from trainer_service.ranks.group import Begin, Group, find_store
+from trainer_service.ranks.commands import AddUp, Backward, FindFree, NewStack, Put, RankCommand, RankForward, Remove
+from trainer_service.ranks.group import Begin, RankGroup, find_store
 from trainer_service.ranks.shares import split
 
 
@@ -27,7 +27,7 @@ from trainer_service.ranks.shares import split
 class Follower:
     """Does its part of what the first rank says, and holds the same adapters, with the gradients of its own shares."""
 
-    group: Group
+    group: RankGroup
     backbone: ModulesBackbone
     _stacks: dict[int, AdapterStack] = field(default_factory=dict[int, AdapterStack])
     _learning: tuple[Tensor, list[int]] | None = None
@@ -38,7 +38,7 @@ class Follower:
         while length := sys.stdin.buffer.read(LENGTH_BYTES):
             self._do(commands.decode(self.group.hear(int.from_bytes(length))))
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: RankCommand) -> None:
         match command:
             case NewStack():
                 shapes = tuple(map(torch.Size, command.shapes))
@@ -51,7 +51,7 @@ class Follower:
                 self._stacks[command.stack].remove(command.place)
             case AddUp():
                 self.group.add_up(self._stacks[command.stack].gradient(command.place))
-            case Forward():
+            case RankForward():
                 self._forward(command)
             case Backward():
                 self._backward()
@@ -64,7 +64,7 @@ class Follower:
         place = stack.put(values_P, command.scale)
         assert place == command.place
 
-    def _forward(self, command: Forward) -> None:
+    def _forward(self, command: RankForward) -> None:
         placed = command.adapters
         adapters = None if placed is None else [(self._stacks[stack], place) for stack, place in placed]
         shares = split(command.sequences, adapters, self.group.num_ranks)
@@ -96,7 +96,7 @@ def main() -> None:
     if os.getppid() != begin.parent:  # it ended before the line above took effect
         sys.exit(1)
     prepare_cpu(begin.threads)
-    group = Group(begin, find_store(begin.port))
+    group = RankGroup(begin, find_store(begin.port))
     group.join()
     Follower(group, group.load()).run()
     group.leave()

@@ -21,7 +21,7 @@ from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
-from trainer_service.ranks.commands import AddUp, Backward, FindFree, Forward, NewStack, Put, Remove
+from trainer_service.ranks.commands import AddUp, Backward, FindFree, NewStack, Put, RankForward, Remove
 from trainer_service.ranks.leader import Ranks, begin_of
 from trainer_service.ranks.shares import Share, split
 from trainer_service.settings import TrainerSettings
@@ -87,7 +87,7 @@ class RankedBackbone:
         sizes = [share.num_targets for share in shares]
         with self.ranks.busy():
             places = None if adapters is None else tuple(map(_on_the_wire, adapters))
-            self.ranks.tell(Forward(sequences, places, learns, self.own.num_checkpointed))
+            self.ranks.tell(RankForward(sequences, places, learns, self.own.num_checkpointed))
             with torch.set_grad_enabled(learns):
                 own_M = self.own.logprobs(shares[0].sequences, shares[0].adapters)
             lacking = self.ranks.group.lacking(self.own)

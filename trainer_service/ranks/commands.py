@@ -41,7 +41,7 @@ class AddUp(msgspec.Struct, frozen=True, tag=True):
     place: int
 
 
-class Forward(msgspec.Struct, frozen=True, tag=True):
+class RankForward(msgspec.Struct, frozen=True, tag=True):
     """Computes log-probs; each rank those of its share, which go to the first rank if memory sufficed on all."""
 
     sequences: Sequences
@@ -58,14 +58,14 @@ class FindFree(msgspec.Struct, frozen=True, tag=True):
     """Finds the least free memory of all ranks' devices."""
 
 
-Command = NewStack | Put | Remove | AddUp | Forward | Backward | FindFree
+RankCommand = NewStack | Put | Remove | AddUp | RankForward | Backward | FindFree
 
 
-def encode(command: Command) -> bytes:
+def encode(command: RankCommand) -> bytes:
     return _ENCODER.encode(command)
 
 
-def decode(data: bytes) -> Command:
+def decode(data: bytes) -> RankCommand:
     return _DECODER.decode(data)
 
 
@@ -79,4 +79,4 @@ def _array(_: type, known: tuple[str, bytes]) -> np.ndarray:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_DECODER = msgspec.msgpack.Decoder(Command, dec_hook=_array)
+_DECODER = msgspec.msgpack.Decoder(RankCommand, dec_hook=_array)

@@ -57,7 +57,7 @@ def find_store(port: int) -> Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """This process's place among the ranks. Each method is called by all of them, at the same point of their work."""
 
     begin: Begin

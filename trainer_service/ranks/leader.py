@@ -25,8 +25,8 @@ from common.helpers import LENGTH_BYTES
 from common.service import leave
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks import commands
-from trainer_service.ranks.commands import Command
-from trainer_service.ranks.group import Begin, Group, open_store
+from trainer_service.ranks.commands import RankCommand
+from trainer_service.ranks.group import Begin, RankGroup, open_store
 from trainer_service.settings import TrainerSettings
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ LOOK_S, LOOK_EVERY_S = 1.0, 0.02
 class Ranks:
     """The other ranks, as the first one sees them. One call at a time."""
 
-    group: Group
+    group: RankGroup
     processes: Sequence["subprocess.Popen[bytes]"]
     bytes_held: Sequence[int] = ()
     """Of the base model, on each rank, between two passes."""
@@ -61,7 +61,7 @@ class Ranks:
         store, port = open_store()
         others = [msgspec.structs.replace(begin, rank=rank, port=port) for rank in range(1, begin.num_ranks)]
         processes = [_spawned(each) for each in others]
-        ranks = cls(Group(begin, store), processes, tokens=[0] * begin.num_ranks)
+        ranks = cls(RankGroup(begin, store), processes, tokens=[0] * begin.num_ranks)
         for process in processes:
             threading.Thread(target=ranks._watch, args=(process,), daemon=True).start()
         with ranks.in_step():
@@ -79,7 +79,7 @@ class Ranks:
             process.communicate()
         self.group.leave()
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: RankCommand) -> None:
         """Says a command to all others."""
         data = commands.encode(command)
         for process in self.processes:

@@ -66,7 +66,7 @@ _FACTOR = re.compile(
 )
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundAdapter(msgspec.Struct, frozen=True):
     """An adapter, and how its numbers are stored."""
 
     adapter: Brought
@@ -92,7 +92,7 @@ def header_bytes(start: bytes, size: int) -> int:
     return 8 + length
 
 
-def read_adapter(header: bytes, size: int, config: str) -> Found:
+def read_adapter(header: bytes, size: int, config: str) -> FoundAdapter:
     """`header`: with the eight bytes before it. `size`: of the whole file."""
     try:
         tensors = parse_header(header[8:], size)
@@ -104,7 +104,7 @@ def read_adapter(header: bytes, size: int, config: str) -> Found:
     rank, alpha = _config(config)
     shapes, num_layers = _shapes(tensors, rank)
     targets = sorted({module.rpartition(".")[2] for module in shapes})
-    return Found(Brought(LoraSpec(rank, alpha, tuple(targets)), shapes, num_layers), dtypes.pop())
+    return FoundAdapter(Brought(LoraSpec(rank, alpha, tuple(targets)), shapes, num_layers), dtypes.pop())
 
 
 def check_finite(content: bytes, dtype: str) -> None:

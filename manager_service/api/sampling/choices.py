@@ -26,7 +26,7 @@ from common.streams import partition_of
 from common.transcript import shown, wrote
 from manager_service.records import TenantRecord
 
-Reply = TurnDelta | TurnResult | GradeResult
+ReplyMessage = TurnDelta | TurnResult | GradeResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def choice_key(message: Message) -> tuple[int, int] | None:
     return (int(group), int(parts[2])) if group.isdecimal() and parts[2].isdecimal() else None
 
 
-def take(choice: Choice, message: Reply, index: int) -> Fresh | None:
+def take(choice: Choice, message: ReplyMessage, index: int) -> Fresh | None:
     """The news in a message. Raises Unavailable, InvalidInput or CorruptObject for a failed turn."""
     if isinstance(message, TurnDelta):
         return _take_delta(choice, message, index)

@@ -38,7 +38,7 @@ from manager_service.api.sampling.choices import (
     Choice,
     Fresh,
     InferenceRequest,
-    Reply,
+    ReplyMessage,
     choice_key,
     choices_of,
     continued,
@@ -63,12 +63,12 @@ class Replies:
     def __init__(self, bus: Bus, api_id: str) -> None:
         self._bus = bus
         self.stream = bus.cell.reply(api_id)
-        self._waiting: dict[str, asyncio.Queue[Reply]] = {}
+        self._waiting: dict[str, asyncio.Queue[ReplyMessage]] = {}
 
     @contextmanager
-    def of(self, job: str) -> Generator["asyncio.Queue[Reply]"]:
+    def of(self, job: str) -> Generator["asyncio.Queue[ReplyMessage]"]:
         """Messages that name the job, while the block runs."""
-        queue: asyncio.Queue[Reply] = asyncio.Queue()
+        queue: asyncio.Queue[ReplyMessage] = asyncio.Queue()
         self._waiting[job] = queue
         try:
             yield queue
@@ -207,7 +207,7 @@ class Inference:
             self._places_of(choice).give_back(place)
 
     async def _next(
-        self, queue: "asyncio.Queue[Reply]", choices: dict[tuple[int, int], Choice], num_choices: int
+        self, queue: "asyncio.Queue[ReplyMessage]", choices: dict[tuple[int, int], Choice], num_choices: int
     ) -> list[Fresh]:
         try:
             async with asyncio.timeout(min(1.0, self._silence_s / 4)):

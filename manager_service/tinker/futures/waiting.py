@@ -13,7 +13,7 @@ from common.operations import OperationsAnswered
 
 BLOCK_MS = 1000
 
-Key = tuple[str, int]  # run, number of the operation
+OperationKey = tuple[str, int]  # run, number of the operation
 
 
 class Answered:
@@ -21,7 +21,7 @@ class Answered:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._waiting: dict[Key, set[asyncio.Event]] = {}
+        self._waiting: dict[OperationKey, set[asyncio.Event]] = {}
 
     @contextmanager
     def of(self, run: str, seq: int) -> Generator[asyncio.Event]:

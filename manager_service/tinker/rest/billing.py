@@ -32,7 +32,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 """A counter of ours, as the protocol tells it."""
 
-Key = tuple[datetime, str, str, str]  # beginning of the hour, base model, session, counter
+BilledHour = tuple[datetime, str, str, str]  # beginning of the hour, base model, session, counter
 
 
 @router.get("/events")
@@ -67,12 +67,12 @@ def _full_hour(name: str, when: datetime) -> datetime:
     raise InvalidInput(f"{name} must be a full hour of UTC, such as 2026-07-13T00:00:00Z", param=name)
 
 
-async def _used(base: Base, tenant: TenantRecord, hours: list[datetime]) -> dict[Key, int]:
+async def _used(base: Base, tenant: TenantRecord, hours: list[datetime]) -> dict[BilledHour, int]:
     """One round trip."""
     pipe = base.redis.pipeline(transaction=False)
     for hour in hours:
         pipe.hgetall(base.cell.hours(tenant.id, hour_of(hour.timestamp())))
-    found: dict[Key, int] = {}
+    found: dict[BilledHour, int] = {}
     for hour, counters in zip(hours, await pipe.execute(), strict=True):
         for field, amount in counters.items():
             session, _, counter = field.decode().partition("/")
@@ -81,7 +81,7 @@ async def _used(base: Base, tenant: TenantRecord, hours: list[datetime]) -> dict
     return found
 
 
-def _event(tenant: TenantRecord, key: Key, num_tokens: int) -> dict[str, Any]:
+def _event(tenant: TenantRecord, key: BilledHour, num_tokens: int) -> dict[str, Any]:
     hour, base, session, counter = key
     return {
         "bucket_start": hour.isoformat(),
