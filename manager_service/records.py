@@ -171,6 +171,7 @@ class EvalTally(msgspec.Struct):
     expected: int = 0  # trajectories in all
     settled: int = 0
     failed: int = 0
+    failed_reason: str = ""  # of the first that failed
     num: int = 0  # scored sampled answers, their sum and sum of squares
     total: float = 0.0
     squares: float = 0.0

@@ -42,7 +42,7 @@ async def zip_of(api: Api, base: Base, adapter: AdapterRef) -> Response:
     name = re.sub(r"[^\w.-]", "_", f"{adapter.job}-{adapter.version}.zip")
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     read = functools.partial(files_of, api, base, adapter)
-    return await api.downloads.answer(adapter.tenant, read, _zip, "application/zip", headers)
+    return await api.downloads.answer(await api.tenants.get(adapter.tenant), read, _zip, "application/zip", headers)
 
 
 async def files_of(api: Api, base: Base, adapter: AdapterRef, names: Sequence[str] = PEFT_FILES) -> dict[str, bytes]:

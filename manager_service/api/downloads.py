@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.places import Places
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
+from manager_service.records import TenantRecord
 
 MAX_OPEN = 16
 """Downloads of one tenant at once: each has a copy of an adapter on this machine's disk."""
@@ -35,13 +36,14 @@ class Downloads:
 
     async def answer(
         self,
-        tenant: str,
+        asker: TenantRecord,
         read: Callable[[], Awaitable[PackedFiles]],
         pack: PackInto,
         media_type: str,
         headers: Mapping[str, str],
     ) -> Response:
         """The response that `pack` makes of the files that `read` returns. Raises ApiError 429 and 507, and what `read` raises."""
+        tenant = asker.id
         if self._open[tenant] >= MAX_OPEN:
             message = f"{MAX_OPEN} of your downloads are open already: wait until some have ended"
             error = ApiError(429, message, code="too_many_open")
@@ -50,7 +52,7 @@ class Downloads:
         self._open[tenant] += 1
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._end, tenant)
-            async with self._places.one(tenant, 1.0, lambda: None):
+            async with self._places.one(tenant, asker.weight, lambda: None):
                 file = await asyncio.to_thread(_on_disk, await read(), pack)
             unless_made.pop_all()
         return FileDownload(file, lambda: self._end(tenant), media_type, headers)

@@ -62,6 +62,7 @@ def count(spec: JobSpec, state: JobState, version: int, message: ScoredTrajector
     tally.settled += 1
     if message.reward is None:
         tally.failed += 1
+        tally.failed_reason = tally.failed_reason or _reason(message)
     elif spec.is_supervised:
         _count_loss(tally, message, message.reward)
     elif message.trajectory.purpose == "eval_greedy":
@@ -79,6 +80,10 @@ def _count_loss(tally: EvalTally, message: ScoredTrajectory, log_prob: float) ->
     tally.num += 1
     tally.tokens += tokens
     tally.total += log_prob * tokens
+
+
+def _reason(message: ScoredTrajectory) -> str:
+    return f"{message.failure.kind}: {message.failure.reason[:300]}" if message.failure else ""
 
 
 def loss_summary(version: int, tally: EvalTally) -> dict[str, Any]:

@@ -159,7 +159,18 @@ class Journal:
         note_evaluation(self._spec, self._state, version, loss)
         self._note_best(version, None if loss is None else -loss)
         shown = "every example failed" if loss is None else f"loss {loss:.4f} over {tally.num} examples"
-        self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
+        self._tell_evaluation(shown, data, tally, now, changes)
+
+    def _tell_evaluation(
+        self, shown: str, data: dict[str, Any], tally: EvalTally, now: float, changes: Changes
+    ) -> None:
+        said = f"Evaluation of version {data['version']}: {shown}"
+        failed_share = tally.failed / max(1, tally.settled)
+        if failed_share <= WARN_FAILED_SHARE:
+            self.tell(now, changes, said, metrics=data)
+        else:
+            said = f"{said}; {failed_share:.0%} of it failed, the first of them: {tally.failed_reason}"
+            self.tell(now, changes, said, level="warn", metrics=data)
 
     def _note_best(self, version: int, score: float | None) -> None:
         state = self._state
@@ -179,7 +190,7 @@ class Journal:
         note_evaluation(self._spec, self._state, version, mean)
         self._note_best(version, mean)
         shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
-        self.tell(now, changes, f"Evaluation of version {version}: {shown}", metrics=data)
+        self._tell_evaluation(shown, data, tally, now, changes)
 
     def note_failed(self, message: ScoredTrajectory, item: dict[str, Any] | None) -> None:
         """Takes a trajectory that failed to the samples of the coming step, the first few of a step."""

@@ -14,7 +14,7 @@ from common.adapters import PEFT_FILES
 from manager_service.api import connections, downloads
 from manager_service.jobs.journal import MAX_TEXT
 from manager_service.kept import LIMITS
-from manager_service.records import JSON, SampleRecord
+from manager_service.records import JSON, SampleRecord, TenantRecord
 from tests.manager.tinker.test_checkpoints import external
 from tests.support.api_server import ApiServer, method, running_api, upload
 from tests.support.owned_runs import owned_runs
@@ -174,5 +174,28 @@ async def test_a_download_that_nobody_sends_leaves_its_place(monkeypatch: pytest
         return {}
 
     for _ in range(2):  # the first one's request was cancelled before its answer was begun
-        await made.answer("acme", read, lambda _, file: files.append(file), "text/plain", {})
+        await made.answer(
+            TenantRecord(id="acme", created_at=0), read, lambda _, file: files.append(file), "text/plain", {}
+        )
     assert [file.closed for file in files] == [True, True]
+
+
+async def test_downloads_are_made_by_the_weights_of_their_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "MAX_MADE", 1)
+    made, begun = downloads.Downloads(), list[str]()
+
+    async def download(tenant: str, weight: float, seconds: float) -> None:
+        async def read() -> dict[str, bytes]:
+            begun.append(tenant)
+            await asyncio.sleep(seconds)
+            return {}
+
+        await made.answer(TenantRecord(id=tenant, created_at=0, weight=weight), read, nothing, "text/plain", {})
+
+    def nothing(_: object, file: IO[bytes]) -> None:
+        pass
+
+    # One place is held all the time, and two tenants share the other
+    asked = [("long", 1.0, 1.0), *[("light", 1.0, 0.1)] * 2, *[("heavy", 1000.0, 0.1)] * 3]
+    await asyncio.gather(*(download(*one) for one in asked))
+    assert begun == ["long", "light", "heavy", "heavy", "heavy", "light"]

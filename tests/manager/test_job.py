@@ -391,6 +391,16 @@ def test_a_step_says_what_share_of_its_trajectories_failed_and_why(num_failed: i
     assert ("of its trajectories failed, most of them: environment" in event.message) == bool(num_failed)
 
 
+@pytest.mark.parametrize(("num_failed", "level"), [(1, "info"), (2, "warn")])
+def test_an_evaluation_of_which_too_much_failed_is_a_warning_with_a_reason(num_failed: int, level: str) -> None:
+    journal, changes = Journal(job_spec(), JobState(status="running", version=0), LIMITS), Changes()
+    tally = EvalTally(units=20, settled=20, num=20 - num_failed, failed=num_failed, failed_reason="grader: it raised")
+    journal.evaluated(3, tally, 1.0, changes)
+    ((_, event),) = changes.events
+    assert event.level == level
+    assert event.message.endswith("; 10% of it failed, the first of them: grader: it raised") == (level == "warn")
+
+
 def test_steps_that_learn_nothing_are_warned_of_once_until_one_learns() -> None:
     journal, changes = Journal(job_spec(), JobState(status="running", version=0), LIMITS), Changes()
     adapter = AdapterRef(tenant="t", job="j", version=1)

@@ -113,7 +113,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_learned_tokens() -> None
     for message in (measured(0, -1.0, 1), measured(1, -0.2, 4), measured(2, None, 9)):
         assert not tally.done
         count(spec, state, 5, message)
-    assert tally.done
+    assert tally.done and tally.failed_reason == "invalid: too long"
     found = loss_summary(5, tally)
     assert found == {
         "step": 5, "version": 5, "eval_loss": pytest.approx(0.36), "eval_tokens": 5, "eval_n": 2, "eval_failed": 1,

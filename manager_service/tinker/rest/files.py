@@ -89,7 +89,8 @@ async def download(api: Api, source: Source, name: str) -> Response:
     names = await file_names(api, source.adapter) if name == ARCHIVE else [name]
     read = functools.partial(files_of, api, source.base, source.adapter, names)
     pack = _tar if name == ARCHIVE else _alone
-    return await api.downloads.answer(source.adapter.tenant, read, pack, "application/octet-stream", {})
+    asker = await api.tenants.get(source.adapter.tenant)
+    return await api.downloads.answer(asker, read, pack, "application/octet-stream", {})
 
 
 def _alone(files: Mapping[str, bytes], file: IO[bytes]) -> None:
